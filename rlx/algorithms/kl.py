@@ -53,9 +53,8 @@ def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, kind: str) -> Tensor:
         difference = difference.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
         # expm1 keeps the digits that exp(-d) - 1 loses if the two policies nearly agree.
         return ((-difference).expm1() + difference).clamp(max=K3_LIMIT)
-    raise ValueError(
-        f"KL estimator: got {kind!r}, expected kl, k1, abs, mse, k2, low_var_kl or k3, or one with + behind"
-    )
+    kinds = "kl, k1, abs, mse, k2, low_var_kl or k3"
+    raise ValueError(f"KL estimator: got {kind!r}, expected {kinds}, or one with + behind")
 
 
 class KLController:

@@ -174,9 +174,8 @@ def geo_mean(
     """
     advantages = advantages.detach()
     log_ratio = _log_ratio(log_probs, old_log_probs)
-    bounded = torch.where(
-        advantages > 0, log_ratio.clamp(max=settings.clip_high), log_ratio.clamp(min=-settings.clip_low)
-    )
+    above, below = log_ratio.clamp(max=settings.clip_high), log_ratio.clamp(min=-settings.clip_low)
+    bounded = torch.where(advantages > 0, above, below)
     loss = -advantages * _mean_of_row(bounded, mask).exp()
     return loss, {"clip_fraction": (bounded != log_ratio).to(log_probs.dtype)}
 

@@ -199,9 +199,8 @@ def accepted(
     elif criterion == "seq_max_k2":
         statistic = 0.5 * d.square().amax(dim=1, keepdim=True)
     else:
-        raise ValueError(
-            f"rollout_rs: got {criterion!r}, expected one of {', '.join(RATIO_CRITERIA + DIVERGENCE_CRITERIA)}"
-        )
+        known = ", ".join(RATIO_CRITERIA + DIVERGENCE_CRITERIA)
+        raise ValueError(f"rollout_rs: got {criterion!r}, expected one of {known}")
     if criterion in DIVERGENCE_CRITERIA:
         return mask_BT & (statistic <= high)
     lowest = -math.log(high) if low is None else math.log(low)

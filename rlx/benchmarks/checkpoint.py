@@ -2,10 +2,11 @@
 
 python -m rlx.benchmarks.checkpoint --shape qwen2-7b --json checkpoint.json
 
-One process, FSDP2, bf16 weights of a random model, AdamW's fp32 moments and masters as a run has by default (`--bf16-state`: moments in
-bf16, no masters). Host memory for saves is reserved and pinned before, as a run does after its first step. `blocks` is the time from
-the call until training can go on. `beside` is the mean of the steps that began while the thread wrote. The digests' cost is the time of a file written with digests over that of a plain file
-with the same bytes; both end with fsync. Rounds alternate.
+One process, FSDP2, bf16 weights of a random model, AdamW's fp32 moments and masters as a run has by default (`--bf16-state`:
+moments in bf16, no masters). Host memory for saves is reserved and pinned before, as a run does after its first step. `blocks` is
+the time from the call until training can go on. `beside` is the mean of the steps that began while the thread wrote. The digests'
+cost is the time of a file written with digests over that of a plain file with the same bytes; both end with fsync. Rounds
+alternate.
 """
 
 import argparse
@@ -23,7 +24,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from rlx.benchmarks.common import GB, benchmark_parser, cell, chosen_device, seconds_of, title, write_json
+from rlx.benchmarks.common import (
+    GB,
+    benchmark_parser,
+    cell,
+    chosen_device,
+    join_alone,
+    random_model,
+    seconds_of,
+    title,
+    write_json,
+)
 from rlx.checkpoint.manifest import damage, damaged_chunks
 from rlx.checkpoint.tensors import Piece, Source, write_safetensors
 from rlx.config.schema import FSDPConfig, OptimConfig
@@ -50,9 +61,8 @@ class Training:
         fsdp = FSDPConfig(model_dtype="bf16", optimizer_offload=options.optimizer_offload)
         plain = _model(options, device)
         self.sharded = shard(plain, "fsdp2", fsdp, precision_of(fsdp, device), device)
-        self.optimizer = build_optimizer(
-            self.sharded.root.parameters(), OptimConfig(lr=1e-6, master_weights=not options.bf16_state)
-        )
+        optim = OptimConfig(lr=1e-6, master_weights=not options.bf16_state)
+        self.optimizer = build_optimizer(self.sharded.root.parameters(), optim)
         self.saves = Saves(self.arena, "model", device)
         self._on_host = None
         if options.optimizer_offload:
@@ -84,16 +94,11 @@ class Training:
 
 
 def _model(options: argparse.Namespace, device: torch.device) -> nn.Module:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     changes = {} if options.layers is None else {"num_hidden_layers": options.layers}
-    config = AutoConfig.for_model(**{**SHAPES[options.shape], **changes})
-    torch.manual_seed(0)
-    with device:
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
+    model = random_model(options.shape, device, **changes)
     model.config.use_cache = False
     model.gradient_checkpointing_enable({"use_reentrant": False})
-    return model.train()  # type: ignore[no-any-return]
+    return model.train()
 
 
 def measure_saves(training: Training, folder: Path, steps: int, saves: int) -> dict[str, Any]:
@@ -113,12 +118,9 @@ def measure_saves(training: Training, folder: Path, steps: int, saves: int) -> d
                 break
             beside.append(seconds_of(training.step, device))
         training.saves.finish()
-        for name, value in (
-            ("blocks_s", blocks),
-            ("written_s", time.perf_counter() - began),
-            ("steps_beside_s", beside),
-        ):
-            found[name].append(value)
+        found["blocks_s"].append(blocks)
+        found["written_s"].append(time.perf_counter() - began)
+        found["steps_beside_s"].append(beside)
         if faults := damage(folder) or damaged_chunks(folder):
             raise RuntimeError(faults[0])
         shutil.rmtree(folder)
@@ -168,9 +170,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="folder to write into (default: a temporary one)")
     options = parser.parse_args()
     device = chosen_device(options.device)
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1
-    )
+    join_alone(device)
     folder = Path(tempfile.mkdtemp(prefix="checkpoint_", dir=options.out))
     try:
         digests = measure_digests(folder, options.digested_bytes, options.rounds)
@@ -181,7 +181,8 @@ def main() -> int:
         shutil.rmtree(folder)
         dist.destroy_process_group()
     plain, digested = (statistics.median(digests[name]) for name in ("plain_s", "digested_s"))
-    print(f"{title(device)}: {options.shape}, {save['bytes'] / GB:.1f} GB, state on the {_place(options)}")
+    place = "host" if options.optimizer_offload else "device"
+    print(f"{title(device)}: {options.shape}, {save['bytes'] / GB:.1f} GB, state on the {place}")
     rows: dict[str, list[float]] = {
         "pinning host memory, once [s]": [save["pinning_s"]],
         "step alone [s]": [statistics.mean(save["steps_alone_s"][1:] or save["steps_alone_s"])],
@@ -197,10 +198,6 @@ def main() -> int:
         print(f"{name:>34}{''.join(cell(value, 3, 12) for value in values)}")
     write_json(options, device, {**save, **digests})
     return 0
-
-
-def _place(options: argparse.Namespace) -> str:
-    return "host" if options.optimizer_offload else "device"
 
 
 if __name__ == "__main__":

@@ -4,14 +4,19 @@ import json
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+import torch.distributed as dist
 
-from rlx.offload.benchmark.device import clock, name_of
+from rlx.offload.benchmark.device import clean_up, clock, name_of, peak_bytes, reset_peak, used_bytes
 from rlx.offload.plan.shapes import SHAPES
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 GB = 1e9
+T = TypeVar("T")
 
 
 def benchmark_parser(name: str, description: str) -> ArgumentParser:
@@ -38,6 +43,22 @@ def cell(value: float | None, digits: int, width: int = 10) -> str:
     return f"{'-' if value is None else f'{value:.{digits}f}':>{width}}"
 
 
+def join_alone(device: torch.device) -> None:
+    """Initialise torch.distributed with this process alone, unless that has been done."""
+    if not dist.is_initialized():
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+
+
+def peak_beside(work: Callable[[], T], device: torch.device) -> tuple[T, int]:
+    """Return the result of `work`, and the most device memory that it took beside the memory in use before [bytes]."""
+    clean_up(device)
+    before = used_bytes(device)
+    reset_peak(device)
+    result = work()
+    return result, peak_bytes(device) - before
+
+
 def write_json(options: Namespace, device: torch.device, figures: Mapping[str, Any]) -> None:
     """Write the figures with the device and the version of torch to the file of `--json`, if it was given."""
     if options.json is not None:
@@ -52,13 +73,12 @@ def seconds_of(work: Callable[[], Any], device: torch.device) -> float:
     return clock(device) - began
 
 
-def write_random_model(folder: Path, shape: str, device: torch.device, **changes: Any) -> None:
-    """Write a Hugging Face folder with random bf16 weights, the same on every call.
+def random_model(shape: str, device: torch.device, **changes: Any) -> "PreTrainedModel":
+    """Return a model with random bf16 weights, the same on every call.
 
     Args:
-        folder: where to write it.
         shape: a name in `SHAPES`.
-        device: where the weights are drawn; its free memory goes back to the system afterwards.
+        device: where the weights are drawn.
         changes: fields of the model's configuration that replace those of the shape.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -66,8 +86,13 @@ def write_random_model(folder: Path, shape: str, device: torch.device, **changes
     config = AutoConfig.for_model(**{**SHAPES[shape], **changes})
     torch.manual_seed(0)
     with device:
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    return model
+
+
+def write_random_model(folder: Path, shape: str, device: torch.device, **changes: Any) -> None:
+    """Write a `random_model` as a Hugging Face folder. The device's free memory goes back to the system afterwards."""
+    model = random_model(shape, device, **changes)
     model.save_pretrained(folder)
     del model
-    if device.type != "cpu":
-        torch.accelerator.empty_cache()  # vLLM and child processes take memory from the device, not from torch
+    clean_up(device)  # vLLM and child processes take memory from the device, not from torch

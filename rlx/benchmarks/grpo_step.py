@@ -8,7 +8,6 @@ but the first of each phase, and of other figures of a run. Further overrides ho
 """
 
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -32,9 +31,7 @@ if TYPE_CHECKING:
 
 PHASE = "timing_s/"
 OTHERS = ("actor/tokens_saved", "actor/grad_norm", "response_length/mean", "perf/peak_memory_gb")
-REWARD = (
-    "def score(data_source, solution_str, ground_truth, extra_info=None):\n    return len(set(solution_str)) / 64\n"
-)
+REWARD = "def score(data_source, solution_str, ground_truth, extra_info=None): return len(set(solution_str)) / 64\n"
 
 
 def byte_tokenizer() -> "PreTrainedTokenizerBase":
@@ -96,9 +93,7 @@ def settings(options: Namespace) -> list[str]:
 def run(folder: Path, overrides: Sequence[str]) -> dict[int, dict[str, float]]:
     """Do one run and return its metrics by step. Raises RuntimeError if it fails."""
     command = [sys.executable, "-m", "rlx.main_ppo", *overrides, f"trainer.default_local_dir={folder}"]
-    done = subprocess.run(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False, env=os.environ
-    )
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
     made = next(folder.rglob(METRICS_FILE), None)
     if done.returncode or made is None:
         raise RuntimeError(f"{' '.join(command)} ended with exit code {done.returncode}:\n{done.stdout[-8000:]}")
@@ -134,9 +129,8 @@ def main(arguments: list[str] | None = None) -> None:
     options, overrides = parser.parse_known_args(arguments)
     key, _, values = options.each.partition("=")
     if not values or options.steps < 2:
-        parser.error(
-            f"got --each {options.each} --steps {options.steps}, expected KEY=VALUE,VALUE and at least 2 steps"
-        )
+        got = f"--each {options.each} --steps {options.steps}"
+        parser.error(f"got {got}, expected KEY=VALUE,VALUE and at least 2 steps")
     device, found = chosen_device(options.device), {}
     with tempfile.TemporaryDirectory(prefix="rlx-grpo-step-") as made:
         folder = Path(made)
@@ -146,10 +140,8 @@ def main(arguments: list[str] | None = None) -> None:
         for value in values.split(","):
             every = run(folder / f"run-{value}", [*settings(options), *inputs, *overrides, f"{key}={value}"])
             found[value] = medians(every)
-            print(
-                f"{key}={value}: seconds of the steps {[round(x[f'{PHASE}step'], 2) for x in every.values()]}",
-                flush=True,
-            )
+            seconds = [round(x[f"{PHASE}step"], 2) for x in every.values()]
+            print(f"{key}={value}: seconds of the steps {seconds}", flush=True)
     show(found)
     write_json(options, device, {"each": options.each, "medians": found})
 

@@ -156,10 +156,8 @@ def main() -> None:
     console.print(f"picture: {options.out / 'learning.png'}", highlight=False)
     for difficulty in options.difficulties:
         if (difficulty, PLAIN) in curves and (difficulty, "GRPO") in curves:
-            same = curves[difficulty, PLAIN] == curves[difficulty, "GRPO"]
-            console.print(
-                f"difficulty {difficulty}: with and without offload the curves are {'equal' if same else 'DIFFERENT'}"
-            )
+            found = "equal" if curves[difficulty, PLAIN] == curves[difficulty, "GRPO"] else "DIFFERENT"
+            console.print(f"difficulty {difficulty}: with and without offload the curves are {found}")
 
 
 if __name__ == "__main__":

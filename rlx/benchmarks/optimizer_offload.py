@@ -9,6 +9,7 @@ With `--shape` the step is AdamW with fp32 masters over all weights of that shap
 import statistics
 from collections import defaultdict
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -109,12 +110,10 @@ def measure_steps(
         optimizer.step()
         whole.to_host()
 
-    def step_on_device() -> None:
-        step_in_parts(optimizer)
-
-    ways = {"state on the device": step_on_device, "state whole": step_whole, "state in pieces": in_pieces.step}
-    if shape is not None:
-        del ways["state whole"]
+    ways: dict[str, Callable[[], None]] = {"state on the device": partial(step_in_parts, optimizer)}
+    if shape is None:
+        ways["state whole"] = step_whole
+    ways["state in pieces"] = in_pieces.step
     moved_bytes = sum(state_bytes(optimizer, parameter) for parameter in parameters)
     rows: dict[str, dict[str, float | None]] = {}
     for name, step in ways.items():
@@ -137,12 +136,9 @@ def main(arguments: list[str] | None = None) -> None:
     """Run the command."""
     parser = benchmark_parser("optimizer_offload", __doc__)
     parser.add_argument("--gb", type=float, default=4.0, help="amount to move [10^9 bytes]")
-    parser.add_argument(
-        "--piece-gb", type=float, default=PIECE_BYTES / GB, help="state to fetch at a time [10^9 bytes]"
-    )
-    parser.add_argument(
-        "--shape", choices=sorted(SHAPES), help="step the weights of this shape, with masters (default: --gb of state)"
-    )
+    parser.add_argument("--piece-gb", type=float, default=PIECE_BYTES / GB, help="state to fetch at a time [GB]")
+    of_shape = "step the weights of this shape, with masters (default: --gb of state)"
+    parser.add_argument("--shape", choices=sorted(SHAPES), help=of_shape)
     given = parser.parse_args(arguments)
     if given.gb <= 0 or given.rounds < 1 or given.piece_gb <= 0:
         got = f"--gb {given.gb} --rounds {given.rounds} --piece-gb {given.piece_gb}"

@@ -19,137 +19,41 @@ log-probs without logits. The others are the transformers model, with whole logi
 
 import argparse
 import json
-import os
 import resource
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
-from torch.optim import AdamW, Optimizer
+from torch import Tensor
+from torch.optim import AdamW
 
 from rlx.algorithms.losses import LossSettings, vanilla
-from rlx.benchmarks.common import GB, cell, chosen_device, write_random_model
+from rlx.benchmarks.common import GB, cell, chosen_device, join_alone, write_random_model
+from rlx.benchmarks.step_phases import STEP_PHASES, TIMES, Figures, PhasePeaks
 from rlx.config.schema import ActivationOffloadConfig, ActorConfig, FSDPConfig, ModelConfig, OptimConfig
 from rlx.data.batch import Batch
 from rlx.engine.engine import Engine
 from rlx.engine.micro_batch import MicroBatchRule
 from rlx.engine.objectives import PolicyObjective
-from rlx.engine.units import local
-from rlx.offload.benchmark.device import clock, name_of, peak_bytes, reset_peak, used_bytes
+from rlx.offload.benchmark.device import clock, name_of, used_bytes
 from rlx.offload.benchmark.modes import PEERS
 from rlx.offload.plan.shapes import SHAPES
 
 RLX = "rlx"
-STEP_PHASES = ("forward", "head", "backward", "step")
-TIMES = ("forward", "head", "backward", "clip", "step")
 HAND_OVER = "hand-over"
 MEMORY_PARTS = ("weights", "gradients", "optimizer", "rest")
 TOTALS = ("reserved", "host", "process")
 WIDTH = 12
 PROGRESS = "measuring"  # begins a child's lines about its progress
-Figures = dict[str, Any]
-
-
-class PhaseTimes:
-    """Seconds of the device's work by phase; on the CPU, which has no queue, seconds of the clock."""
-
-    def __init__(self, device: torch.device):
-        self._device = device
-        self._ends: list[tuple[str, torch.Event | float]] = []
-
-    def begin(self) -> None:
-        """Forget an earlier step."""
-        self._ends = [("", self._now())]
-
-    def end(self, phase: str) -> None:
-        """End a phase: the device's work since the end of the last phase belongs to this one."""
-        self._ends.append((phase, self._now()))
-
-    def seconds(self) -> dict[str, float]:
-        """Return the seconds of each phase, after the device has finished."""
-        found = dict.fromkeys(TIMES, 0.0)
-        for (_, begun), (phase, ended) in pairwise(self._ends):
-            if isinstance(begun, torch.Event):
-                found[phase] += begun.elapsed_time(ended) / 1e3
-            else:
-                found[phase] += ended - begun  # type: ignore[operator]
-        return found
-
-    def _now(self) -> torch.Event | float:
-        if self._device.type == "cpu":
-            return time.perf_counter()
-        event = torch.Event(self._device, enable_timing=True)
-        event.record(torch.accelerator.current_stream(self._device))
-        return event
-
-
-class PhasePeaks:
-    """Largest device memory and time of each phase of a step: layers forward, the head both ways, layers backward, optimizer."""
-
-    def __init__(self, model: nn.Module, optimizer: Optimizer, device: torch.device):
-        self.times = PhaseTimes(device)
-        self.bytes: dict[str, int] = {}
-        self.static: dict[str, int] = {}
-        self._model, self._optimizer, self._device = model, optimizer, device
-        head = model.get_output_embeddings()  # type: ignore[operator]
-        head.register_forward_pre_hook(self._before_head)
-        model.get_input_embeddings().register_forward_hook(self._behind_embeddings)  # type: ignore[operator]
-        optimizer.register_step_pre_hook(lambda *_: self._before_step())
-
-    def begin(self) -> None:
-        """Forget an earlier step."""
-        self.bytes.clear()
-        reset_peak(self._device)
-        self.times.begin()
-
-    def _end(self, phase: str) -> None:
-        self.times.end("clip" if phase == "backward" else phase)
-        self.bytes[phase] = max(self.bytes.get(phase, 0), peak_bytes(self._device))
-        reset_peak(self._device)
-
-    def _before_head(self, head: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        if inputs[0].requires_grad:
-            self._end("forward")
-            inputs[0].register_hook(lambda grad: self._end("head"))
-
-    def _behind_embeddings(self, embeddings: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        if output.requires_grad:
-            output.register_hook(lambda grad: self.times.end("backward"))
-
-    def _before_step(self) -> None:
-        if "backward" in self.bytes:  # a later piece of a step in pieces
-            return
-        self._end("backward")
-        self.static["gradients"] = _nbytes((p.grad for p in self._model.parameters()), self._device)
-
-    def finish(self) -> Figures:
-        """Return all figures after the device has finished the step [bytes, seconds]."""
-        self._end("step")
-        state = (x for values in self._optimizer.state.values() for x in values.values())
-        self.static["weights"] = _nbytes(self._model.parameters(), self._device)
-        self.static["optimizer"] = _nbytes(state, self._device)
-        clock(self._device)
-        return {"static": dict(self.static), "peaks": dict(self.bytes), "times": self.times.seconds()}
-
-
-def _nbytes(tensors: Iterable[Any], device: torch.device) -> int:
-    own = [local(x) for x in tensors if isinstance(x, Tensor)]
-    return sum(x.nbytes for x in own if x.device.type == device.type and x.untyped_storage().nbytes())
 
 
 def engine_step(folder: str, options: argparse.Namespace, device: torch.device) -> tuple[Any, ...]:
     """Return the model, its optimizer, a step on some tokens, and a hand-over that returns the reserved host memory [bytes]."""
-    if not dist.is_initialized():
-        os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29512"}
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    join_alone(device)
     engine = Engine(
         ModelConfig(
             path=folder,
@@ -279,10 +183,9 @@ def line(mode: str, tokens: int, figures: Mapping[str, Any]) -> str:
     peaks = (figures["peaks"][name] / GB for name in STEP_PHASES)
     totals = (figures[f"{name}_bytes"] for name in TOTALS)
     totals_gb = (None if nbytes is None else nbytes / GB for nbytes in totals)
-    row = "".join(cell(value, 3, WIDTH) for value in seconds) + "".join(
-        cell(value, 2, WIDTH) for value in (*parts(figures).values(), *peaks, *totals_gb)
-    )
-    return f"{mode:>24}{tokens:>10}{row}"
+    times = "".join(cell(value, 3, WIDTH) for value in seconds)
+    memory = "".join(cell(value, 2, WIDTH) for value in (*parts(figures).values(), *peaks, *totals_gb))
+    return f"{mode:>24}{tokens:>10}{times}{memory}"
 
 
 def header() -> str:
@@ -328,14 +231,10 @@ def options_of() -> argparse.Namespace:
     )
     parser.add_argument("--micro-batches", type=int, default=1, help="rlx: sequences of a step (default 1)")
     parser.add_argument("--rounds", type=int, default=1, help="steps to measure, after a first one (default 1)")
-    parser.add_argument(
-        "--first-tokens",
-        type=int,
-        help="tokens of the first step, which makes the optimizer's state (default: as many)",
-    )
-    parser.add_argument(
-        "--out", type=Path, default=Path("optimizer_step"), help="folder of results.json and the picture"
-    )
+    first = "tokens of the first step, which makes the optimizer's state (default: as many)"
+    parser.add_argument("--first-tokens", type=int, help=first)
+    out = Path("optimizer_step")
+    parser.add_argument("--out", type=Path, default=out, help="folder of results.json and the picture")
     parser.add_argument("--folder", help=argparse.SUPPRESS)  # folder of the weights; makes this process measure
     options = parser.parse_args()
     if unknown := [mode for mode in options.modes if mode != RLX and mode not in PEERS]:

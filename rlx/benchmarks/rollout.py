@@ -46,9 +46,8 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=sorted(SHAPES), help="random weights of this shape, in place of model.path")
     parser.add_argument("--requests", type=int, default=256, help="prompts of a generation (default 256)")
-    parser.add_argument(
-        "--cycles", type=int, default=20, help="of sleep, training, wake, sync, generation (default 20)"
-    )
+    cycles = "of sleep, training, wake, sync, generation (default 20)"
+    parser.add_argument("--cycles", type=int, default=20, help=cycles)
     parser.add_argument("--rounds", type=int, default=5, help="of which medians are taken (default 5)")
     parser.add_argument("--out", type=Path, help="JSON file for the figures")
     options, overrides = parser.parse_known_args(arguments)
@@ -78,11 +77,8 @@ def configured(overrides: list[str]) -> PPOConfig | None:
     world_size = int(os.environ["WORLD_SIZE"])
     fixed = ["trainer.total_training_steps=1", f"trainer.n_gpus_per_node={world_size}", "algorithm.adv_estimator=grpo"]
     # With rate 0 training does not change the weights, so they must give the same samples again.
-    fixed += [
-        "actor_rollout_ref.rollout.n=2",
-        "actor_rollout_ref.actor.optim.lr=0.0",
-        "actor_rollout_ref.actor.optim.weight_decay=0.0",
-    ]
+    optim = "actor_rollout_ref.actor.optim"
+    fixed += ["actor_rollout_ref.rollout.n=2", f"{optim}.lr=0.0", f"{optim}.weight_decay=0.0"]
     composed = compose([*fixed, *overrides])
     faults = check(composed, inspect_machine()).faults
     if faults:
@@ -155,10 +151,8 @@ def measure_throughput(worker: Worker, settings: RolloutConfig, prompts: Batch, 
     sampler, sampling = rollout.sampler, rollout.sampling["train"]
     ways: dict[str, Callable[[], Any]] = {"rlx": lambda: worker.call("rollout", "generate", prompts, "train")}
     if not isinstance(sampler, HFRollout):
-        columns = prompts["prompt_ids"], prompts["prompt_mask"], prompts["seed"].tolist()
-        requests = [
-            Request(tuple(ids[mask].tolist()), seed, sampling) for ids, mask, seed in zip(*columns, strict=True)
-        ]
+        rows = zip(prompts["prompt_ids"], prompts["prompt_mask"], prompts["seed"].tolist(), strict=True)
+        requests = [Request(tuple(ids[mask].tolist()), seed, sampling) for ids, mask, seed in rows]
         ways["vllm"] = sampler.engine.direct(requests, settings.seed_requests)
         ways["vllm_unseeded"] = sampler.engine.direct(requests, seeded=False)
     samples = ways["rlx"]()

@@ -12,7 +12,7 @@ log-probs and the gradients of both ways are compared with those of the rows in 
 import copy
 import re
 import statistics
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -23,11 +23,19 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 
 from rlx.algorithms.losses import LossSettings, vanilla
-from rlx.benchmarks.common import GB, benchmark_parser, chosen_device, seconds_of, title, write_json
+from rlx.benchmarks.common import (
+    GB,
+    benchmark_parser,
+    chosen_device,
+    peak_beside,
+    random_model,
+    seconds_of,
+    title,
+    write_json,
+)
 from rlx.models.head_log_probs import head_replaced
 from rlx.models.packed_attention import use_packed_attention, why_not_packed
 from rlx.models.prefix_tree import NEVER, Tree, tree_of_rows
-from rlx.offload.benchmark.device import clean_up, peak_bytes, reset_peak, used_bytes
 from rlx.offload.plan.shapes import SHAPES
 
 if TYPE_CHECKING:
@@ -91,15 +99,13 @@ def named(ids: Tensor, tree: Tree) -> dict[str, Any]:
     }
 
 
-def micro_batches(
-    case: PromptCase, way: str, options: Namespace, vocabulary: int, device: torch.device
-) -> list[PackedRows]:
+def micro_batches(case: PromptCase, way: str, options: Namespace, model: "PreTrainedModel") -> list[PackedRows]:
     """Return the micro-batches of an update."""
-    rows = case.rows(vocabulary)
+    rows = case.rows(model.config.vocab_size)
     advantages = torch.linspace(-1, 1, case.samples)[:, None].expand(-1, case.response)
     each = case.samples if way == "tree" else max(1, options.tokens // rows.shape[1])
     parts = [slice(first, first + each) for first in range(0, case.samples, each)]
-    return [packed(rows[part], advantages[part], LEAST_GAINS[way], device) for part in parts]
+    return [packed(rows[part], advantages[part], LEAST_GAINS[way], model.device) for part in parts]
 
 
 def log_probs(model: "PreTrainedModel", part: PackedRows, with_entropy: bool) -> Tensor:
@@ -134,6 +140,15 @@ def gradients_at_zero(model: nn.Module) -> Iterator[None]:
     torch._foreach_zero_([parameter.grad for parameter in model.parameters()])
 
 
+def relative_distance(found: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
+    """Return the norm of the difference of all tensors together, over the norm of the exact ones."""
+    off, whole = (
+        torch.stack([x.float().norm() for x in each]).norm()
+        for each in ([x - y for x, y in zip(found, exact, strict=True)], exact)
+    )
+    return float(off / whole)
+
+
 class Exact(NamedTuple):
     """Log-probs (K,) and gradients of the rows in fp32."""
 
@@ -146,7 +161,7 @@ class Exact(NamedTuple):
         wide = copy.deepcopy(model).float()
         wide.zero_grad()
         one_row = Namespace(**{**vars(options), "tokens": 1})
-        parts = micro_batches(case, "rows", one_row, model.config.vocab_size, model.device)
+        parts = micro_batches(case, "rows", one_row, model)
         log_probs = old_log_probs(wide, parts)[:, 0]
         backward(wide, parts)
         return cls(log_probs, [p.grad for p in wide.parameters() if p.grad is not None])
@@ -157,8 +172,7 @@ class Bench:
 
     def __init__(self, model: "PreTrainedModel", optimizer: AdamW, case: PromptCase, options: Namespace):
         self.model, self.optimizer, self.device = model, optimizer, model.device
-        vocabulary = model.config.vocab_size
-        self.parts = {way: micro_batches(case, way, options, vocabulary, model.device) for way in LEAST_GAINS}
+        self.parts = {way: micro_batches(case, way, options, model) for way in LEAST_GAINS}
 
     def update(self, way: str) -> None:
         """Take an optimizer step."""
@@ -170,11 +184,7 @@ class Bench:
     def peak(self, way: str) -> float:
         """Return the bytes that an update's forward and backward need beside weights, gradients and states [GB]."""
         with gradients_at_zero(self.model):
-            clean_up(self.device)
-            before = used_bytes(self.device)
-            reset_peak(self.device)
-            backward(self.model, self.parts[way])
-            return (peak_bytes(self.device) - before) / GB
+            return peak_beside(lambda: backward(self.model, self.parts[way]), self.device)[1] / GB
 
     def errors(self, exact: "Exact") -> dict[str, dict[str, float]]:
         """Return each way's mean error of the log-probs, and the relative one of all gradients together."""
@@ -184,9 +194,7 @@ class Bench:
             with gradients_at_zero(self.model):
                 backward(self.model, parts)
                 grads = [p.grad for p in self.model.parameters() if p.grad is not None]
-                off = torch.stack([(x - y).norm() for x, y in zip(grads, exact.gradients, strict=True)]).norm()
-            whole = torch.stack([x.norm() for x in exact.gradients]).norm()
-            found[way] = {"log-probs": log_prob, "gradients": float(off / whole)}
+                found[way] = {"log-probs": log_prob, "gradients": relative_distance(grads, exact.gradients)}
         return found
 
     def figures(self, rounds: int) -> dict[str, dict[str, float]]:
@@ -197,25 +205,19 @@ class Bench:
         }
         found = {way: {"tokens": float(sum(part.tokens for part in self.parts[way]))} for way in LEAST_GAINS}
         for name, work in works.items():
-            taken = [
-                {way: seconds_of(partial(work, way), self.device) for way in LEAST_GAINS} for _ in range(rounds + 1)
-            ]
-            for way in LEAST_GAINS:
+            turns = range(rounds + 1)
+            taken = [{way: seconds_of(partial(work, way), self.device) for way in found} for _ in turns]
+            for way in found:
                 found[way][name] = statistics.median(turn[way] for turn in taken[1:])
-        for way in LEAST_GAINS:
+        for way in found:
             found[way]["peak GB"] = self.peak(way)
         return found
 
 
 def made(options: Namespace, longest: int, device: torch.device) -> "PreTrainedModel":
     """Return a model of the shape with random weights and packed attention."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     changes = {"num_hidden_layers": options.layers, "max_position_embeddings": longest}
-    config = AutoConfig.for_model(**{**SHAPES[options.shape], **changes})
-    torch.manual_seed(0)
-    with device:
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa").train()
+    model = random_model(options.shape, device, **changes).train()
 
     def run() -> None:
         with torch.no_grad():
@@ -226,14 +228,20 @@ def made(options: Namespace, longest: int, device: torch.device) -> "PreTrainedM
     return model
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Run the command."""
-    parser = benchmark_parser("shared_prefix", __doc__)
-    usual = ["4096+512x8", "16384+1024x16", "256+2048x8"]
-    parser.add_argument("--cases", nargs="+", default=usual, metavar="PROMPT+RESPONSExSAMPLES")
+def case_parser(name: str, description: str) -> ArgumentParser:
+    """Return the parser of a benchmark of cases, with the model and the micro-batches of `rows`."""
+    parser = benchmark_parser(name, description)
     parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen2-7b")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=36864, help="most tokens of a micro-batch of `rows`")
+    return parser
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command."""
+    parser = case_parser("shared_prefix", __doc__)
+    usual = ["4096+512x8", "16384+1024x16", "256+2048x8"]
+    parser.add_argument("--cases", nargs="+", default=usual, metavar="PROMPT+RESPONSExSAMPLES")
     parser.add_argument("--exact", action="store_true", help="compare both ways with the rows in fp32")
     options = parser.parse_args(arguments)
     try:

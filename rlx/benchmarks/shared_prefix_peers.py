@@ -32,12 +32,17 @@ from torch.optim import AdamW
 
 from rlx.algorithms.losses import LossSettings, vanilla
 from rlx.benchmarks import shared_prefix
-from rlx.benchmarks.common import GB, benchmark_parser, cell, chosen_device, seconds_of, title, write_json
-from rlx.benchmarks.shared_prefix import PromptCase, gradients_at_zero, made, micro_batches
+from rlx.benchmarks.common import GB, cell, chosen_device, peak_beside, seconds_of, title, write_json
+from rlx.benchmarks.shared_prefix import (
+    PromptCase,
+    case_parser,
+    gradients_at_zero,
+    made,
+    micro_batches,
+    relative_distance,
+)
 from rlx.models.attention_kernels import Call, CpuFlash
 from rlx.models.packed_attention import PACKED
-from rlx.offload.benchmark.device import clean_up, peak_bytes, reset_peak, used_bytes
-from rlx.offload.plan.shapes import SHAPES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -49,7 +54,7 @@ AREAL = ("areal", "areal.infra", "areal.api", "areal.engine")  # packages whose 
 
 def rlx_way(way: str, model: "PreTrainedModel", case: PromptCase, rows: Tensor, options: Namespace) -> LogProbs:
     """Return rlx's own way, `rows` or `tree`."""
-    parts = micro_batches(case, way, options, model.config.vocab_size, model.device)
+    parts = micro_batches(case, way, options, model)
 
     def run() -> Iterator[tuple[slice, Tensor]]:
         first = 0
@@ -90,22 +95,13 @@ def areal_way(model: "PreTrainedModel", case: PromptCase, rows: Tensor, options:
     for name in AREAL:
         bare = sys.modules.setdefault(name, ModuleType(name))
         bare.__path__ = [str(Path(root, *name.split(".")[1:]))]
-    tree, functional, module, settings = (
-        importlib.import_module(f"areal.{name}")
-        for name in (
-            "models.tree_attn.tree",
-            "models.tree_attn.functional",
-            "models.tree_attn.module_fsdp",
-            "api.cli_args",
-        )
-    )
+    names = (*(f"models.tree_attn.{name}" for name in ("tree", "functional", "module_fsdp")), "api.cli_args")
+    tree, functional, module, settings = (importlib.import_module(f"areal.{name}") for name in names)
     unique = case.prompt + case.samples * case.response
     most = settings.MicroBatchSpec(max_tokens_per_mb=-(-unique // tree.BLOCK_SIZE) * tree.BLOCK_SIZE)
     (batch,) = tree.build_packed_tree_batch({"input_ids": rows, "attention_mask": torch.ones_like(rows)}, most).mbs
-    trie, ids, places = (
-        batch["trie_node"],
-        *(batch[name].view(1, -1).to(model.device) for name in ("input_ids", "position_ids")),
-    )
+    trie = batch["trie_node"]
+    ids, places = (batch[name].view(1, -1).to(model.device) for name in ("input_ids", "position_ids"))
 
     def run() -> Iterator[tuple[slice, Tensor]]:
         model.config._attn_implementation = "flash_attention_2"
@@ -235,44 +231,31 @@ def measure(
 
     with attention_kept(model):
         with gradients_at_zero(model):
-            clean_up(model.device)
-            before = used_bytes(model.device)
-            reset_peak(model.device)
-            found = backward(run, advantages)
-            peak = (peak_bytes(model.device) - before) / GB
+            found, peak = peak_beside(lambda: backward(run, advantages), model.device)
             grads = [p.grad.to("cpu", copy=True) for p in model.parameters() if p.grad is not None]
         seconds = median([seconds_of(update, model.device) for _ in range(rounds + 1)][1:])
-    return {"update s": seconds, "peak GB": peak, "log_probs": found, "gradients": grads}
+    return {"update s": seconds, "peak GB": peak / GB, "log_probs": found, "gradients": grads}
 
 
 def distance(found: dict[str, Any], rows: dict[str, Any]) -> dict[str, float]:
     """Return how far log-probs and gradients are from those of rows."""
-    pairs = list(zip(found["gradients"], rows["gradients"], strict=True))
-    off, whole = (
-        torch.stack([x.float().norm() for x in each]).norm() for each in ([a - b for a, b in pairs], rows["gradients"])
-    )
-    return {"log-probs": float((found["log_probs"] - rows["log_probs"]).abs().mean()), "gradients": float(off / whole)}
+    log_probs = float((found["log_probs"] - rows["log_probs"]).abs().mean())
+    return {"log-probs": log_probs, "gradients": relative_distance(found["gradients"], rows["gradients"])}
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the command."""
-    parser = benchmark_parser("shared_prefix_peers", __doc__)
-    parser.add_argument(
-        "--case", type=PromptCase.of, default=PromptCase(4096, 512, 8), metavar="PROMPT+RESPONSExSAMPLES"
-    )
+    parser, usual = case_parser("shared_prefix_peers", __doc__), PromptCase(4096, 512, 8)
+    parser.add_argument("--case", type=PromptCase.of, default=usual, metavar="PROMPT+RESPONSExSAMPLES")
     parser.add_argument("--ways", nargs="+", choices=MAKERS, default=[*MAKERS][1:], help="beside rows (default: all)")
-    parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen2-7b")
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--tokens", type=int, default=36864, help="most tokens of a micro-batch of `rows`")
     options = parser.parse_args(arguments)
     device, case = chosen_device(options.device), options.case
     model = made(options, case.prompt + case.response, device)
     optimizer = AdamW(model.parameters(), lr=1e-9, fused=device.type != "cpu" or None)
     rows, advantages = case.rows(model.config.vocab_size), torch.linspace(-1, 1, case.samples, device=device)
     print(f"{title(device)}, {options.shape}, {options.layers} layers, {case.prompt}+{case.response}x{case.samples}")
-    print(
-        f"{'':>6}{'update s':>10}{'to rows':>10}{'peak GB':>10}{'log-probs off':>15}{'gradients off':>15}", flush=True
-    )
+    names = "".join(f"{name:>10}" for name in ("update s", "to rows", "peak GB"))
+    print(f"{'':>6}{names}{'log-probs off':>15}{'gradients off':>15}", flush=True)
     figures: dict[str, Any] = {}
     first: dict[str, Any] = {}
     for way in ["rows", *(way for way in options.ways if way != "rows")]:
@@ -283,11 +266,8 @@ def main(arguments: list[str] | None = None) -> None:
             continue
         first = first or found
         off, seconds, peak = distance(found, first), found["update s"], found["peak GB"]
-        ratio = cell(seconds / first["update s"], 3)
-        print(
-            f"{way:>6}{cell(seconds, 4)}{ratio}{cell(peak, 2)}{off['log-probs']:>15.2e}{off['gradients']:>15.2e}",
-            flush=True,
-        )
+        costs = f"{cell(seconds, 4)}{cell(seconds / first['update s'], 3)}{cell(peak, 2)}"
+        print(f"{way:>6}{costs}{off['log-probs']:>15.2e}{off['gradients']:>15.2e}", flush=True)
         figures[way] = {"update s": seconds, "peak GB": peak, "off": off}
     write_json(options, device, {"case": case, "shape": options.shape, "layers": options.layers, "ways": figures})
 

@@ -121,9 +121,8 @@ def table(found: Mapping[str, Growth]) -> str:
 
 def main(arguments: Sequence[str]) -> int:
     """Run, print, and return the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m rlx.benchmarks.soak", description=(__doc__ or "").split("\n", 1)[0]
-    )
+    about = (__doc__ or "").split("\n", 1)[0]
+    parser = argparse.ArgumentParser(prog="python -m rlx.benchmarks.soak", description=about)
     parser.add_argument("--steps", type=int, default=2000, help="training steps (default 2000)")
     parser.add_argument("--from-step", type=int, default=500, help="growth counts from here (default 500)")
     parser.add_argument("--limit-mb", type=float, default=4.0, help="allowed growth of a process (default 4)")
@@ -138,13 +137,8 @@ def main(arguments: Sequence[str]) -> int:
         keys = (f"actor_rollout_ref.model.path={folder}/model", f"trainer.default_local_dir={folder}/runs")
         steps = f"trainer.total_training_steps={options.steps}"
         command = [sys.executable, "-m", "rlx.main_ppo", *TINY_RUN, *keys, steps, *options.overrides]
-        output = folder / "output.log"
-        with (
-            output.open("w") as opened,
-            subprocess.Popen(
-                command, stdout=opened, stderr=subprocess.STDOUT, env={"OMP_NUM_THREADS": "1", **os.environ}
-            ) as run,
-        ):
+        output, environment = folder / "output.log", {"OMP_NUM_THREADS": "1", **os.environ}
+        with output.open("w") as log, subprocess.Popen(command, stdout=log, stderr=log, env=environment) as run:
             samples = watch(run, folder, options.steps, options.pause_s)
         if run.returncode:
             print("\n".join(output.read_text().splitlines()[-20:]))

@@ -21,9 +21,9 @@ import torch
 import rlx.benchmarks.waiting_tool
 from rlx.benchmarks.common import benchmark_parser, cell, title, write_json, write_random_model
 from rlx.config.schema import EngineKwargsConfig, ModelConfig, RolloutConfig
-from rlx.environments.conversation import Chat
+from rlx.environments.chat import Chat
 from rlx.environments.pool import EnvironmentPool
-from rlx.environments.running import ConversationBounds, ConversationRow, run_conversations
+from rlx.environments.running import ConversationBounds, ConversationOptions, ConversationRow, run_conversations
 from rlx.environments.spec import EnvironmentSpec
 from rlx.models.loading import load_model
 from rlx.offload.plan.shapes import SHAPES
@@ -57,6 +57,9 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--max-num-seqs", type=int, default=512, help="requests decoded at once (default 512)")
     parser.add_argument("--tool-s", type=float, default=2.0, help="longest seconds of a slow tool (default 2)")
     parser.add_argument("--processes", type=int, default=2, help="of tools (default 2)")
+    parser.add_argument(
+        "--listen-every", type=int, default=1, help="steps from one look at the tools' answers to the next (default 1)"
+    )
     parser.add_argument(
         "--unseeded", action="store_true", help="vLLM: no random generator per request, which is faster"
     )
@@ -176,13 +179,14 @@ def one_way(
             "Waiting", rlx.benchmarks.waiting_tool.__file__, {"turns": options.turns, "longest_s": longest_s}
         )
         bounds = ConversationBounds(2 * PROMPT_WORDS, options.turns * (options.tokens + ANSWER_TOKENS))
+        asked = ConversationOptions(Chat(tokenizer), sampling, bounds, listen_every=options.listen_every)
         sampler: Any = TurnsOfOneLength(rollout, options.tokens)
         with EnvironmentPool(spec, options.processes, None) as pool:
             few = rows[: options.processes]
-            run_conversations(sampler, pool, few, Chat(tokenizer), sampling, bounds)  # the processes have started
+            run_conversations(sampler, pool, few, asked)  # the processes have started
             rollout.take_load()
             start = time.perf_counter()
-            ran = run_conversations(sampler, pool, rows, Chat(tokenizer), sampling, bounds)
+            ran = run_conversations(sampler, pool, rows, asked)
             seconds, waited = time.perf_counter() - start, ran.waited_s
         require_whole(ran.conversations, options)
         tokens = sum(sum(conversation.sampled) for conversation in ran.conversations)

@@ -10,7 +10,6 @@ of `fp32`, and `share`, the mean share of weights that a step changed. Seeds cho
 """
 
 import math
-import os
 import random
 import tempfile
 from collections.abc import Iterator
@@ -19,22 +18,15 @@ from statistics import mean
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
-from rlx.benchmarks.common import benchmark_parser, chosen_device, title, write_json
-from rlx.config.schema import (
-    ArithmeticConfig,
-    FSDPConfig,
-    MixedPrecisionConfig,
-    ModelConfig,
-    OptimConfig,
-    TinyModelConfig,
-)
+from rlx.benchmarks.common import benchmark_parser, chosen_device, join_alone, title, write_json
+from rlx.config import schema
+from rlx.config.schema import ArithmeticConfig, FSDPConfig, ModelConfig, OptimConfig, TinyModelConfig
 from rlx.data.arithmetic import make_problems
-from rlx.data.batch import Batch
+from rlx.data.batch import Batch, left_padded
 from rlx.engine.engine import Engine
 from rlx.engine.forward import Distribution
 from rlx.engine.micro_batch import MicroBatchRule
@@ -45,7 +37,7 @@ from rlx.offload.benchmark.device import clock
 BF16 = FSDPConfig(model_dtype="bf16")
 STRATEGIES = {"8 bit": "fsdp"}  # torchao's 8-bit tensors cannot be in FSDP2's DTensors
 UPDATE_FORMS: dict[str, tuple[FSDPConfig, dict[str, Any]]] = {
-    "fp32": (FSDPConfig(mixed_precision=MixedPrecisionConfig(param_dtype="bf16")), {}),
+    "fp32": (FSDPConfig(mixed_precision=schema.MixedPrecisionConfig(param_dtype="bf16")), {}),
     "masters": (replace(BF16, optimizer_state="host"), {}),
     "stochastic": (BF16, {"optimizer": "_AdamW"}),
     "8 bit": (BF16, {"optimizer": "AdamW8bit"}),
@@ -83,22 +75,14 @@ def batch_of(rows: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase) -> 
     """Return problems with their worked solutions as responses."""
     prompts = [tokenizer.apply_chat_template(r["prompt"], add_generation_prompt=True, return_dict=False) for r in rows]
     solutions = [tokenizer(r["extra_info"]["answer"], add_special_tokens=False).input_ids for r in rows]
-    left = [torch.tensor(ids[::-1]) for ids in prompts]
     right = [torch.tensor([*ids, tokenizer.eos_token_id]) for ids in solutions]
-    columns = {
-        "input_ids": (left, right),
-        "mask": ([torch.ones_like(x) for x in left], [torch.ones_like(x) for x in right]),
-    }
-    padded = {
-        name: [pad_sequence(before, batch_first=True).flip(1), pad_sequence(after, batch_first=True)]
-        for name, (before, after) in columns.items()
-    }
-    mask = torch.cat(padded["mask"], 1).bool()
+    prompt_ids, prompt_mask = left_padded(prompts)
+    response_mask = pad_sequence([torch.ones_like(ids, dtype=torch.bool) for ids in right], batch_first=True)
     return Batch.of(
         {
-            "input_ids": torch.cat(padded["input_ids"], 1),
-            "attention_mask": mask,
-            "response_mask": padded["mask"][1].bool(),
+            "input_ids": torch.cat([prompt_ids, pad_sequence(right, batch_first=True)], 1),
+            "attention_mask": torch.cat([prompt_mask, response_mask], 1),
+            "response_mask": response_mask,
         }
     )
 
@@ -130,9 +114,8 @@ def train(form: str, model: TinyModelConfig, lr: float, steps: int, device: torc
     first, before = {name: w.to("cpu", torch.float64) for name, w in engine.weights()}, likelihood()
     torch.manual_seed(model.seed)  # of stochastic rounding
     metrics = [engine.update(next(data), rule, Imitation()) for _ in range(steps)]
-    way = math.sqrt(
-        sum(float((w.to("cpu", torch.float64) - first[name]).square().sum()) for name, w in engine.weights())
-    )
+    moved = (w.to("cpu", torch.float64) - first[name] for name, w in engine.weights())
+    way = math.sqrt(sum(float(distance.square().sum()) for distance in moved))
     return {"before": before, "after": likelihood(), "way": way, "share": mean(m["update_share"] for m in metrics)}
 
 
@@ -148,28 +131,21 @@ def main(arguments: list[str] | None = None) -> None:
     if unknown := set(given.forms) - set(UPDATE_FORMS):
         parser.error(f"--forms: got {', '.join(sorted(unknown))}, expected some of {', '.join(UPDATE_FORMS)}")
     device, figures = chosen_device(given.device), {}
-    with tempfile.TemporaryDirectory() as folder:
-        if not dist.is_initialized():
-            backend = "nccl" if device.type == "cuda" else "gloo"
-            dist.init_process_group(
-                backend, init_method=f"file://{os.path.join(folder, 'store')}", rank=0, world_size=1
-            )
-        print(f"{title(device)}: {given.model}, lr {given.lr:g}, {given.steps} steps of {ROWS} problems")
-        print(f"{'form':>12}{'seed':>6}{'before':>10}{'after':>10}{'length':>10}{'share':>9}{'seconds':>9}")
-        for seed in range(given.seeds):
-            reference = None
-            for form in given.forms:
-                began = clock(device)
-                found = train(form, replace(MODELS[given.model], seed=seed), given.lr, given.steps, device)
-                seconds = clock(device) - began
-                reference = reference or found["way"]
-                found["length"] = found["way"] / reference
-                figures[f"{form} {seed}"] = found
-                print(
-                    f"{form:>12}{seed:>6}{found['before']:10.4f}{found['after']:10.4f}{found['length']:10.3f}{found['share']:9.3f}"
-                    f"{seconds:9.1f}",
-                    flush=True,
-                )
+    join_alone(device)
+    print(f"{title(device)}: {given.model}, lr {given.lr:g}, {given.steps} steps of {ROWS} problems")
+    print(f"{'form':>12}{'seed':>6}{'before':>10}{'after':>10}{'length':>10}{'share':>9}{'seconds':>9}")
+    for seed in range(given.seeds):
+        reference = None
+        for form in given.forms:
+            began = clock(device)
+            found = train(form, replace(MODELS[given.model], seed=seed), given.lr, given.steps, device)
+            seconds = clock(device) - began
+            reference = reference or found["way"]
+            found["length"] = found["way"] / reference
+            figures[f"{form} {seed}"] = found
+            log_probs = f"{found['before']:10.4f}{found['after']:10.4f}"
+            moved = f"{found['length']:10.3f}{found['share']:9.3f}"
+            print(f"{form:>12}{seed:>6}{log_probs}{moved}{seconds:9.1f}", flush=True)
     write_json(given, device, figures)
 
 

@@ -43,15 +43,11 @@ def load(
     narrow: dict[str, Tensor] = {}
     if of_optimizer:
         lacking = {_group(name) for name in state} - within
-        state = {
-            n: t
-            for n, t in state.items()
-            if _group(n) not in lacking and (n in entries or not n.endswith(MASTER_ENDING))
-        }
+        kept = {n: t for n, t in state.items() if _group(n) not in lacking}
+        state = {n: t for n, t in kept.items() if n in entries or not n.endswith(MASTER_ENDING)}
         within = {_group(name) for name in state}
-        narrow = {
-            n: torch.empty_like(t, dtype=kept) for n, t in state.items() if (kept := _narrower(entries.get(n), t))
-        }
+        types = {name: _narrower(entries.get(name), tensor) for name, tensor in state.items()}
+        narrow = {name: torch.empty_like(state[name], dtype=kind) for name, kind in types.items() if kind}
     read = {**state, **narrow}
     _require_same(read, metadata, folder, within)
     try:

@@ -187,9 +187,8 @@ def _listed(folder: Path, faults: list[str]) -> Iterator[tuple[Path, str, FileEn
         return
     unlisted = set(_names(folder)) - set(files)
     faults += [f"{folder / name}: is not in the manifest; remove it" for name in unlisted]
-    faults += [
-        f"{folder / name}: is a symbolic link; put the file there" for name in files if (folder / name).is_symlink()
-    ]
+    links = (folder / name for name in files if (folder / name).is_symlink())
+    faults += [f"{link}: is a symbolic link; put the file there" for link in links]
     for name, entry in files.items():
         yield folder, name, entry
         inner = folder / name

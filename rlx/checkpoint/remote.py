@@ -1,6 +1,5 @@
 """Copy finished folders to and from a file system that fsspec knows: s3://, gs://, abfs://, file:// and others."""
 
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
@@ -8,7 +7,7 @@ from typing import Any
 
 import fsspec
 
-from rlx.checkpoint import folders
+from rlx.checkpoint.folders import replacing
 from rlx.checkpoint.manifest import MANIFEST
 from rlx.errors import StorageError
 
@@ -34,11 +33,8 @@ class RemoteFolder:
         with _explained(self.url):
             self._files.invalidate_cache()
             place = self._at(below)
-            return (
-                sorted(PurePosixPath(each).name for each in self._files.ls(place, detail=False))
-                if self._files.exists(place)
-                else []
-            )
+            found = self._files.ls(place, detail=False) if self._files.exists(place) else []
+            return sorted(PurePosixPath(each).name for each in found)
 
     def has(self, name: str) -> bool:
         """Whether a file exists."""
@@ -64,19 +60,14 @@ class RemoteFolder:
 
     def download(self, below: str, folder: Path) -> None:
         """Copy a folder; it appears when all of it is there."""
-        partial = folders.begin(folder)
-        try:
-            with _explained(f"{self.url}/{below}"):
-                for place in self._files.find(self._at(below)):
-                    name = PurePosixPath(place).relative_to(PurePosixPath(self._at(below)))
-                    target = partial / name
-                    if ".." in name.parts:
-                        raise OSError(f"{name} leads out of the folder")
-                    target.parent.mkdir(parents=True, exist_ok=True)
-                    self._files.get_file(place, str(target))
-            folders.commit(folder)
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
+        with replacing(folder) as partial, _explained(f"{self.url}/{below}"):
+            for place in self._files.find(self._at(below)):
+                name = PurePosixPath(place).relative_to(PurePosixPath(self._at(below)))
+                if ".." in name.parts:
+                    raise OSError(f"{name} leads out of the folder")
+                target = partial / name
+                target.parent.mkdir(parents=True, exist_ok=True)
+                self._files.get_file(place, str(target))
 
     def remove(self, below: str) -> None:
         """Remove a folder, its manifest first; do nothing if it does not exist."""

@@ -70,36 +70,26 @@ def _section(path: str, section: Leaf, first_place: dict[type, str]) -> str:
     kind = type(section.default)
     text = f"### `{path}`\n\n{section.info.doc}"
     if kind in first_place:
-        changed = _differences(path, kind(), section.default)
-        return f"{text} Keys as in [`{first_place[kind]}`](#{_anchor(first_place[kind])}){changed}.\n"
+        changed = _differences(kind(), section.default)
+        return f"{text} Keys as in [`{first_place[kind]}`](#{first_place[kind].replace('.', '')}){changed}.\n"
     first_place[kind] = path
-    known = children(section.default)
-    rows = [_row(name, child) for name, child in known.items() if not is_dataclass(child.default)]
+    known = children(section.default).items()
+    rows = [_row(name, child) for name, child in known if not is_dataclass(child.default)]
     table = "\n| key | type | default | meaning |\n|---|---|---|---|\n" + "\n".join(rows) + "\n" if rows else ""
-    below = [
-        _section(f"{path}.{name}", child, first_place) for name, child in known.items() if is_dataclass(child.default)
-    ]
-    return "\n".join([text, *([table] if table else [""]), *below])
+    below = [_section(f"{path}.{name}", child, first_place) for name, child in known if is_dataclass(child.default)]
+    return "\n".join([text, table, *below])
 
 
-def _differences(path: str, usual: Any, here: Any) -> str:
-    changed = [
-        f"`{name}` is {as_text(child.default)}"
-        for name, child in children(here).items()
-        if child.default != getattr(usual, name)
-    ]
-    return f", but {', '.join(changed)}" if changed else ""
+def _differences(usual: Any, here: Any) -> str:
+    others = [(name, child.default) for name, child in children(here).items() if child.default != getattr(usual, name)]
+    changed = ", ".join(f"`{name}` is {as_text(value)}" for name, value in others)
+    return f", but {changed}" if changed else ""
 
 
 def _row(name: str, leaf: Leaf) -> str:
-    default = as_text(leaf.default)
-    allowed = describe_range(leaf.info)
-    kind = f"{describe_type(leaf.hint)}{'; ' if allowed else ''}{allowed}"
-    return f"| `{name}` | {kind} | `{default}` | {leaf.info.doc} |".replace("<=", "≤").replace(">=", "≥")
-
-
-def _anchor(path: str) -> str:
-    return path.replace(".", "")
+    kind = "; ".join(filter(None, (describe_type(leaf.hint), describe_range(leaf.info))))
+    row = f"| `{name}` | {kind} | `{as_text(leaf.default)}` | {leaf.info.doc} |"
+    return row.replace("<=", "≤").replace(">=", "≥")
 
 
 if __name__ == "__main__":

@@ -153,25 +153,21 @@ def _words(rng: random.Random) -> dict[str, str]:
 
 
 def _pair(rng: random.Random, words: dict[str, str], largest: int) -> Problem:
-    sign = rng.choice("+-")
-    high, low = _operands(rng, largest, sign)
-    answer = high + low if sign == "+" else high - low
+    sign, high, low, answer = _calculation(rng, largest)
     text = rng.choice(PAIRS[sign]).format(a=high, b=low, **words)
     return Problem(text, (f"{high}{sign}{low}={answer}",), answer)
 
 
 def _sum(rng: random.Random, largest: int) -> Problem:
-    sign = rng.choice("+-")
-    high, low = _operands(rng, largest, sign)
-    answer = high + low if sign == "+" else high - low
+    sign, high, low, answer = _calculation(rng, largest)
     return Problem(f"What is {high}{sign}{low}?", (f"{high}{sign}{low}={answer}",), answer)
 
 
-def _operands(rng: random.Random, largest: int, sign: str) -> tuple[int, int]:
-    """Return two numbers; their sum (+) or the first of them (-) is at most `largest`."""
-    total = rng.randint(2 * SMALLEST, largest)
+def _calculation(rng: random.Random, largest: int) -> tuple[str, int, int, int]:
+    """Return a sign, two numbers, and their sum or difference. All numbers are at most `largest`."""
+    sign, total = rng.choice("+-"), rng.randint(2 * SMALLEST, largest)
     part = rng.randint(SMALLEST, total - SMALLEST)
-    return (total - part, part) if sign == "+" else (total, part)
+    return (sign, total - part, part, total) if sign == "+" else (sign, total, part, total - part)
 
 
 def _boxes(rng: random.Random, words: dict[str, str]) -> tuple[list[str], list[str], int]:

@@ -207,10 +207,6 @@ class Batch:
         ids, masks = (self[name][:, : self.prompt_length] for name in ("input_ids", "attention_mask"))
         return [row[mask].tolist() for row, mask in zip(ids, masks, strict=True)]
 
-    def token_counts(self) -> list[int]:
-        """Return the number of tokens per row without padding, prompt and response together."""
-        return [int(n) for n in self["attention_mask"].sum(dim=1).tolist()]
-
 
 def concat(batches: Sequence[Batch]) -> Batch:
     """Join the rows of all batches in order, without empty ones. Raises BatchError if they differ in columns or widths."""

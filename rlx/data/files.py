@@ -107,9 +107,8 @@ def open_rows(file: str) -> Rows:
     if path.suffix not in (".parquet", ".jsonl"):
         raise DataError(f"{file}: got a file of kind {path.suffix!r}, expected .parquet, .jsonl or `{ARITHMETIC}`")
     if not path.is_file():
-        raise DataError(
-            f"{file}: no such file (looked for {path.absolute()}); correct data.train_files or data.val_files"
-        )
+        looked = f"looked for {path.absolute()}"
+        raise DataError(f"{file}: no such file ({looked}); correct data.train_files or data.val_files")
     rows: Rows = ParquetRows(path) if path.suffix == ".parquet" else ListRows(read_jsonl(path))
     if not len(rows):
         raise DataError(f"{file}: the file has no rows, expected at least one")

@@ -81,19 +81,13 @@ def convert(source: str, split: str, out: Path, console: Console) -> Path:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command and return its exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m rlx.data.gsm8k", description="Turn GSM8K into Parquet with chat prompts."
-    )
+    about = "Turn GSM8K into Parquet with chat prompts."
+    parser = argparse.ArgumentParser(prog="python -m rlx.data.gsm8k", description=about)
     for split in ("train", "test"):
-        parser.add_argument(
-            f"--{split}",
-            default=GSM8K_SOURCE,
-            metavar="FILE",
-            help=f"official {split}.jsonl, or a hub name (default: %(default)s)",
-        )
-    parser.add_argument(
-        "--out", required=True, type=Path, metavar="DIR", help="folder for train.parquet and test.parquet"
-    )
+        official = f"official {split}.jsonl, or a hub name (default: %(default)s)"
+        parser.add_argument(f"--{split}", default=GSM8K_SOURCE, metavar="FILE", help=official)
+    folder = "folder for train.parquet and test.parquet"
+    parser.add_argument("--out", required=True, type=Path, metavar="DIR", help=folder)
     given = parser.parse_args(arguments)
     console = Console(stderr=True)
     try:

@@ -105,30 +105,23 @@ class PromptDataset:
             rows: Rows = ListRows(make_problems(self._config.arithmetic, self._split))
             return _File(name, rows, lambda row, _: _from_verl(row))
         rows = open_rows(name)
-        keys = (self._config.prompt_key, self._config.reward_fn_key)
-        if self._config.answer_key is not None:
-            return self._plain_columns(name, rows, self._config.answer_key)
-        if keys[0] not in rows.columns and set(gsm8k.GSM8K_COLUMNS) <= set(rows.columns):
+        prompt_key, source_key, answer_key = (
+            self._config.prompt_key,
+            self._config.reward_fn_key,
+            self._config.answer_key,
+        )
+        if answer_key is not None:
+            _require_columns(name, rows, (prompt_key, answer_key), "data.prompt_key and data.answer_key")
+            chats = bool(self._tokenizer.chat_template)
+            return _File(name, rows, lambda row, _: _from_columns(row, prompt_key, answer_key, source_key, chats))
+        if prompt_key not in rows.columns and set(gsm8k.GSM8K_COLUMNS) <= set(rows.columns):
             return _File(name, rows, lambda row, number: _from_verl(gsm8k.to_row(row, self._split, number)))
-        missing = [column for column in (*keys, "reward_model") if column not in rows.columns]
-        if missing:
-            raise DataError(
-                f"{name}: got the columns {rows.columns}, expected also {missing}; name the columns there are with "
-                "data.prompt_key and data.reward_fn_key; reward_model holds {style, ground_truth}; for a column with the plain "
-                "answer set data.answer_key"
-            )
-        return _File(name, rows, lambda row, _: _from_verl(row, *keys))
-
-    def _plain_columns(self, name: str, rows: Rows, answer_key: str) -> _File:
-        prompt_key, source_key = self._config.prompt_key, self._config.reward_fn_key
-        missing = [column for column in (prompt_key, answer_key) if column not in rows.columns]
-        if missing:
-            raise DataError(
-                f"{name}: got the columns {rows.columns}, expected also {missing}; name the columns there are with "
-                "data.prompt_key and data.answer_key"
-            )
-        chats = bool(self._tokenizer.chat_template)
-        return _File(name, rows, lambda row, _: _from_columns(row, prompt_key, answer_key, source_key, chats))
+        remedy = (
+            "data.prompt_key and data.reward_fn_key; reward_model holds {style, ground_truth}; for a column with the plain "
+            "answer set data.answer_key"
+        )
+        _require_columns(name, rows, (prompt_key, source_key, "reward_model"), remedy)
+        return _File(name, rows, lambda row, _: _from_verl(row, prompt_key, source_key))
 
     def _read(self, file: _File, start: int, stop: int) -> list[Prompt]:
         prompts = []
@@ -196,11 +189,8 @@ class PromptDataset:
         chats = [content for content in contents if not isinstance(content, str)]
         texts = [content for content in contents if isinstance(content, str)]
         with time_limit(TEMPLATE_LIMIT_S + 0.2 * len(chats)):  # a template is a program that came with the model
-            ids: Any = (
-                self._tokenizer.apply_chat_template(chats, add_generation_prompt=True, return_dict=False)
-                if chats
-                else []
-            )
+            template: Any = self._tokenizer.apply_chat_template
+            ids = template(chats, add_generation_prompt=True, return_dict=False) if chats else []
         of_chats, of_texts = iter(ids), iter(self._tokenise_texts(texts))
         return [next(of_texts if isinstance(content, str) else of_chats) for content in contents]
 
@@ -225,6 +215,13 @@ def _pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
     raise DataError(
         f"{type(tokenizer).__name__} has neither pad_token nor eos_token, expected one of them to pad prompts with"
     )
+
+
+def _require_columns(file: str, rows: Rows, needed: Sequence[str], keys: str) -> None:
+    if missing := [column for column in needed if column not in rows.columns]:
+        raise DataError(
+            f"{file}: got the columns {rows.columns}, expected also {missing}; name the columns there are with {keys}"
+        )
 
 
 def _from_verl(row: dict[str, Any], prompt_key: str = "prompt", source_key: str = "data_source") -> Prompt:
@@ -261,9 +258,8 @@ def _checked_content(content: Any, key: str) -> Content:
         for message in content
     )
     if not content or not is_chat:
-        raise ValueError(
-            f"{key} is {content!r:.120}, expected text or a list of messages {{role: text, content: text}}"
-        )
+        expected = "text or a list of messages {role: text, content: text}"
+        raise ValueError(f"{key} is {content!r:.120}, expected {expected}")
     # Arrow sets fields that only other rows' messages have to None, and templates would use them.
     return [{name: value for name, value in message.items() if value is not None} for message in content]
 
@@ -280,9 +276,8 @@ def load_prompts(config: DataConfig, tokenizer: PreTrainedTokenizerBase, split: 
         return PromptDataset(files, config, tokenizer, split)
     key = DATASET.key
     if custom.name is None:
-        raise UserCodeError(
-            f"{key}.path is {custom.path!r}, but {key}.name is not set; expected the name of the class in it"
-        )
+        got = f"{key}.path is {custom.path!r}, but {key}.name is not set"
+        raise UserCodeError(f"{got}; expected the name of the class in it")
     dataset: PromptDataset = load_callable(custom.path, custom.name, DATASET)(files, config, tokenizer, split)
     missing = [name for name in INTERFACE if not hasattr(dataset, name)]
     if missing:

@@ -4,7 +4,7 @@ Shape letters as in `rlx/data/batch.py`: B rows, R response tokens.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -115,6 +115,13 @@ class Engine:
             self.offload = enable_activation_offloading(self.root, model.enable_gradient_checkpointing, options, layers)
         self.optimizer = None if optim is None else build_optimizer(self.root.parameters(), optim)
         self.updates = self.steps = 0
+        self._prepare_memory(name)
+        if head != "score":
+            self._try_model(plain, experts, sequence_parallel)
+
+    def _prepare_memory(self, name: str) -> None:
+        """Prepare the moves of parameters and states, the saves, and the repetition of an update without memory."""
+        model, fsdp, device = self.model_config, self.fsdp, self.device
         # The arena of offloaded activations, if there are any. It is pinned unless its owner disables that.
         pinned = model.activation_offload.pin_memory or not model.enable_activation_offload
         arena = host_arena(pinned=pinned and device.type != "cpu")
@@ -127,8 +134,6 @@ class Engine:
         self._oom_retry = None
         if self.offload is not None and self.optimizer is not None and model.activation_offload.save == "auto":
             self._oom_retry = OomRetry(self.offload, self.sharded, self.optimizer, device, self._state_on_host)
-        if head != "score":
-            self._try_model(plain, experts, sequence_parallel)
 
     def _try_model(self, plain: "PreTrainedModel", experts: ExpertOptions | None, sequence_parallel: int) -> None:
         """Run the model on a few tokens, to refuse one that the engine would get wrong."""
@@ -339,7 +344,8 @@ class Engine:
         self.saves.finish()
         in_parts = self._state_on_host is not None and self.sharded.state_dict_shares_storages
         self.to_device(optimizer=not in_parts)
-        self._release_streamed()
+        if self.streaming is not None:
+            self.streaming.release()
         replace = self._state_on_host.replace if in_parts and self._state_on_host else lambda make: make()
         own = self.head, self.sharded, self.optimizer, self.adapters
         description = checkpoint.read(Path(folder), *own, trusted, replace)
@@ -360,9 +366,11 @@ class Engine:
             HandOverError: the host has no room.
         """
         self.sharded.reshard()
-        self._release_streamed()
+        if self.streaming is not None:
+            self.streaming.release()
         if parameters and self.fsdp.param_offload and not self._offloaded_parameters.is_offloaded:
-            self._offloaded_parameters.offload(self._on_device(self.root.parameters()))
+            here = (p for p in self.root.parameters() if local(p).device.type == self.device.type)
+            self._offloaded_parameters.offload(here)
         if self._state_on_host is not None:
             self._state_on_host.to_host()
         if self.device.type != "cpu":
@@ -381,13 +389,6 @@ class Engine:
         if optimizer and self._state_on_host is not None:
             self._state_on_host.to_device()
 
-    def _release_streamed(self) -> None:
-        if self.streaming is not None:
-            self.streaming.release()
-
-    def _on_device(self, tensors: Iterable[Tensor]) -> list[Tensor]:
-        return [tensor for tensor in tensors if local(tensor).device.type == self.device.type]
-
     def offload_stats(self) -> Metrics:
         """Return the figures of activation offloading since the last call, named as in OffloadStats.
 
@@ -397,6 +398,5 @@ class Engine:
             return {}
         total = self.offload.stats()
         stats, self._reported = total.since(self._reported), total
-        figures = {f.name: float(getattr(stats, f.name)) for f in fields(stats) if f.name != "layers"}
-        rates = ("copy_gb_per_s", "disk_gb_per_s", "overlap")
-        return figures | {name: getattr(stats, name) for name in rates}
+        names = (*(f.name for f in fields(stats) if f.name != "layers"), "copy_gb_per_s", "disk_gb_per_s", "overlap")
+        return {name: float(getattr(stats, name)) for name in names}

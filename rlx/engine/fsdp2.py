@@ -39,11 +39,9 @@ class FSDP2Model(Sharded):
             "mesh": mesh,
             "ignored_params": set(streamed),
             "mp_policy": _mixed_precision_policy(precision, stored, mesh.size()),
+            # On the CPU parameters already are in host memory, as under the policy.
+            "offload_policy": CPUOffloadPolicy() if fsdp.offload_policy and device.type != "cpu" else OffloadPolicy(),
         }
-        # On the CPU parameters already are in host memory, as under the policy.
-        options["offload_policy"] = (
-            CPUOffloadPolicy() if fsdp.offload_policy and device.type != "cpu" else OffloadPolicy()
-        )
         self.units = [Unit("", model, own_names(model, list(layers)), model)]
         for name, layer in layers.items():
             self.units.append(Unit(f"{name}.", layer, own_names(layer, []), layer))

@@ -97,8 +97,5 @@ def _quantize(plain: "PreTrainedModel", device: torch.device) -> None:
 
 def _enable_checkpointing(plain: "PreTrainedModel") -> None:
     """Turn on transformers' recomputation. The method's name differs between the versions of transformers we support."""
-    options = {"use_reentrant": False}
-    if hasattr(plain, "activation_checkpointing_enable"):
-        plain.activation_checkpointing_enable(options)
-    else:
-        plain.gradient_checkpointing_enable(options)
+    enable = getattr(plain, "activation_checkpointing_enable", None) or plain.gradient_checkpointing_enable
+    enable({"use_reentrant": False})

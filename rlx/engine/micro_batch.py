@@ -52,9 +52,7 @@ class RowLength(NamedTuple):
 
 def row_lengths(batch: Batch) -> list[RowLength]:
     """Return the length of each row without its outer padding."""
-    response = batch.response_length
-    mask_BT = batch["attention_mask"]
-    mask_BP, mask_BR = mask_BT[:, : mask_BT.shape[1] - response], mask_BT[:, mask_BT.shape[1] - response :]
+    mask_BP, mask_BR = batch["attention_mask"].tensor_split([batch.prompt_length], dim=1)
     prompts = _reach(mask_BP.flip(1)).tolist()
     return [RowLength(p, r) for p, r in zip(prompts, _reach(mask_BR).tolist(), strict=True)]
 
@@ -67,8 +65,7 @@ def _reach(mask: Tensor) -> Tensor:
 
 def groups_of(batch: Batch, lengths: Sequence[RowLength], least_gain: float) -> list[list[int]]:
     """Return rows with equal prompts together, if computing a prompt once saves more than a share of the rows' tokens."""
-    width = batch["input_ids"].shape[1] - batch.response_length
-    keys = token_keys(batch) if least_gain < NEVER else batch["input_ids"]
+    width, keys = batch.prompt_length, token_keys(batch) if least_gain < NEVER else batch["input_ids"]
     members: dict[bytes, list[int]] = {}
     for row, (ids, length) in enumerate(zip(keys, lengths, strict=True)):
         members.setdefault(ids[width - length.prompt : width].numpy().tobytes(), []).append(row)
@@ -89,8 +86,7 @@ def token_keys(batch: Batch) -> Tensor:
     factors = torch.randint(1, 1 << 62, (size,), generator=torch.Generator().manual_seed(0))
     # A hash, by sums that wrap around; row by row, because it needs eight bytes for each expert.
     hashes = [(row.flatten(1).long() * factors).sum(dim=1) for row in experts_BTLK]
-    keys = torch.stack([ids + own for ids, own in zip(batch["input_ids"], hashes, strict=True)]) if hashes else None
-    return batch["input_ids"] if keys is None else keys & torch.iinfo(torch.int64).max
+    return (batch["input_ids"] + torch.stack(hashes)) & torch.iinfo(torch.int64).max if hashes else batch["input_ids"]
 
 
 def unique_tokens(group: Sequence[int], lengths: Sequence[RowLength]) -> int:
@@ -243,13 +239,12 @@ def pack(batch: Batch, rows: list[int], lengths: Sequence[RowLength], least_gain
         least_gain: see `tree_of_rows`.
     """
     share, chosen = (batch.rows(rows), [lengths[row] for row in rows]) if rows else (_dummy(batch), [RowLength(1, 1)])
-    prompt_width = share["input_ids"].shape[1] - share.response_length
     # A row without response tokens counts as having one, which is padding.
     sizes = [RowLength(max(1, prompt), max(1, response)) for prompt, response in chosen]
     width = max(size.response for size in sizes)
 
     def own_tokens(column: Tensor) -> list[Tensor]:
-        return [x[prompt_width - p : prompt_width + r] for x, (p, r) in zip(column, sizes, strict=True)]
+        return [x[share.prompt_length - p : share.prompt_length + r] for x, (p, r) in zip(column, sizes, strict=True)]
 
     tokens = own_tokens(share["input_ids"])
     keys = own_tokens(token_keys(share)) if least_gain < NEVER else tokens
@@ -269,7 +264,7 @@ def pack(batch: Batch, rows: list[int], lengths: Sequence[RowLength], least_gain
         ),
         None if experts is None else torch.cat([experts[row][slice(*columns)] for row, columns in pieces]),
     )
-    last = {"": None, "T": prompt_width + width, "R": width}
+    last = {"": None, "T": share.prompt_length + width, "R": width}
     columns = {
         name: x[:, : last[letter]] if (letter := TENSORS[name].shape[1:]) else x
         for name, x in share.drop(EXPERTS).tensors.items()
@@ -295,7 +290,7 @@ def take(batch: Batch, rows: list[int], lengths: Sequence[RowLength]) -> MicroBa
     lead = prompts - prompts.min()
     width = int(tokens.max())
     starts = {
-        "T": (batch["input_ids"].shape[1] - batch.response_length - prompts, width),
+        "T": (batch.prompt_length - prompts, width),
         "R": (-lead, width - int(prompts.min())),
     }
 

@@ -41,11 +41,9 @@ class Share(NamedTuple):
 
     def plus(self, name: str, loss: Tensor | None, weight: float) -> "Share":
         """Return the share with another loss, weighted, which is also a metric, unweighted; the same share without one."""
-        return (
-            self
-            if loss is None
-            else self._replace(loss=self.loss + weight * loss, metrics={**self.metrics, name: loss.detach()})
-        )
+        if loss is None:
+            return self
+        return self._replace(loss=self.loss + weight * loss, metrics={**self.metrics, name: loss.detach()})
 
 
 class Objective(Protocol):

@@ -65,7 +65,7 @@ class OomRetry:
         sharded: Sharded,
         optimizer: AdamW,
         device: torch.device,
-        state_on_host: OptimizerStateOnHost | None = None,
+        state_on_host: OptimizerStateOnHost | None,
     ):
         self._state_on_host = state_on_host
         self._offload, self._sharded, self._optimizer, self._device = offload, sharded, optimizer, device
@@ -180,10 +180,10 @@ class OomRetry:
         return sum(state_bytes(self._optimizer, p) for p in missing if local(p).device.type != "cpu")
 
     def _random_state(self) -> list[Tensor]:
-        on_device = (
-            [] if self._device.type == "cpu" else [torch.get_device_module(self._device).get_rng_state(self._device)]
-        )
-        return [torch.get_rng_state(), *on_device]
+        states = [torch.get_rng_state()]
+        if self._device.type != "cpu":
+            states.append(torch.get_device_module(self._device).get_rng_state(self._device))
+        return states
 
     def _set_random_state(self, state: list[Tensor]) -> None:
         torch.set_rng_state(state[0])

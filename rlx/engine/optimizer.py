@@ -1,7 +1,7 @@
 """AdamW, its learning-rate schedule, and clipping of sharded gradients."""
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import accumulate
 from typing import Any
@@ -18,10 +18,7 @@ from rlx.engine.shard_adamw import ShardAdamW
 from rlx.engine.torchao_adamw import build_torchao
 from rlx.engine.units import local
 
-PART, PART_ELEMENTS = (
-    32,
-    1 << 28,
-)  # most parameters and elements per call of the optimizer, which may copy gradients in fp32
+PART, PART_ELEMENTS = 32, 1 << 28  # most parameters and elements of a call, which may copy gradients in fp32
 
 
 def learning_rate_factor(step: int, total_steps: int, optim: OptimConfig) -> float:
@@ -118,13 +115,13 @@ def step_in_parts(optimizer: AdamW) -> None:
 
 
 @contextmanager
-def stepping_only(optimizer: AdamW, parameters: Sequence[Tensor]) -> Iterator[None]:
-    """Restrict the optimizer to these of its parameters."""
+def stepping_only(optimizer: AdamW, parameters: Iterable[Tensor], part: Tensor | None = None) -> Iterator[None]:
+    """Restrict the optimizer to these of its parameters, or to `part` in place of each."""
     ids = set(map(id, parameters))
     whole = [group["params"] for group in optimizer.param_groups]
     try:
         for group in optimizer.param_groups:
-            group["params"] = [p for p in group["params"] if id(p) in ids]
+            group["params"] = [p if part is None else part for p in group["params"] if id(p) in ids]
         yield
     finally:
         for group, before in zip(optimizer.param_groups, whole, strict=True):

@@ -193,14 +193,12 @@ class TensorOffload:
         block, until = self._offloaded.block, self._lent_until
         if until is None or until.done():
             return block
-        if (other := self._spare(block.nbytes)) is not None:
+        if (other := spare_block(self._account, block.nbytes)) is not None:
             return other
         began = time.monotonic()
         wait([until])
         if (seconds := time.monotonic() - began) > NOTICEABLE_S:
-            text = (
-                "%s: the optimizer's step waited %.1f s for a checkpoint, because the host has no %.2f GB to go on with"
-            )
+            text = "%s: the optimizer's step waited %.1f s for a checkpoint: the host has no %.2f GB to go on with"
             logger.info(text, self._account.name, seconds, block.nbytes / 1e9)
         return block
 
@@ -211,13 +209,11 @@ class TensorOffload:
             self._free(before, _event(storages[0].device))
             self._offloaded = self._offloaded._replace(block=block)
 
-    def _spare(self, nbytes: int) -> Block | None:
-        return spare_block(self._account, nbytes)
-
     def wait_for_copy(self) -> None:
         """Make the current stream wait for the last copy that was queued."""
         if self._copied is not None:
-            torch.accelerator.current_stream(self._device()).wait_event(self._copied)
+            assert self._offloaded is not None
+            torch.accelerator.current_stream(self._offloaded.storages[0].device).wait_event(self._copied)
             self._copied = None
 
     def release(self) -> None:
@@ -226,10 +222,6 @@ class TensorOffload:
             self.wait_for_copy()
             for storage in self._offloaded.storages:
                 storage.resize_(0)
-
-    def _device(self) -> torch.device:
-        assert self._offloaded is not None
-        return self._offloaded.storages[0].device
 
     def _room(self, nbytes: int) -> Block:
         arena = self._account.arena
@@ -273,16 +265,10 @@ def obtainable_bytes(arena: HostArena) -> int:
 
 def _pairs(storages: Iterable[torch.UntypedStorage], block: Block) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield equal pieces of the storages and of the block in order, cut where either ends."""
-    views = iter(block.views)
-    on_host = next(views)
+    first = 0
     for storage in storages:
-        left = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-        while left.numel():
-            if not on_host.numel():
-                on_host = next(views)
-            length = min(left.numel(), on_host.numel())
-            yield left[:length], on_host[:length]
-            left, on_host = left[length:], on_host[length:]
+        yield from _with_block(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage), block, first)
+        first += storage.nbytes()
 
 
 def _with_block(tensor: Tensor, block: Block, first: int) -> Iterator[tuple[Tensor, Tensor]]:

@@ -233,10 +233,11 @@ class Saves:
             for here in staged[id(piece)]:
                 here.copy_(left[: here.numel()], non_blocking=True)
                 left = left[here.numel() :]
-        filled = {
-            part: [f._replace(on_host=staged.get(id(f.piece), f.on_host)) for f in each] for part, each in found.items()
-        }
-        return filled, block
+
+        def filled(each: list[_Found]) -> list[_Found]:
+            return [f._replace(on_host=staged.get(id(f.piece), f.on_host)) for f in each]
+
+        return {part: filled(each) for part, each in found.items()}, block
 
 
 def _find_all(

@@ -8,7 +8,7 @@ the result is that of the whole, bit for bit. A new state is made one tensor at 
 
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import Protocol
 
 import torch
@@ -81,7 +81,7 @@ class WholeStates:
         """Do nothing; see `made_bytes`."""
 
     def fetch(self, stream: torch.Stream | None) -> None:
-        """See Piece."""
+        """See StatePiece."""
         if not self.offloads[0].is_offloaded:
             return
         if any(p.grad is not None and p not in self._optimizer.state for p in self.parameters):
@@ -90,13 +90,13 @@ class WholeStates:
             self.offloads[0].prefetch(stream)
 
     def step(self) -> None:
-        """See Piece."""
+        """See StatePiece."""
         self.offloads[0].wait_for_copy()
         with stepping_only(self._optimizer, self.parameters):
             self._optimizer.step()
 
     def leave(self, stream: torch.Stream | None) -> None:
-        """See Piece."""
+        """See StatePiece."""
         if self.offloads[0].is_offloaded:
             self.offloads[0].begin_offload(stream)
             return
@@ -105,25 +105,16 @@ class WholeStates:
             self.to_host()
 
     def release(self) -> None:
-        """See Piece."""
+        """See StatePiece."""
         self.offloads[0].release()
 
 
 class DividedState:
-    """The state of one large parameter, in slices. See Note [a divided state].
-
-    Args:
-        optimizer: steps the parameter.
-        parameter: on the device.
-        count: number of slices.
-        nbytes: of the state.
-        arena: host memory.
-        name: of the state, for accounts and messages.
-    """
+    """The state of one large parameter, in `count` slices. See Note [a divided state]; other arguments as for WholeStates."""
 
     def __init__(self, optimizer: ShardAdamW, parameter: Tensor, count: int, nbytes: int, arena: HostArena, name: str):
         self.parameters, self.nbytes = [parameter], nbytes
-        self._optimizer, self._arena, self._name = optimizer, arena, name
+        self.optimizer, self._arena, self._name = optimizer, arena, name
         elements = local(parameter).numel()
         length = max(1, -(-elements // count // SLICE_ALIGNMENT)) * SLICE_ALIGNMENT
         starts = range(0, max(1, elements), length)
@@ -138,11 +129,6 @@ class DividedState:
         self._by_name: dict[str, TensorOffload] = {}
 
     @property
-    def optimizer(self) -> ShardAdamW:
-        """Steps the parameter."""
-        return self._optimizer
-
-    @property
     def offloads(self) -> list[TensorOffload]:
         """Those of the state's tensors."""
         return list(self._by_name.values())
@@ -150,7 +136,7 @@ class DividedState:
     @property
     def tensors(self) -> dict[str, tuple[Tensor, TensorOffload]]:
         """The state's tensors by name, without the count of steps, each with what may hold it in host memory."""
-        state = self._optimizer.state.get(self.parameters[0], {})
+        state = self.optimizer.state.get(self.parameters[0], {})
         return {name: (x, self._offload(name)) for name, x in state.items() if name != "step"}
 
     def _offload(self, name: str) -> TensorOffload:
@@ -158,7 +144,7 @@ class DividedState:
 
     def to_host(self) -> None:
         """Offload the tensors that are on the device."""
-        for name, tensor in _tensors(self._optimizer, self.parameters[0]).items():
+        for name, tensor in _tensors(self.optimizer, self.parameters[0]).items():
             if not self._offload(name).is_offloaded:
                 self._offload(name).offload([tensor])
 
@@ -170,15 +156,15 @@ class DividedState:
     @property
     def made_bytes(self) -> int:
         """Bytes of the device that `make` needs."""
-        return local(self.parameters[0]).numel() * 4 * (not self._optimizer.state.get(self.parameters[0]))
+        return local(self.parameters[0]).numel() * 4 * (not self.optimizer.state.get(self.parameters[0]))
 
     def make(self) -> None:
         """Make a state that is missing; what the host has no room for stays on the device until the next `to_host`."""
         (parameter,) = self.parameters
-        if parameter.grad is None or parameter in self._optimizer.state:
+        if parameter.grad is None or parameter in self.optimizer.state:
             return
-        for name, tensor in self._optimizer.new_state(parameter):
-            self._optimizer.state[parameter][name] = tensor
+        for name, tensor in self.optimizer.new_state(parameter):
+            self.optimizer.state[parameter][name] = tensor
             if name != "step":
                 with suppress(HandOverError):
                     self._offload(name).offload([tensor])
@@ -199,7 +185,7 @@ class _Slice:
         return self._whole.parameters[0].grad is not None
 
     def fetch(self, stream: torch.Stream | None) -> None:
-        """See Piece."""
+        """See StatePiece."""
         if not self._steps_now:
             return
         whole, pairs = self._whole, []
@@ -215,7 +201,7 @@ class _Slice:
         self._copied = copy_on(stream, pairs)
 
     def step(self) -> None:
-        """See Piece."""
+        """See StatePiece."""
         if not self._steps_now:
             return
         self._wait()
@@ -228,14 +214,14 @@ class _Slice:
             whole.steps = count.clone()
         assert whole.steps is not None
         whole.optimizer.state[own] = {"step": whole.steps.clone(), **self._parts}
-        with _stepping_instead(whole.optimizer, parameter, own):
+        with stepping_only(whole.optimizer, [parameter], own):
             whole.optimizer.step()
         stepped = whole.optimizer.state.pop(own)["step"]
         if self is whole.pieces[-1]:
             count.copy_(stepped)
 
     def leave(self, stream: torch.Stream | None) -> None:
-        """See Piece."""
+        """See StatePiece."""
         pairs = []
         for name, part in self._parts.items():
             tensor, offload = self._whole.tensors[name]
@@ -244,7 +230,7 @@ class _Slice:
         self._copied = copy_on(stream, pairs)
 
     def release(self) -> None:
-        """See Piece."""
+        """See StatePiece."""
         self._wait()
         if self._parts and self is self._whole.pieces[-1]:
             for _, offload in self._whole.tensors.values():
@@ -271,29 +257,15 @@ def _tensors(optimizer: ShardAdamW, parameter: Tensor) -> dict[str, Tensor]:
     return {name: x for name, x in found.items() if local(x).device.type == device}
 
 
-@contextmanager
-def _stepping_instead(optimizer: ShardAdamW, parameter: Tensor, own: Tensor) -> Iterator[None]:
-    """Restrict the optimizer to a slice of one of its parameters."""
-    whole = [group["params"] for group in optimizer.param_groups]
-    try:
-        for group, parameters in zip(optimizer.param_groups, whole, strict=True):
-            group["params"] = [own] if any(each is parameter for each in parameters) else []
-        yield
-    finally:
-        for group, parameters in zip(optimizer.param_groups, whole, strict=True):
-            group["params"] = parameters
-
-
 def cut(
     optimizer: ShardAdamW, sizes: dict[Tensor, int], piece_bytes: int, arena: HostArena, name: str
 ) -> Iterator[WholeStates | DividedState]:
     """Yield the states of parameters in order, in groups of at most `piece_bytes`; larger ones by themselves, divided.
 
     Args:
-        optimizer: steps the parameters.
         sizes: bytes of each parameter's state.
         piece_bytes: most bytes of a piece.
-        arena, name: as for WholeStates.
+        optimizer, arena, name: as for WholeStates.
     """
     group: list[Tensor] = []
     held = 0

@@ -11,8 +11,6 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-BLOCK = 256  # numbers with one fp32 scale
-
 
 def build_torchao(name: str, parameters: Iterable[nn.Parameter], **options: Any) -> Optimizer:
     """Return torchao's optimizer of this name; bf16 parameters are rounded stochastically.

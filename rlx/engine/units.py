@@ -5,7 +5,7 @@ embeddings therefore belong to one unit.
 """
 
 from collections.abc import Sequence, Set
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -92,11 +92,8 @@ def materialise(
     for part in module.modules():
         if part in inside:
             continue
-        own = [
-            *part.named_parameters(recurse=False, remove_duplicate=False),
-            *part.named_buffers(recurse=False, remove_duplicate=False),
-        ]
-        for name, tensor in own:
+        every: dict[str, Any] = {"recurse": False, "remove_duplicate": False}
+        for name, tensor in [*part.named_parameters(**every), *part.named_buffers(**every)]:
             if tensor in streamed:
                 continue
             if tensor not in moved:

@@ -30,6 +30,8 @@ ANSWER_SLACK_S = 5.0
 """A process answers at most this long after a call's limit, also on a busy machine [s]."""
 FAREWELL_S = 2.0
 """Environments have this long to close with the pool [s]."""
+WRITE_BYTES = 1 << 15
+"""Requests wait for each other up to this size, until the answers are polled."""
 MEMORY_KEY = "environment.memory_limit_gb"
 
 Answer = Reset | Observation | Failure
@@ -78,12 +80,13 @@ class _Process:
         self.send(line)
 
     def send(self, line: str) -> None:
-        """Write a line, or as much of it as the process takes now."""
+        """Write a line, at the latest with the next `flush`: one write for many lines costs as much as one for each."""
         self._unsent += line.encode() + b"\n"
-        self.flush()
+        if len(self._unsent) > WRITE_BYTES:
+            self.flush()
 
     def flush(self) -> None:
-        """Write what waits."""
+        """Write what waits, or as much of it as the process takes now."""
         with contextlib.suppress(
             BlockingIOError, ConnectionError
         ):  # the next `receive` raises if the process has ended
@@ -125,6 +128,7 @@ class _Process:
 
     def let_go(self) -> None:
         """Tell it that no more requests come."""
+        self.flush()
         with contextlib.suppress(OSError):
             self.connection.shutdown(socket.SHUT_WR)
 
@@ -248,6 +252,8 @@ class EnvironmentPool:
 
     def _exchange(self, wait_s: float) -> None:
         """Write and read what can be, and end processes that were silent for too long."""
+        for process in self._processes:
+            process.flush()
         with selectors.DefaultSelector() as selector:
             for process in self._processes:
                 selector.register(process.connection, process.wants, process)

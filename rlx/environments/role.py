@@ -1,13 +1,14 @@
 """The environments of a process that samples, as the configuration names them."""
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from rlx.config.schema import PPOConfig
 from rlx.data.batch import Batch
-from rlx.environments.conversation import Chat, UnusableTemplate
+from rlx.environments.chat import Chat, UnusableTemplate
 from rlx.environments.pool import EnvironmentPool
 from rlx.environments.rows import batch_of, rows_of
-from rlx.environments.running import ConversationBounds, run_conversations
+from rlx.environments.running import ConversationBounds, ConversationOptions, run_conversations
 from rlx.environments.settings import environment_spec
 from rlx.rollout.flight import FirstRank
 from rlx.rollout.protocol import Rollout, Sampling
@@ -51,14 +52,18 @@ class ConversationSampler:
 
     def __init__(self, config: PPOConfig, tokenizer: "PreTrainedTokenizerBase"):
         rollout, own = config.actor_rollout_ref.rollout, config.environment
-        self._chat = Chat(tokenizer, rollout.multi_turn.on_rewritten_history == "keep")
-        self._bounds, self._pad_token_id = bounds(config), int(tokenizer.pad_token_id)
-        self._first_rank = FirstRank(rollout.tensor_model_parallel_size)
+        self._pad_token_id = int(tokenizer.pad_token_id)
+        first_rank = FirstRank(rollout.tensor_model_parallel_size)
         self._pool = None
-        if self._first_rank.is_this:
+        if first_rank.is_this:
             self._pool = EnvironmentPool(environment_spec(config), own.processes, own.memory_limit_gb)
-        # The hf sampler decodes waves of requests, vLLM takes them at any time.
-        self._in_waves = rollout.name == "hf"
+        self._options = partial(
+            ConversationOptions,
+            chat=Chat(tokenizer, rollout.multi_turn.on_rewritten_history == "keep"),
+            bounds=bounds(config),
+            first_rank=first_rank,
+            in_waves=rollout.name == "hf",  # which decodes waves of requests; vLLM takes them at any time
+        )
 
     def generate(self, rollout: Rollout, batch: Batch, sampling: Sampling) -> Batch:
         """Run a conversation for each row.
@@ -75,8 +80,7 @@ class ConversationSampler:
             EnvironmentFailed, EngineError: see `run_conversations`.
         """
         rows = rows_of(batch)
-        ran = run_conversations(
-            rollout, self._pool, rows, self._chat, sampling, self._bounds, self._first_rank, self._in_waves
-        )
-        width, version = self._bounds.response_tokens, rollout.version
+        options = self._options(sampling=sampling)
+        ran = run_conversations(rollout, self._pool, rows, options)
+        width, version = options.bounds.response_tokens, rollout.version
         return batch_of(ran, rows, self._pad_token_id, width, version, sampling.with_log_probs)

@@ -3,14 +3,16 @@
 The sampler goes on with other conversations while environments work. Only when nothing is left to sample does it wait for them.
 """
 
+import itertools
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
 from rlx.data.seeding import seed_for
-from rlx.environments.conversation import Chat, Conversation
+from rlx.environments.chat import Chat, Gap
+from rlx.environments.conversation import Conversation
 from rlx.environments.protocol import Failure, Message, Observation, Reset, Turn
 from rlx.errors import ExplainedError
 from rlx.heartbeat import beat
@@ -93,32 +95,44 @@ class RanConversations(NamedTuple):
     waited_s: float
 
 
+@dataclass(frozen=True)
+class ConversationOptions:
+    """How conversations are run.
+
+    Args:
+        chat: writes messages.
+        sampling: of the first turn; max_tokens is at most `bounds.response_tokens`. Later turns have the tokens that are left.
+        bounds: limits of each.
+        first_rank: of a tensor-parallel group.
+        in_waves: sample only when no environment works. Then requests that are sampled together, and with them rounding, do
+            not depend on the speed of environments.
+        listen_every: steps of the sampler from one look at the environments' answers to the next.
+    """
+
+    chat: Chat
+    sampling: Sampling
+    bounds: ConversationBounds
+    first_rank: FirstRank = field(default_factory=FirstRank)
+    in_waves: bool = False
+    listen_every: int = 1
+
+
 def run_conversations(
-    rollout: Rollout,
-    pool: Pool | None,
-    rows: Sequence[ConversationRow],
-    chat: Chat,
-    sampling: Sampling,
-    bounds: ConversationBounds,
-    first_rank: FirstRank | None = None,
-    in_waves: bool = False,
+    rollout: Rollout, pool: Pool | None, rows: Sequence[ConversationRow], options: ConversationOptions
 ) -> RanConversations:
     """Run a conversation for each row to its end.
 
     Args:
         rollout: with weights, and without requests in flight.
-        pool: of environments; None on ranks that do not decide, see `first_rank`.
-        chat: writes messages.
-        sampling: of the first turn; max_tokens is at most `bounds.response_tokens`. Later turns have the tokens that are left.
-        first_rank: of a tensor-parallel group.
-        in_waves: sample only when no environment works. Then requests that are sampled together, and with them rounding, do
-            not depend on the speed of environments.
+        pool: of environments; None on ranks that do not decide, see `FirstRank`.
+        rows: of the conversations.
+        options: for all of them.
 
     Raises:
         EnvironmentFailed: an environment failed and `bounds.ends_run`; or the chat template stopped every conversation.
         EngineError: the sampler failed.
     """
-    run = _Run(rollout, pool, rows, chat, sampling, bounds, first_rank or FirstRank(), in_waves)
+    run = _Run(rollout, pool, rows, options)
     try:
         with aborting(rollout):
             run.to_the_end()
@@ -138,18 +152,10 @@ class _Open:
 
 class _Run:
     def __init__(
-        self,
-        rollout: Rollout,
-        pool: Pool | None,
-        rows: Sequence[ConversationRow],
-        chat: Chat,
-        sampling: Sampling,
-        bounds: ConversationBounds,
-        first_rank: FirstRank,
-        in_waves: bool,
+        self, rollout: Rollout, pool: Pool | None, rows: Sequence[ConversationRow], options: ConversationOptions
     ):
-        self._rollout, self._pool, self._rows, self._chat = rollout, pool, rows, chat
-        self._sampling, self._bounds, self._first_rank, self._in_waves = sampling, bounds, first_rank, in_waves
+        self._rollout, self._pool, self._rows, self._options = rollout, pool, rows, options
+        self._chat, self._bounds = options.chat, options.bounds
         self._waiting = deque(range(len(rows)))
         self._open: dict[int, _Open] = {}
         self._sampled: dict[int, int] = {}  # rows by numbers of requests
@@ -159,13 +165,14 @@ class _Run:
         self._hopeless = ""  # why the template stopped a conversation, if no text of the model is the cause
 
     def to_the_end(self) -> None:
-        while self._waiting or self._open:
+        for step in itertools.count():
+            if not self._waiting and not self._open:
+                break
             while self._waiting and len(self._open) < (self._bounds.open or len(self._rows)):
                 self._begin(self._waiting.popleft())
             if self._sampled:
-                for number, completion in self._rollout.step():
-                    self._take_turn(self._sampled.pop(number), completion)
-            if not (self._in_waves and self._sampled):
+                self._take_turns(self._rollout.step())
+            if not self._sampled or not (self._options.in_waves or step % self._options.listen_every):
                 self._listen()
         if self._hopeless and all(each.reason.startswith(TEMPLATE_REASON) for each in self.ended.values()):
             raise EnvironmentFailed(f"no conversation could go on: {self._hopeless}")
@@ -184,68 +191,80 @@ class _Run:
         self._open[row] = _Open(Conversation([], self._bounds.response_tokens))
         self._to_pool("reset", row, self._rows[row].data)
 
-    def _take_turn(self, key: int, completion: Completion) -> None:
-        run = self._open[key]
-        turn = run.conversation.add_turn(completion, self._chat)
-        run.text, run.asked = turn.text, time.monotonic()
-        self._to_pool("step", key, turn)
+    def _take_turns(self, stopped: list[tuple[int, Completion]]) -> None:
+        if not stopped:
+            return
+        texts = self._chat.texts_of([completion for _, completion in stopped])
+        for (number, completion), text in zip(stopped, texts, strict=True):
+            key = self._sampled.pop(number)
+            run = self._open[key]
+            turn = run.conversation.add_turn(completion, text)
+            run.text, run.asked = text, time.monotonic()
+            self._to_pool("step", key, turn)
 
     def _listen(self) -> None:
         """Take the answers that have arrived; in waves wait for all of them."""
         started, idle = time.monotonic(), not self._sampled
-        self._arrived |= self._first_rank.decide(self._poll)
+        self._arrived |= self._options.first_rank.decide(self._poll)
         if idle:
             beat()
             self.waited_s += time.monotonic() - started
-        if self._in_waves and len(self._arrived) < len(self._open):
+        if self._options.in_waves and len(self._arrived) < len(self._open):
             return
-        for key in sorted(self._arrived):
-            if key in self._open:
-                self._take_answer(key, self._arrived[key])
+        self._take_answers({key: self._arrived[key] for key in sorted(self._arrived) if key in self._open})
         self._arrived.clear()
 
     def _poll(self) -> dict[int, Reset | Observation | Failure]:
         assert self._pool is not None, "the rank that decides has the pool"
         return dict(self._pool.poll(0.0 if self._sampled else IDLE_WAIT_S))
 
-    def _take_answer(self, key: int, answer: Reset | Observation | Failure) -> None:
-        run = self._open[key]
-        conversation = run.conversation
-        try:
+    def _take_answers(self, answers: dict[int, Reset | Observation | Failure]) -> None:
+        """Let conversations go on, or end. The tokens between their turns are made together, which is faster."""
+        self._take_prompts({key: answer for key, answer in answers.items() if isinstance(answer, Reset)})
+        gaps: dict[int, Gap] = {}
+        for key, answer in answers.items():
+            run = self._open[key]
             if isinstance(answer, Failure):
-                self._fail(conversation, answer.kind, answer.reason)
-            elif isinstance(answer, Reset):
-                self._take_prompt(run, answer)
+                self._fail(run.conversation, answer.kind, answer.reason)
+            elif isinstance(answer, Observation):
+                run.conversation.add_answer(answer, run.text, time.monotonic() - run.asked)
+                if self._goes_on(run.conversation, answer):
+                    gap = run.conversation.gap([_cut(message, self._bounds) for message in answer.messages])
+                    if gap is None:
+                        run.conversation.end("length")
+                    else:
+                        gaps[key] = gap
+        for (key, gap), written in zip(gaps.items(), self._chat.between([*gaps.values()]), strict=True):
+            conversation = self._open[key].conversation
+            if isinstance(written, Exception):
+                self._hopeless = self._hopeless or self._chat.fault_of(str(gap.added[0].get("role")))
+                self._fail(conversation, TEMPLATE_REASON, f"{type(written).__name__}: {written}")
+            elif not conversation.add_messages(gap.added, written):
+                conversation.end("length")
+        for key in answers:
+            if self._open[key].conversation.reason:
+                self.ended[key] = self._open.pop(key).conversation
+                self._to_pool("end", key)
             else:
-                conversation.add_answer(answer, run.text, time.monotonic() - run.asked)
-                self._go_on(conversation, answer)
-        except EnvironmentFailed:
-            raise
-        except Exception as fault:  # templates and tokenizers raise any kind of error
-            if isinstance(answer, Observation) and answer.messages:
-                self._hopeless = self._hopeless or self._chat.fault_of(str(answer.messages[0].get("role")))
-            self._fail(conversation, TEMPLATE_REASON, f"{type(fault).__name__}: {fault}")
-            if isinstance(answer, Reset):
+                self._ask(key)
+
+    def _take_prompts(self, answers: dict[int, Reset]) -> None:
+        found = self._chat.first([(answer.messages, answer.tools) for answer in answers.values()])
+        longest = self._bounds.prompt_tokens
+        for (key, answer), written in zip(answers.items(), found, strict=True):
+            conversation = self._open[key].conversation
+            if isinstance(written, Exception):
+                self._fail(conversation, TEMPLATE_REASON, f"{type(written).__name__}: {written}")
                 self._hopeless = conversation.reason
-        if conversation.reason:
-            self.ended[key] = conversation
-            self._to_pool("end", key)
-            del self._open[key]
-        else:
-            self._ask(key)
+            elif not 0 < (count := len(written.token_ids)) <= longest:
+                reason = f"the first prompt has {count} tokens, expected 1 to {longest}"
+                self._fail(conversation, TEMPLATE_REASON, reason)
+            else:
+                conversation.prompt_ids, conversation.text = written
+                conversation.messages, conversation.tools = [*answer.messages], answer.tools
 
-    def _take_prompt(self, run: _Open, answer: Reset) -> None:
-        ids, longest = self._chat.first(answer.messages, answer.tools), self._bounds.prompt_tokens
-        run.conversation.messages, run.conversation.tools = [*answer.messages], answer.tools
-        if 0 < len(ids) <= longest:
-            run.conversation.prompt_ids = ids
-        else:
-            self._fail(
-                run.conversation, TEMPLATE_REASON, f"the first prompt has {len(ids)} tokens, expected 1 to {longest}"
-            )
-
-    def _go_on(self, conversation: Conversation, answer: Observation) -> None:
-        """Append the environment's messages, or end the conversation."""
+    def _goes_on(self, conversation: Conversation, answer: Observation) -> bool:
+        """Return whether the environment's messages follow; otherwise the conversation ends here."""
         bounds, own = self._bounds, len(conversation.own_turns)
         if answer.done:
             conversation.end("done")
@@ -255,8 +274,7 @@ class _Run:
             conversation.end("max_turns")
         elif not answer.messages:
             self._fail(conversation, "nonsense", "it gave no message and did not end the conversation")
-        elif not conversation.add_messages([_cut(message, bounds) for message in answer.messages], self._chat):
-            conversation.end("length")
+        return not conversation.reason
 
     def _fail(self, conversation: Conversation, kind: str, reason: str) -> None:
         text = f"{kind}: {reason}"
@@ -269,11 +287,11 @@ class _Run:
     def _ask(self, key: int) -> None:
         """Request the next turn."""
         conversation, seed = self._open[key].conversation, self._rows[key].seed
-        turn = len(conversation.own_turns)
+        turn, sampling = len(conversation.own_turns), self._options.sampling
         request = Request(
             (*conversation.prompt_ids, *conversation.token_ids),
             seed_for(seed, turn) if turn else seed,
-            replace(self._sampling, max_tokens=min(self._sampling.max_tokens, conversation.room)),
+            replace(sampling, max_tokens=min(sampling.max_tokens, conversation.room)),
         )
         self._sampled[self._rollout.add_request(request)] = key
 

@@ -19,6 +19,8 @@ from rlx.models.tiny import make_tiny_config, make_tiny_tokenizer
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
+SHARDS_BYTES = "2.13"  # of torch, https://github.com/pytorch/pytorch/issues/185239
+
 
 def faults_of(
     model: ModelConfig,
@@ -44,7 +46,7 @@ def faults_of(
         with TemporaryDirectory() as folder:
             make_tiny_config(model.tiny, make_tiny_tokenizer()).save_pretrained(Path(folder))
             return faults_of(replace(model, path=folder), head, together, processes, needs_experts, sampler)
-    faults = _of_attention(model.attn_implementation)
+    faults = [*_of_attention(model.attn_implementation), *_of_bytes_in_shards(model)]
     try:
         _, config = class_and_config(model, head)
         faults += _of_capped_scores(model.attn_implementation, config.get_text_config())
@@ -81,6 +83,16 @@ def faults_of(
     except ModelError as error:
         faults.append(str(error))
     return faults
+
+
+def _of_bytes_in_shards(model: ModelConfig) -> list[str]:
+    """Refuse a quantised base that FSDP2 of older releases would shard: it takes bytes for parameters that want gradients."""
+    if model.quantization is None or model.layer_offload or torch.__version__ >= SHARDS_BYTES:
+        return []
+    return [
+        f"quantization: got {model.quantization} with torch {torch.__version__}, whose FSDP2 shards no bytes, expected torch "
+        f"{SHARDS_BYTES} or newer; set layer_offload=True, which leaves the base unsharded, or update torch"
+    ]
 
 
 def _of_capped_scores(kernel: str, config: "PreTrainedConfig") -> list[str]:

@@ -83,9 +83,8 @@ class LayerForward(ForwardOverride):
                 "time; train without past_key_values and with use_cache=False, or use enable_ckpt=False"
             )
         if self.handle.session.is_first("caches stay empty"):
-            logger.info(
-                "activation offloading: recomputed layers leave the key/value cache empty; pass use_cache=False"
-            )
+            text = "activation offloading: recomputed layers leave the key/value cache empty; pass use_cache=False"
+            logger.info(text)
 
     def _recompute_context(self) -> contextlib.AbstractContextManager[None] | None:
         module = self.module()
@@ -205,12 +204,8 @@ class ActivationOffloading:
         folder = self.options.measurements_folder
         if folder is None:
             return None
-        return ProfileCache(
-            folder,
-            self.options,
-            model=lambda: self._model(),
-            layers=lambda: [layer.name for layer in self.session.layers],
-        )
+        session = self.session
+        return ProfileCache(folder, self.options, lambda: self._model(), lambda: [each.name for each in session.layers])
 
 
 def enable_activation_offloading(
@@ -252,13 +247,11 @@ def enable_activation_offloading(
             f"{handle.options}, now asked for with {options} and enable_ckpt={enable_ckpt}; call disable() on the first "
             "handle, or use the same options and layers"
         )
-    options.log_without_effect(
-        any(p.device.type != "cpu" for p in model.parameters()) or torch.accelerator.is_available()
-    )
+    on_accelerator = any(p.device.type != "cpu" for p in model.parameters()) or torch.accelerator.is_available()
+    options.log_without_effect(on_accelerator)
     if len(found) < 3:
-        logger.warning(
-            "activation offloading: %s has %d layers only; little is gained", type(model).__name__, len(found)
-        )
+        text = "activation offloading: %s has %d layers only; little is gained"
+        logger.warning(text, type(model).__name__, len(found))
     handle = ActivationOffloading(options, save)
     handle._wrap(model, found)
     return handle

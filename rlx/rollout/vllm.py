@@ -17,7 +17,14 @@ from rlx.models.loading import load_config, load_skeleton
 from rlx.rollout.flight import RequestsInFlight
 from rlx.rollout.protocol import Completion, EngineError, Request
 from rlx.rollout.vllm_api import VLLMEngine, unknown_options
-from rlx.rollout.vllm_models import carries_states, lacking_model, runs_on_transformers, with_own_class, zeros_of
+from rlx.rollout.vllm_models import (
+    carries_states,
+    fault_of,
+    runs_on_transformers,
+    with_needs,
+    with_own_class,
+    zeros_of,
+)
 from rlx.scratch import scratch_folder
 
 logger = logging.getLogger(__name__)
@@ -114,10 +121,11 @@ class VLLMRollout(RequestsInFlight):
         unknown = unknown_options(rollout.engine_kwargs.vllm)
         if unknown:
             raise ValueError(f"actor_rollout_ref.rollout.engine_kwargs.vllm: {'; '.join(unknown)}")
-        architectures = load_config(model).architectures or ()
-        if lacking := lacking_model(architectures):
-            raise ValueError(f"{model.path}: {lacking}")
-        options = engine_options(rollout, model, device, context_length, seed)
+        config = load_config(model)
+        architectures = config.architectures or ()
+        if fault := fault_of(config, device):
+            raise ValueError(f"{model.path}: {fault}")
+        options = with_needs(engine_options(rollout, model, device, context_length, seed), config, device)
         super().__init__(options["max_num_seqs"])
         self._aliases: dict[str, list[str]] = {}
         parameters: dict[str, Tensor] = {}

@@ -44,6 +44,9 @@ _NO_NEWS = {
     "v1.worker.cpu_worker": ("set_num_threads", "LD_PRELOAD"),
     "v1.engine.input_processor": ("Passing raw prompts",),  # the form of a prompt that all versions in the range take
     "renderers.base": ("Chat template warmup failed", "because tokenizer is not initialized"),  # tokens go in and out
+    "v1.worker.gpu_model_runner": (
+        "weights were not loaded from checkpoint",
+    ),  # `_reload` raises if some did not arrive
     "model_executor.model_loader.reload.layerwise": ("RotaryEmbedding: Failed to load",),  # it has no weights
 }
 
@@ -137,7 +140,7 @@ class VLLMEngine:
     def add(self, number: int, request: Request, seeded: bool) -> None:
         """Take a request; the next step works on it if there is room. Raises EngineError if the engine fails."""
         prompt = TokensPrompt(prompt_token_ids=list(request.prompt_ids))
-        with self._at_work():
+        with _failing():
             self._engine.llm_engine.add_request(
                 str(number), prompt, _sampling_params(request, seeded), lora_request=self._adapters
             )
@@ -156,16 +159,13 @@ class VLLMEngine:
 
     def abort(self, numbers: Iterable[int]) -> None:
         """End requests and free their cache."""
-        with self._at_work():
+        with _failing():
             self._engine.llm_engine.abort_request([str(number) for number in numbers])
 
     @contextlib.contextmanager
     def _at_work(self) -> Iterator[None]:
-        try:
-            with self._random.in_use(), torch.compiler.set_stance(self._stance):
-                yield
-        except Exception as error:
-            raise EngineError(f"vLLM failed while generating: {type(error).__name__}: {error}") from error
+        with _failing(), self._random.in_use(), torch.compiler.set_stance(self._stance):
+            yield
 
     def direct(self, requests: Sequence[Request], seeded: bool) -> Callable[[], list[Any]]:
         """Return a function that calls vLLM's own `generate` and returns its objects, to compare with; it may be called repeatedly."""
@@ -259,6 +259,15 @@ class VLLMEngine:
         _collect()
         if torch.accelerator.is_available():
             torch.accelerator.empty_cache()
+
+
+@contextlib.contextmanager
+def _failing() -> Iterator[None]:
+    """Raise EngineError in place of any error."""
+    try:
+        yield
+    except Exception as error:
+        raise EngineError(f"vLLM failed while generating: {type(error).__name__}: {error}") from error
 
 
 def _end(core: Any) -> None:

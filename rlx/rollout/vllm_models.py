@@ -1,5 +1,6 @@
 """Which models vLLM has, and how those run that it builds from transformers' classes."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
@@ -15,18 +16,46 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 
-def lacking_model(architectures: Sequence[str]) -> str | None:
+# Types whose norm behind the state space is over all channels in transformers but over each group of them in vLLM, and the key of
+# the number of groups.
+_NORM_OVER_ALL_GROUPS = {"bamba": "mamba_n_groups", "granitemoehybrid": "mamba_n_groups", "mamba2": "n_groups"}
+# What vLLM has no kernel for on CPU, by type.
+_GPU_KERNELS = dict.fromkeys(("falcon_mamba", "jamba", "mamba"), "selective scan") | {"olmo_hybrid": "gated delta rule"}
+# Types whose checkpoints join weights that transformers' model has apart; vLLM reads those of checkpoints.
+_JOINED_WEIGHTS = ("hrm_text",)
+_HF = "set actor_rollout_ref.rollout.name=hf"
+
+
+def fault_of(config: "PreTrainedConfig", device: torch.device) -> str | None:
+    """Return an error message if this vLLM cannot sample from a model, or computes it otherwise than transformers; else None."""
+    if fault := _lacking_model(config.architectures or ()):
+        return fault
+    key, limit = _NORM_OVER_ALL_GROUPS.get(config.model_type), getattr(config, "time_step_limit", None)
+    if key and (groups := getattr(config, key)) > 1:
+        return (
+            f"{key}: got {groups} groups, which vLLM normalises each alone and transformers together, expected 1; {_HF}"
+        )
+    if limit is not None and tuple(limit) != (0.0, math.inf):
+        return f"time_step_limit: got {tuple(limit)}, which vLLM does not apply, expected (0.0, inf); {_HF}"
+    if config.model_type in _JOINED_WEIGHTS:
+        return f"vLLM reads the joined weights of checkpoints, and the trainer's model has them apart; {_HF}"
+    if device.type == "cpu" and (kernel := _GPU_KERNELS.get(config.model_type)):
+        return f"on CPU vLLM has no kernel for its {kernel}; {_HF}"
+    return None
+
+
+def _lacking_model(architectures: Sequence[str]) -> str | None:
     """Return an error message if this vLLM has a model for none of these architectures, or cannot import it; else None."""
     found, version = models_of(architectures), supported_vllm()
     if not found and architectures:
-        return f"vLLM {version} has no model {' or '.join(architectures)}; set actor_rollout_ref.rollout.name=hf"
+        return f"vLLM {version} has no model {' or '.join(architectures)}; {_HF}"
     try:
         with restored_process_state():  # modules of models set environment variables
             for each in found:
                 if hasattr(each, "load_model_cls"):
                     each.load_model_cls()
     except ImportError as error:  # vLLM itself would only say that it failed
-        return f"vLLM {version} cannot import its model: {error}; install what it lacks, or set actor_rollout_ref.rollout.name=hf"
+        return f"vLLM {version} cannot import its model: {error}; install what it lacks, or {_HF}"
     return None
 
 
@@ -40,6 +69,17 @@ def carries_states(architectures: Sequence[str]) -> bool:
     """Whether vLLM's model carries a state from token to token, as Mamba's and Falcon-H1's do."""
     classes = [each.load_model_cls() for each in models_of(architectures) if hasattr(each, "load_model_cls")]
     return any(getattr(each, "has_inner_state", False) for each in classes)
+
+
+def with_needs(options: dict[str, Any], config: "PreTrainedConfig", device: torch.device) -> dict[str, Any]:
+    """Return engine arguments with those added without which vLLM does not run a model, or runs it wrongly."""
+    if config.model_type != "lfm2":
+        return options
+    # Keys of transformers' former configuration, which vLLM still reads.
+    widths = {name: config.hidden_size for name in ("block_dim", "conv_dim") if not hasattr(config, name)}
+    # This model passes a rotation its heads in a dimension of their own, which vLLM's kernel for CPU takes for one head.
+    plain = {"compilation_config": {"custom_ops": ["-rotary_embedding"]}} if device.type == "cpu" else {}
+    return {**plain, **options, "hf_overrides": {**widths, **options["hf_overrides"]}}
 
 
 def zeros_of(parameters: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:

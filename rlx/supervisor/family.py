@@ -43,18 +43,18 @@ def reap_orphans(child: int) -> None:
 
 def is_dead(pid: int) -> bool:
     """Whether the process has ended, also if its parent has not noticed."""
-    try:
-        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
+    return _status(pid) in (None, psutil.STATUS_ZOMBIE)
 
 
 def is_stopped(pid: int) -> bool:
     """Whether the process is suspended, by SIGSTOP for example."""
-    try:
-        return psutil.Process(pid).status() == psutil.STATUS_STOPPED
-    except psutil.NoSuchProcess:
-        return False
+    return _status(pid) == psutil.STATUS_STOPPED
+
+
+def _status(pid: int) -> str | None:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return str(psutil.Process(pid).status())
+    return None
 
 
 def end_all(child: int) -> None:

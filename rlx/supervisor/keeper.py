@@ -112,9 +112,8 @@ class Driver:
 
     def missed(self) -> list[str]:
         """Return in words which of Ray's dispensable processes have ended since the last call."""
-        dead = {
-            f"{name} of Ray (pid {pid})" for name, pid in self.facts.get("helpers", {}).items() if family.is_dead(pid)
-        }
+        helpers = self.facts.get("helpers", {}).items()
+        dead = {f"{name} of Ray (pid {pid})" for name, pid in helpers if family.is_dead(pid)}
         new, self._mourned = dead - self._mourned, dead
         return sorted(new)
 
@@ -202,23 +201,18 @@ class Keeper:
             for helper in driver.missed():
                 self._say(f"goes on: {helper} died; the run does not need it")
             if (loss := driver.lost()) is not None:
-                driver.listen()
-                if driver.facts.get("daemons") or driver.facts.get(
-                    "head"
-                ):  # else it has told meanwhile that it ends Ray
+                driver.listen()  # it may have told meanwhile that it ends Ray
+                if driver.facts.get("daemons") or driver.facts.get("head"):
                     return loss
         return None
 
     def _over(self, why: str, told: bool) -> int:
         """Say why the run is not started again. A driver that has told its end has also printed it."""
-        last = self._ends[-1]
-        if len(self._ends) > 1:
-            for number, end in enumerate(self._ends[:-1], start=1):
-                self._say(f"restart {number} was because {_where(end)}")
-        if not told:
-            self._say(f"stopped: {_where(last)}; {why}")
-        elif len(self._ends) > 1:
-            self._say(f"stopped: {why}")
+        *before, last = self._ends
+        for number, end in enumerate(before, start=1):
+            self._say(f"restart {number} was because {_where(end)}")
+        if before or not told:
+            self._say(f"stopped: {why}" if told else f"stopped: {_where(last)}; {why}")
         return FAILED
 
     def _say(self, text: str) -> None:

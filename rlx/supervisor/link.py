@@ -34,11 +34,6 @@ def tell(**facts: Any) -> None:
         os.write(_descriptor, json.dumps(facts).encode() + b"\n")
 
 
-def is_supervised() -> bool:
-    """Whether a supervisor started this process."""
-    return _descriptor >= 0
-
-
 def folder_to_continue() -> str | None:
     """Return the folder of the run that this driver continues, or None if it is the first."""
     return os.environ.get(FOLDER)

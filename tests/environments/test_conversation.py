@@ -5,7 +5,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from rlx.config.schema import PPOConfig
-from rlx.environments.conversation import Chat, Conversation, RewrittenHistory, UnusableTemplate
+from rlx.environments.chat import Chat, Gap, RewrittenHistory, UnusableTemplate
+from rlx.environments.conversation import Conversation
 from rlx.environments.role import require_usable_template
 from rlx.rollout.protocol import Completion
 
@@ -27,7 +28,16 @@ DROPS_THINKING = (
 
 def between(tokenizer, history, added, keeps=False, last_token=None):
     last_token = tokenizer.eos_token_id if last_token is None else last_token
-    return Chat(tokenizer, keeps).between(history, added, [], last_token)
+    (found,) = Chat(tokenizer, keeps).between([Gap(history, added, [], last_token)])
+    if isinstance(found, Exception):
+        raise found
+    return found.token_ids
+
+
+def add(conversation, chat, messages):
+    """Return whether the messages fit, and append them."""
+    gap = conversation.gap(messages)
+    return gap is not None and conversation.add_messages(messages, *chat.between([gap]))
 
 
 def test_a_next_turn_begins_with_what_the_template_writes_and_its_end_is_written_once(tokenizer):
@@ -38,9 +48,46 @@ def test_a_next_turn_begins_with_what_the_template_writes_and_its_end_is_written
     assert tokenizer.decode(between(tokenizer, [USER, SAID], [USER])) == ".<|user|>go<|assistant|>"
 
 
+def test_gaps_that_are_written_together_are_those_written_alone(tokenizer):
+    """Also if some fail, and with tools of their own; text that the template has written spares a second rendering."""
+    tokenizer.chat_template = "{%- if tools -%}{{ '(' + tools[0].name + ')' }}{%- endif -%}" + DROPS_THINKING
+    chat, thought = Chat(tokenizer), {"role": "assistant", "content": "<think>hm</think>hi"}
+    added = [{"role": "user", "content": "go</s>"}, {"role": "tool", "content": "é"}, {"role": "user", "content": ""}]
+    gaps = [
+        Gap([USER, turn], [message], tools, 1, before, turn["content"])
+        for turn in (SAID, thought)
+        for message in added
+        for tools in ([], [{"name": "f"}])
+        for before in ("", chat.first([([USER], tools)])[0].text, "another")
+    ]
+    found, alone = chat.between(gaps), [chat.between([gap])[0] for gap in gaps]
+    assert len(found) == len(gaps) == 36 and chat.between([]) == []
+    for own, one in zip(found, alone, strict=True):
+        assert own == one if not isinstance(own, Exception) else (type(own), str(own)) == (type(one), str(one))
+    assert [isinstance(own, RewrittenHistory) for own in found] == [False] * 18 + (
+        [True] * 6 + [False] * 6 + [True] * 6
+    )
+    by_before = [found[place::3] for place in range(3)]
+    assert by_before[0][:6] == by_before[1][:6] == by_before[2][:6]
+    whole = [own.text for own in by_before[0][:1]]
+    assert whole == ["<|user|>go<|assistant|>hi</s>.<|user|>gorlxHIDDEN0;<|assistant|>"]
+
+
+def test_a_turn_that_the_template_writes_in_other_words_is_found_by_rendering_it(tokenizer):
+    """Here without its spaces, and the call from its parts."""
+    tokenizer.chat_template = DROPS_THINKING.replace("set said = m.content", "set said = m.content.strip()")
+    chat = Chat(tokenizer)
+    before = chat.first([([USER], [])])[0].text
+    said = {"role": "assistant", "content": " hi ", "tool_calls": [{"function": {"name": "add"}}]}
+    (found,) = chat.between([Gap([USER, said], [USER], [], 1, before, " hi [ add ]")])
+    assert tokenizer.decode(found.token_ids) == ".<|user|>go<|assistant|>"
+
+
 def test_without_a_template_contents_follow_one_another(tokenizer):
     tokenizer.chat_template = None
-    assert Chat(tokenizer).first([USER, SAID], []) == tokenizer.encode("gohi", add_special_tokens=False)
+    assert Chat(tokenizer).first([([USER, SAID], [])])[0].token_ids == tokenizer.encode(
+        "gohi", add_special_tokens=False
+    )
     assert between(tokenizer, [USER, SAID], [USER]) == tokenizer.encode("go", add_special_tokens=False)
 
 
@@ -102,11 +149,12 @@ def test_a_template_that_leaves_a_message_out_is_refused(tokenizer):
 def test_turns_stay_as_sampled(tokenizer):
     """The bytes of a turn that are no text survive, though the text of the turn lacks them."""
     chat, broken = Chat(tokenizer), [3 + 0xFF, 3 + 65, tokenizer.eos_token_id]
-    conversation = Conversation(chat.first([USER], []), width=40, messages=[USER])
-    turn = conversation.add_turn(Completion(broken, [-0.1, -0.2, -0.3], "stop"), chat)
+    conversation = Conversation(chat.first([([USER], [])])[0].token_ids, width=40, messages=[USER])
+    completion = Completion(broken, [-0.1, -0.2, -0.3], "stop")
+    turn = conversation.add_turn(completion, *chat.texts_of([completion]))
     assert (turn.text, turn.index, turn.token_count) == ("A", 0, 3)
     conversation.messages.append({"role": "assistant", "content": turn.text})
-    assert conversation.add_messages([USER], chat)
+    assert add(conversation, chat, [USER])
     assert conversation.token_ids[:3] == broken and conversation.sampled == [True] * 3 + [False] * 4
     assert conversation.log_probs == [-0.1, -0.2, -0.3, 0, 0, 0, 0]
     assert [(turn["role"], turn["start"], turn["end"]) for turn in conversation.turns] == [
@@ -118,12 +166,12 @@ def test_turns_stay_as_sampled(tokenizer):
 def test_messages_without_room_for_an_answer_are_not_appended(tokenizer):
     chat = Chat(tokenizer)
     conversation = Conversation([5], width=6, messages=[USER])
-    conversation.add_turn(Completion([70, 1], None, "stop"), chat)
+    conversation.add_turn(Completion([70, 1], None, "stop"), "C")
     conversation.messages.append(SAID)
     assert conversation.room == 4
-    assert not conversation.add_messages([USER], chat), "four tokens leave none"
-    assert not conversation.add_messages([{"role": "user", "content": "x" * 10_000_000}], chat)
-    assert conversation.add_messages([{"role": "user", "content": "g"}], chat) and conversation.room == 1
+    assert not add(conversation, chat, [USER]), "four tokens leave none"
+    assert not add(conversation, chat, [{"role": "user", "content": "x" * 10_000_000}])
+    assert add(conversation, chat, [{"role": "user", "content": "g"}]) and conversation.room == 1
 
 
 def test_a_tokenizer_that_begins_texts_with_a_space_does_not_do_so_between_turns(tokenizer):
@@ -136,5 +184,5 @@ def test_a_tokenizer_that_begins_texts_with_a_space_does_not_do_so_between_turns
     spaced.chat_template = (
         "{%- for m in messages -%}{{ 'a' + m.content + (eos_token if m.role == 'assistant' else '') }}{%- endfor -%}b"
     )
-    ids = Chat(spaced).between([USER, {"role": "assistant", "content": "b"}], [USER], [], spaced.eos_token_id)
+    ids = between(spaced, [USER, {"role": "assistant", "content": "b"}], [USER])
     assert spaced.convert_ids_to_tokens(ids) == ["a", "g", "o", "b"]

@@ -6,9 +6,9 @@ import random
 import pytest
 from in_this_process import Sampler
 
-from rlx.environments.conversation import Chat
+from rlx.environments.chat import Chat
 from rlx.environments.pool import EnvironmentPool
-from rlx.environments.running import ConversationBounds, ConversationRow, run_conversations
+from rlx.environments.running import ConversationBounds, ConversationOptions, ConversationRow, run_conversations
 from rlx.environments.spec import EnvironmentSpec
 from rlx.rollout.protocol import Sampling
 
@@ -86,7 +86,8 @@ def test_no_row_crashes_or_escapes_its_mask(tokenizer, tmp_path):
     rows = [ConversationRow({"prompt": [{"role": "user", "content": "go"}]}, seed, [7]) for seed in range(ROWS)]
     sampler = Sampler(tokenizer, lambda request: (turn(request.seed), request.seed % 50 != 0))
     with EnvironmentPool(EnvironmentSpec("TOOLS", str(own), tool_format="hermes"), 2, None) as pool:
-        ran = run_conversations(sampler, pool, rows, Chat(tokenizer), Sampling(600, stop_token_ids=(1,)), bounds)
+        options = ConversationOptions(Chat(tokenizer), Sampling(600, stop_token_ids=(1,)), bounds)
+        ran = run_conversations(sampler, pool, rows, options)
     special = set(tokenizer.all_special_ids)
     user, assistant = (tokenizer.convert_tokens_to_ids(name) for name in ("<|user|>", "<|assistant|>"))
     holes = errors = 0

@@ -6,9 +6,15 @@ import pytest
 from in_this_process import Echo, Pool, Sampler
 
 from rlx.data.seeding import seed_for
-from rlx.environments.conversation import Chat
+from rlx.environments.chat import Chat
 from rlx.environments.protocol import Observation
-from rlx.environments.running import ConversationBounds, ConversationRow, EnvironmentFailed, run_conversations
+from rlx.environments.running import (
+    ConversationBounds,
+    ConversationOptions,
+    ConversationRow,
+    EnvironmentFailed,
+    run_conversations,
+)
 from rlx.rollout.protocol import EngineError, Sampling
 
 BOUNDS = ConversationBounds(prompt_tokens=20, response_tokens=30)
@@ -23,7 +29,9 @@ def run(tokenizer):
         sampler, pool = Sampler(tokenizer, say), Pool(make)
         sampling = Sampling(bounds.response_tokens, stop_token_ids=(1,))
         data = [ConversationRow({"prompt": PROMPT}, seed, [7, 8]) for seed in range(rows)]
-        ran = run_conversations(sampler, pool, data, Chat(tokenizer), sampling, bounds, in_waves=in_waves)
+        ran = run_conversations(
+            sampler, pool, data, ConversationOptions(Chat(tokenizer), sampling, bounds, in_waves=in_waves)
+        )
         assert not pool.open and not sampler.running
         return ran.conversations, sampler.requests, pool
 
@@ -192,7 +200,7 @@ def test_conversations_begin_again_in_the_same_environments_after_the_sampler_fa
     rows = [ConversationRow({"prompt": PROMPT}, seed, [7, 8]) for seed in range(6)]
 
     def run(sampler):
-        ran = run_conversations(sampler, pool, rows, chat, sampling, BOUNDS, in_waves=in_waves)
+        ran = run_conversations(sampler, pool, rows, ConversationOptions(chat, sampling, BOUNDS, in_waves=in_waves))
         return [(own.prompt_ids, own.token_ids, own.reward, own.reason) for own in ran.conversations]
 
     def say(request):

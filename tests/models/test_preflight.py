@@ -4,7 +4,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 import transformers
+from torch.torch_version import TorchVersion
 
 from rlx.benchmarks.sweep.tiny_models import config_of
 from rlx.config.schema import LoraConfig, ModelConfig
@@ -93,3 +95,12 @@ def test_adapters_of_experts_reach_vllm_in_merged_weights(experts_folder):
     assert "target_modules: got experts (model.layers." in fault and "set lora.merge=True" in fault
     assert faults_of(ModelConfig(**adapters), "lm", sampler="hf") == []
     assert faults_of(ModelConfig(**adapters, lora=LoraConfig(merge=True)), "lm", sampler="vllm") == []
+
+
+def test_a_quantised_base_needs_an_fsdp_that_shards_bytes(folders, monkeypatch):
+    adapters = {"path": folders["llama"], "lora_rank": 2, "quantization": "nf4"}
+    assert faults_of(ModelConfig(**adapters), "lm") == []
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.11.0"))
+    (fault,) = faults_of(ModelConfig(**adapters), "lm")
+    assert "got nf4 with torch 2.11.0, whose FSDP2 shards no bytes" in fault and "set layer_offload=True" in fault
+    assert faults_of(ModelConfig(**adapters, layer_offload=True), "lm") == []

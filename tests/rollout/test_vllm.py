@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from transformers import CTRLConfig, Qwen3MoeConfig
+from transformers import CTRLConfig, HrmTextConfig, Mamba2Config, MambaConfig, Qwen3MoeConfig
 
 from rlx.config.schema import ModelConfig, RolloutConfig
 from rlx.rollout.factory import build_rollout
@@ -257,8 +257,24 @@ def test_options_that_vllm_does_not_take_are_named(ranks, folders, options, said
             Qwen3MoeConfig(architectures=["Qwen3MoeForCausalLM"], num_hidden_layers=1),
             "on CPU .* experts.*rollout.name=hf",
         ),
+        (
+            Mamba2Config(architectures=["Mamba2ForCausalLM"], n_groups=2),
+            "n_groups: got 2 groups, .*expected 1; set .*name=hf",
+        ),
+        (
+            Mamba2Config(architectures=["Mamba2ForCausalLM"], n_groups=1, time_step_limit=(0.0, 0.1)),
+            r"time_step_limit: got \(0\.0, 0\.1\), .*expected \(0\.0, inf\); set .*name=hf",
+        ),
+        (
+            MambaConfig(architectures=["MambaForCausalLM"]),
+            "on CPU vLLM has no kernel for its selective scan; set .*name=hf",
+        ),
+        (
+            HrmTextConfig(architectures=["HrmTextForCausalLM"]),
+            "the joined weights of checkpoints, .*; set .*name=hf",
+        ),
     ],
-    ids=["lacking", "experts"],
+    ids=["lacking", "experts", "norms of groups", "limited steps", "no kernel", "joined weights"],
 )
 def test_a_model_that_vllm_cannot_sample_is_named(ranks, config, said, tmp_path):
     config.save_pretrained(tmp_path)

@@ -107,6 +107,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     },
     "reformer": {"axial_pos_embds_dim": [64, 64], "axial_pos_shape": [8, 8]},
     "xmod": {"default_language": "en_XX"},
+    "zamba2": {"num_key_value_heads": 4},
     "zaya": {"num_experts_per_tok": 1},
 }
 """Changes by type."""
@@ -155,6 +156,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "deepseek_v3: no q_lora": ("deepseek_v3", {"q_lora_rank": None}),
     "doge: chosen keys": ("doge", {"keep_window_size": 5}),
+    "mamba2: one group": ("mamba2", {"n_groups": 1}),
     "mistral: no window": ("mistral", {"sliding_window": None}),
 }
 """Rows of the table besides the types themselves: the type, and changes of its configuration."""

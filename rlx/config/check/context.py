@@ -36,6 +36,5 @@ class CheckContext:
 
     def fault(self, what: str, expected: str, remedy: str, *keys: str, got: str = "") -> Fault:
         """Return a fault of these keys; it shows their values unless `got` says more."""
-        return Fault(
-            what, got or ", ".join(f"{key}={as_text(self.value(key))}" for key in keys), expected, remedy, keys
-        )
+        got = got or ", ".join(f"{key}={as_text(self.value(key))}" for key in keys)
+        return Fault(what, got, expected, remedy, keys)

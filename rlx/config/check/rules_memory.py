@@ -6,7 +6,8 @@ from rlx.config.check.context import CheckContext
 from rlx.config.faults import Fault
 from rlx.config.forecast.fitting import remedies
 from rlx.config.forecast.forecast_text import gb
-from rlx.config.forecast.memory_forecast import MemoryForecast, Phase
+from rlx.config.forecast.memory_forecast import MemoryForecast
+from rlx.config.forecast.phase import Phase
 
 REFUSED_FROM = 1.1  # times the usable memory; measured runs were within 3 % of the formulas (docs/planning.md)
 CHECK = "trainer.memory_check"

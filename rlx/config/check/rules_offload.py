@@ -30,8 +30,8 @@ def offload_needs_fsdp(s: CheckContext) -> Faults:
     for role in offloading_roles(s):
         if role.strategy not in ("fsdp", "fsdp2"):
             key = f"{role.model_key}.enable_activation_offload"
-            remedy = f"set {role.key}.strategy=fsdp2, or {key}=False"
-            got = f"{role.key}.strategy={role.strategy}, {key}=True"
+            remedy = f"set {role.strategy_key}=fsdp2, or {key}=False"
+            got = f"{role.strategy_key}={role.strategy}, {key}=True"
             yield s.fault("activation offloading needs FSDP", "strategy fsdp or fsdp2", remedy, key, got=got)
 
 
@@ -53,8 +53,8 @@ def layers_can_stream(s: CheckContext) -> Faults:
     for role in roles:
         key = f"{role.model_key}.layer_offload"
         if role.strategy != "fsdp2":
-            remedy = f"set {role.key}.strategy=fsdp2, or {key}=False"
-            got = f"{role.key}.strategy={role.strategy}, {key}=True"
+            remedy = f"set {role.strategy_key}=fsdp2, or {key}=False"
+            got = f"{role.strategy_key}={role.strategy}, {key}=True"
             yield s.fault("layer offloading needs FSDP2", "strategy fsdp2", remedy, key, got=got)
         if role.trained and role.model.enable_gradient_checkpointing and not role.model.enable_activation_offload:
             engine = f"{role.model_key}.enable_activation_offload"
@@ -63,10 +63,8 @@ def layers_can_stream(s: CheckContext) -> Faults:
             yield s.fault(what, expected, f"set {engine}=True, or {key}=False", engine, key)
     for model in {role.model_key for role in roles} - {role.model_key for role in roles if has_frozen_layers(role)}:
         key, rank = f"{model}.layer_offload", f"{model}.lora_rank"
-        remedy = f"set {rank} to train adapters, or {key}=False"
-        yield s.fault(
-            "layer offloading has nothing to move: every weight is trained", "frozen weights", remedy, key, rank
-        )
+        what, remedy = "layer offloading has nothing to move", f"set {rank} to train adapters, or {key}=False"
+        yield s.fault(f"{what}: every weight is trained", "frozen weights", remedy, key, rank)
 
 
 def bases_can_be_quantized(s: CheckContext) -> Faults:
@@ -79,7 +77,8 @@ def bases_can_be_quantized(s: CheckContext) -> Faults:
             remedy = f"set {rank} to train adapters, {either}"
             yield s.fault("weights that are trained cannot be quantised", "adapters", remedy, key, rank)
         if role.strategy != "fsdp2":
-            remedy, got = f"set {role.key}.strategy=fsdp2, {either}", f"{role.key}.strategy={role.strategy}, {key}=nf4"
+            got = f"{role.strategy_key}={role.strategy}, {key}=nf4"
+            remedy = f"set {role.strategy_key}=fsdp2, {either}"
             yield s.fault("a quantised base needs FSDP2", "strategy fsdp2", remedy, key, got=got)
         if role.model.lora.use_dora:
             dora = f"{role.model_key}.lora.use_dora"
@@ -136,11 +135,9 @@ def disk_warnings(s: CheckContext) -> Iterator[str]:
     """Warn of folders with less room than this machine's processes will write. Call it only if every key could be read."""
     forecast, count = MemoryForecast.of(s.config, s.machine), s.config.trainer.n_gpus_per_node
     for role in offloading_roles(s):
-        folder = role.model.activation_offload.directory
-        writes = (
-            offload_options(role.model).uses_disk and s.machine.cluster is None and role.name not in forecast.unknown
-        )
-        if not writes or folder is None or folder_problem(folder):
+        folder, writes = role.model.activation_offload.directory, offload_options(role.model).uses_disk
+        is_known = s.machine.cluster is None and role.name not in forecast.unknown
+        if not writes or not is_known or folder is None or folder_problem(folder):
             continue
         needed = forecast.phase(f"update_{role.name}").disk * count
         free = shutil.disk_usage(Path(folder).expanduser()).free

@@ -52,10 +52,8 @@ def parallel_groups_are_whole(s: CheckContext) -> Faults:
         what = "the hf sampler keeps the whole model in each process"
         yield s.fault(what, f"{PARALLEL}=1", f"set {PARALLEL}=1", PARALLEL, NAME)
     elif count % together:
-        what, got = (
-            "the processes do not form whole tensor-parallel groups",
-            f"{PARALLEL}={together}, {count} process(es)",
-        )
+        what = "the processes do not form whole tensor-parallel groups"
+        got = f"{PARALLEL}={together}, {count} process(es)"
         expected, remedy = "a divisor of the number of processes", f"change {PARALLEL}, or trainer.n_gpus_per_node"
         yield s.fault(what, expected, remedy, PARALLEL, NAME, got=got)
 

@@ -60,9 +60,8 @@ def prefixes_are_shared_in_packed_rows(s: CheckContext) -> Faults:
     for role in sharded_roles(s.config):
         key = f"{role.model_key}.use_shared_prefix"
         if role.model.use_shared_prefix is True:
-            yield from _is_packed(
-                s, role, key, f"{key}=True computes prompts once in packed rows, in rlx's own attention"
-            )
+            what = f"{key}=True computes prompts once in packed rows, in rlx's own attention"
+            yield from _is_packed(s, role, key, what)
 
 
 def _is_packed(s: CheckContext, role: ModelRole, key: str, what: str) -> Faults:
@@ -150,40 +149,26 @@ def torchao_can_do_it(s: CheckContext) -> Faults:
         name = s.value(key)
         if name == "AdamW":
             continue
-        strategy = f"{role.key if role.name == 'critic' else 'actor_rollout_ref.actor'}.strategy"
         places = [f"{fsdp}.{n}" for n in ("optimizer_offload", "optimizer_state", "offload_policy")]
-        saved = f"{role.key}.checkpoint.save_contents"
-        wrong: list[tuple[bool, str, str, tuple[str, ...]]] = [
-            (role.fsdp.model_dtype != "bf16", "bf16 weights", f"{fsdp}.model_dtype=bf16", (f"{fsdp}.model_dtype",)),
-            (
-                role.strategy != (fits := "fsdp" if name == "AdamW8bit" else "fsdp2"),
-                fits,
-                f"{strategy}={fits}",
-                (strategy,),
-            ),
-            (
-                role.model.lora_rank > 0,
-                "no adapters, because they are fp32",
-                f"{role.model_key}.lora_rank=0",
-                (f"{role.model_key}.lora_rank",),
-            ),
-            (
-                role.fsdp.offload_policy or role.fsdp.device_state_bytes < math.inf,
-                "its state on the device",
-                f"{places[1]}=device and the other two to False",
-                tuple(places),
-            ),
-            (
-                name == "AdamW8bit" and "optimizer" in s.value(saved),
-                "no optimizer in checkpoints",
-                f"{saved}=[model,extra]: a resumed run then begins with new moments",
-                (saved,),
-            ),
-        ]
-        for is_wrong, expected, remedy, keys in wrong:
-            if is_wrong:
-                what = f"torchao's {name} cannot be used here"
-                yield s.fault(what, expected, f"set {remedy}, or {key}=AdamW", key, *keys)
+        dtype, rank, saved = (
+            f"{fsdp}.model_dtype",
+            f"{role.model_key}.lora_rank",
+            f"{role.key}.checkpoint.save_contents",
+        )
+        fits = "fsdp" if name == "AdamW8bit" else "fsdp2"
+        what, either = f"torchao's {name} cannot be used here", f"or {key}=AdamW"
+        if role.fsdp.model_dtype != "bf16":
+            yield s.fault(what, "bf16 weights", f"set {dtype}=bf16, {either}", key, dtype)
+        if role.strategy != fits:
+            yield s.fault(what, fits, f"set {role.strategy_key}={fits}, {either}", key, role.strategy_key)
+        if role.model.lora_rank > 0:
+            yield s.fault(what, "no adapters, because they are fp32", f"set {rank}=0, {either}", key, rank)
+        if role.fsdp.offload_policy or role.fsdp.device_state_bytes < math.inf:
+            remedy = f"set {places[1]}=device and the other two to False, {either}"
+            yield s.fault(what, "its state on the device", remedy, key, *places)
+        if name == "AdamW8bit" and "optimizer" in s.value(saved):
+            remedy = f"set {saved}=[model,extra]: a resumed run then begins with new moments, {either}"
+            yield s.fault(what, "no optimizer in checkpoints", remedy, key, saved)
 
 
 def adapters_have_a_rank(s: CheckContext) -> Faults:
@@ -251,7 +236,7 @@ def fsdp1_can_do_it(s: CheckContext) -> Faults:
         fsdp, key = role.fsdp, role.fsdp_key
         if role.strategy != "fsdp":
             continue
-        remedy = f"set {role.key if role.name in ('critic', 'reward') else 'actor_rollout_ref.actor'}.strategy=fsdp2"
+        remedy = f"set {role.strategy_key}=fsdp2"
         if fsdp.offload_policy:
             policy = f"{key}.offload_policy"
             either = f"{remedy}, or use {key}.param_offload"

@@ -14,7 +14,6 @@ from rlx.config.schema.roles import (
     has_environment,
     has_reference,
     has_reference_model,
-    has_reward_model,
     is_tiny,
     only_environment_scores,
 )
@@ -39,6 +38,7 @@ OF_FUNCTIONS = (
 FSDP = (f"{ACTOR}.fsdp_config", f"{REF}.fsdp_config", "critic.fsdp", f"{JUDGE}.model.fsdp_config")
 CORRECTION = "algorithm.rollout_correction"
 _OF_BF16 = ("master_weights", "allow_lossy_updates")
+_OF_OPTIMIZER = ("optimizer_offload", "optimizer_state")
 VLLM_ONLY = (
     *("gpu_memory_utilization", "max_num_batched_tokens", "enforce_eager", "free_cache_engine"),
     *("enable_chunked_prefill", "enable_prefix_caching", "engine_kwargs.vllm", "seed_requests"),
@@ -68,8 +68,10 @@ def _if(key: str, value: object, *keys: str) -> UnusedKey:
     return _row(f"{key} is {as_text(value)}", lambda s: s.value(key) == value, *keys)
 
 
-def _no_files_of_the_task(s: CheckContext) -> bool:
-    return ARITHMETIC not in (*s.config.data.train_files, *s.config.data.val_files)
+def _of_sizes(flag: str, by_tokens: str, by_rows: str) -> tuple[UnusedKey, UnusedKey]:
+    """Return the rows of the two sizes of a micro-batch, of which the flag beside them chooses the one by tokens."""
+    section = flag.rpartition(".")[0]
+    return _without(flag, f"{section}.{by_tokens}_per_gpu"), _if(flag, True, f"{section}.{by_rows}_per_gpu")
 
 
 def _loss_without(*readers: str) -> Callable[[CheckContext], bool]:
@@ -87,36 +89,13 @@ def _never_validates(s: CheckContext) -> bool:
     return trainer.test_freq <= 0 and not trainer.val_before_train and not trainer.val_only
 
 
-def _own_function_scores_all(s: CheckContext) -> bool:
-    custom = s.config.custom_reward_function
-    return custom.path is not None and not custom.data_sources
-
-
-def _only_a_model_scores(s: CheckContext) -> bool:
-    return has_reward_model(s.config) and s.config.reward_model.rule_weight == 0
-
-
 def _engine_reads_not(unread: UnreadOptions, offload: str, s: CheckContext) -> bool:
     options = OffloadOptions.unchecked(**vars(s.value(offload)))
     return unread.when(options, s.on_accelerator)
 
 
-def _on_cpu(s: CheckContext) -> bool:
-    return not s.on_accelerator
-
-
-def _is_wide(dtype: str) -> Callable[[CheckContext], bool]:
-    """Whether weights are fp32 or wider, so that masters would be copies of them."""
-    return lambda s: s.value(dtype) != "bf16"
-
-
 def _always(s: CheckContext) -> bool:
     return True
-
-
-def _both_clips_are_given(s: CheckContext) -> bool:
-    actor = s.config.actor_rollout_ref.actor
-    return None not in (actor.clip_ratio_low, actor.clip_ratio_high)
 
 
 def _of_trained_model(role: str, model: str) -> tuple[UnusedKey, ...]:
@@ -131,18 +110,27 @@ def _of_trained_model(role: str, model: str) -> tuple[UnusedKey, ...]:
         ),
         _without(f"{model}.lora_rank", f"{model}.lora_alpha", f"{model}.target_modules", f"{model}.lora.*"),
         _row("adapters are fp32", lambda s: s.value(f"{model}.lora_rank") > 0, *_below(optim, *_OF_BF16)),
-        _without(f"{role}.use_dynamic_bsz", f"{role}.ppo_max_token_len_per_gpu"),
-        _if(f"{role}.use_dynamic_bsz", True, f"{role}.ppo_micro_batch_size_per_gpu"),
+        *_of_sizes(f"{role}.use_dynamic_bsz", "ppo_max_token_len", "ppo_micro_batch_size"),
         _if(f"{optim}.lr_scheduler_type", "constant", f"{optim}.min_lr_ratio"),
         _with(f"{optim}.lr_warmup_steps", f"{optim}.lr_warmup_steps_ratio"),
-        _row(f"{dtype} is not bf16", _is_wide(dtype), *_below(optim, *_OF_BF16)),
+        # Masters would be copies of the weights.
+        _row(f"{dtype} is not bf16", lambda s: s.value(dtype) != "bf16", *_below(optim, *_OF_BF16)),
+        _row(
+            "torchao's AdamW has no masters",
+            lambda s: s.value(f"{optim}.optimizer") != "AdamW",
+            f"{optim}.master_weights",
+        ),
     )
 
 
 UNUSED_KEYS = (
     # Data and models
     _row("overlong prompts are dropped, not cut", lambda s: s.config.data.filter_overlong_prompts, "data.truncation"),
-    _row(f"no data file is {ARITHMETIC}", _no_files_of_the_task, "data.arithmetic.*"),
+    _row(
+        f"no data file is {ARITHMETIC}",
+        lambda s: ARITHMETIC not in (*s.value("data.train_files"), *s.value("data.val_files")),
+        "data.arithmetic.*",
+    ),
     _without("data.shuffle", "data.seed"),
     _row(f"{MODEL}.path is not {TINY}", lambda s: not is_tiny(s.config), f"{MODEL}.tiny.*", "warm_start.*"),
     _row(f"the critic has the policy's shape, {MODEL}.tiny", _always, "critic.model.tiny.*"),
@@ -150,12 +138,8 @@ UNUSED_KEYS = (
     *_of_trained_model(ACTOR, MODEL),
     *_of_trained_model("critic", "critic.model"),
     # Updates
-    _without(f"{ROLLOUT}.log_prob_use_dynamic_bsz", f"{ROLLOUT}.log_prob_max_token_len_per_gpu"),
-    _without(f"{REF}.log_prob_use_dynamic_bsz", f"{REF}.log_prob_max_token_len_per_gpu"),
-    *(
-        _if(f"{role}.log_prob_use_dynamic_bsz", True, f"{role}.log_prob_micro_batch_size_per_gpu")
-        for role in (ROLLOUT, REF)
-    ),
+    *_of_sizes(f"{ROLLOUT}.log_prob_use_dynamic_bsz", "log_prob_max_token_len", "log_prob_micro_batch_size"),
+    *_of_sizes(f"{REF}.log_prob_use_dynamic_bsz", "log_prob_max_token_len", "log_prob_micro_batch_size"),
     _without(f"{ACTOR}.use_kl_loss", f"{ACTOR}.kl_loss_coef", f"{ACTOR}.kl_loss_type"),
     _row("neither use_kl_loss nor use_kl_in_reward is set", lambda s: not has_reference(s.config), f"{REF}.*"),
     _row(
@@ -164,7 +148,11 @@ UNUSED_KEYS = (
         *(f"{REF}.fsdp_config.*", f"{REF}.ulysses_sequence_parallel_size"),
     ),
     _row("the critic has no sampler", _always, "critic.model.lora.merge"),
-    _row("clip_ratio_low and clip_ratio_high are both set", _both_clips_are_given, f"{ACTOR}.clip_ratio"),
+    _row(
+        "clip_ratio_low and clip_ratio_high are both set",
+        lambda s: None not in map(s.value, _below(ACTOR, "clip_ratio_low", "clip_ratio_high")),
+        f"{ACTOR}.clip_ratio",
+    ),
     _row("sapo has no clip", _loss_without(*(set(LOSS_MODES) - {"sapo"})), f"{ACTOR}.clip_ratio*"),
     _row("only the vanilla loss has a dual clip", _loss_without("vanilla"), f"{ACTOR}.clip_ratio_c"),
     _row("policy_loss.loss_mode is not sapo", _loss_without("sapo"), f"{ACTOR}.tau_pos", f"{ACTOR}.tau_neg"),
@@ -172,26 +160,10 @@ UNUSED_KEYS = (
     _without(f"{ACTOR}.policy_loss.path", f"{ACTOR}.policy_loss.name"),
     _row(
         "on CPU everything is in host memory",
-        _on_cpu,
-        *(
-            f"{fsdp}.{name}"
-            for fsdp in FSDP
-            for name in ("param_offload", "optimizer_offload", "optimizer_state", "offload_policy")
-        ),
+        lambda s: not s.on_accelerator,
+        *(key for fsdp in FSDP for key in _below(fsdp, "param_offload", *_OF_OPTIMIZER, "offload_policy")),
     ),
-    _row(
-        "torchao's AdamW has no masters",
-        lambda s: s.value(f"{ACTOR}.optim.optimizer") != "AdamW",
-        f"{ACTOR}.optim.master_weights",
-    ),
-    _row(
-        "torchao's AdamW has no masters",
-        lambda s: s.value("critic.optim.optimizer") != "AdamW",
-        "critic.optim.master_weights",
-    ),
-    _row(
-        "the reference has no optimizer", _always, *_below(f"{REF}.fsdp_config", "optimizer_offload", "optimizer_state")
-    ),
+    _row("the reference has no optimizer", _always, *_below(f"{REF}.fsdp_config", *_OF_OPTIMIZER)),
     _row(
         "there is one process",
         lambda s: processes(s.config) == 1,
@@ -210,20 +182,27 @@ UNUSED_KEYS = (
     _row("environment.rewards is replace", lambda s: only_environment_scores(s.config), f"{OWN}.*", *OF_FUNCTIONS),
     # Rewards and algorithm
     _without(f"{JUDGE}.enable", f"{JUDGE}.*"),
-    _without(f"{JUDGE}.use_dynamic_bsz", f"{JUDGE}.forward_max_token_len_per_gpu"),
-    _if(f"{JUDGE}.use_dynamic_bsz", True, f"{JUDGE}.micro_batch_size_per_gpu"),
+    *_of_sizes(f"{JUDGE}.use_dynamic_bsz", "forward_max_token_len", "micro_batch_size"),
     _row(
         "a reward model has no optimizer",
         _always,
-        *_below(f"{JUDGE}.model.fsdp_config", "optimizer_offload", "optimizer_state"),
+        *_below(f"{JUDGE}.model.fsdp_config", *_OF_OPTIMIZER),
     ),
-    _row(f"{JUDGE}.rule_weight is 0: a model alone scores", _only_a_model_scores, f"{OWN}.*", *OF_FUNCTIONS),
+    _row(
+        f"{JUDGE}.rule_weight is 0: a model alone scores",
+        lambda s: s.value(f"{JUDGE}.enable") and s.value(f"{JUDGE}.rule_weight") == 0,
+        *(f"{OWN}.*", *OF_FUNCTIONS),
+    ),
     _without(
         f"{OWN}.path",
         *_below(OWN, "name", "reward_kwargs", "data_sources"),
         *("reward.reward_manager.name", "reward.max_concurrent"),
     ),
-    _row("a custom_reward_function scores all", _own_function_scores_all, "reward.format_score"),
+    _row(
+        "a custom_reward_function scores all",
+        lambda s: s.value(f"{OWN}.path") is not None and not s.value(f"{OWN}.data_sources"),
+        "reward.format_score",
+    ),
     _without("reward.format", "reward.format_weight"),
     _without("algorithm.use_kl_in_reward", "algorithm.kl_penalty", "algorithm.kl_ctrl.*"),
     _if("algorithm.kl_ctrl.type", "fixed", "algorithm.kl_ctrl.horizon", "algorithm.kl_ctrl.target_kl"),

@@ -170,9 +170,8 @@ def _files_on_defaults(*chosen: str) -> DictConfig:
 
 
 def _merged(groups: dict[str, str | None], values: list[Override], faults: list[Fault]) -> DictConfig:
-    tree = deepcopy(
-        _files_on_defaults(*(f"{group}={choice}" for group, choice in groups.items() if choice is not None))
-    )
+    files = (f"{group}={choice}" for group, choice in groups.items() if choice is not None)
+    tree = deepcopy(_files_on_defaults(*files))
     for override in values:
         key, value = override.key_or_group, override.value()
         fault = _misplaced(key, value)

@@ -77,11 +77,9 @@ def checkpoint_text(forecast: MemoryForecast, folder: Path) -> list[str]:
     lines = [f"checkpoints: {each} GB each ({by_role}), {keeps}; {gb(free)} GB are free for {folder}{copied}"]
     on_machine = trainer.n_gpus_per_node / processes(forecast.config)
     if staged := on_machine * sum(role.staged for role in roles.values()):
-        lines.append(
-            f"a save copies {gb(staged)} GB to the host memory of each machine, from where a thread writes them"
-        )
+        where = "the host memory of each machine, from where a thread writes them"
+        lines.append(f"a save copies {gb(staged)} GB to {where}")
     if spare := on_machine * sum(role.spare for role in roles.values()):
-        lines.append(
-            f"beside a save the optimizer takes up to {gb(spare)} GB more of each machine's host memory, if it has them"
-        )
+        more = f"up to {gb(spare)} GB more of each machine's host memory"
+        lines.append(f"beside a save the optimizer takes {more}, if it has them")
     return lines

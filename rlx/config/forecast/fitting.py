@@ -130,12 +130,8 @@ def _sizes(forecast: MemoryForecast) -> Iterator[Size]:
     elif forecast.on_device:
         yield Size(f"{ROLLOUT}.gpu_memory_utilization", 5, int(100 * rollout.gpu_memory_utilization), 0.01)
     longest = -(-forecast.length // LENGTH_STEP)
-    for section, prefix in (
-        ("actor_rollout_ref.actor", "ppo"),
-        ("critic", "ppo"),
-        (ROLLOUT, "log_prob"),
-        (REF, "log_prob"),
-    ):
+    for section in ("actor_rollout_ref.actor", "critic", ROLLOUT, REF):
+        prefix = "log_prob" if section in (ROLLOUT, REF) else "ppo"
         flag = "use_dynamic_bsz" if prefix == "ppo" else "log_prob_use_dynamic_bsz"
         rows, tokens = (f"{section}.{prefix}_{name}_per_gpu" for name in ("micro_batch_size", "max_token_len"))
         if value_at(config, f"{section}.{flag}"):

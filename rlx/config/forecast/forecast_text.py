@@ -1,6 +1,7 @@
 """Print the memory forecast: a short table at the start of a run, a long one for `--check`."""
 
-from rlx.config.forecast.memory_forecast import LENGTH_STEP, MemoryForecast, Phase
+from rlx.config.forecast.memory_forecast import LENGTH_STEP, MemoryForecast
+from rlx.config.forecast.phase import Phase
 from rlx.offload.plan.hardware import PROFILES
 from rlx.offload.plan.text_table import aligned
 
@@ -31,9 +32,8 @@ def long_text(forecast: MemoryForecast) -> str:
     """Return the text that `--check` prints: every phase by its parts."""
     phases = forecast.phases()
     parts: list[tuple[str, ...]] = [("parts in GB", *PARTS)]
-    peaks: list[tuple[str, ...]] = [
-        ("peaks in GB", "peak", "of", LONGEST_COLUMN, "full beyond", "host", "disk", "peak in")
-    ]
+    names = ("peak", "of", LONGEST_COLUMN, "full beyond", "host", "disk", "peak in")
+    peaks: list[tuple[str, ...]] = [("peaks in GB", *names)]
     for phase in phases:
         parts.append((phase.name, *(_cell(phase.parts.get(part, 0.0)) for part in PARTS)))
         full = _full_beyond(forecast, phase)

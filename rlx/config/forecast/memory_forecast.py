@@ -4,15 +4,15 @@ The formulas are those of `rlx.offload.plan` (docs/planning.md). In each phase a
 
 - for each idle role: weights and optimizer state, unless they are on the host (`param_offload`, `optimizer_offload`,
   `offload_policy`, frozen layers with `layer_offload`);
-- for the working role: weights (with `layer_offload` those of two layers), the weights that FSDP gathers, the activations of one micro-batch, in an update the gradients,
-  and the optimizer state unless it is on the host;
+- for the working role: weights (with `layer_offload` those of two layers), the weights that FSDP gathers, the activations of one
+  micro-batch, in an update the gradients, and the optimizer state unless it is on the host;
 - for the sampler: vLLM's share while it is awake, or with `rollout.name=hf` a copy of the weights and its cache.
 
 A vLLM that takes adapters alone keeps its base in host memory while it sleeps.
 
 A micro-batch counts as full of sequences of full length (`data.max_prompt_length` + `data.max_response_length`). The host
-holds at most the states named above and the offloaded activations, not all at once. Without an accelerator all memory is the
-host's.
+holds at most the states named above, the offloaded activations and the experts that the sampler recorded, not all at once.
+Without an accelerator all memory is the host's.
 
 Phases have the names of the run's metrics. The memory of an update is the largest of forward, head, backward and optimizer step.
 With `save=auto` it is the least possible; a run uses more if that is faster and there is room. `sync` holds the sampler's
@@ -27,9 +27,10 @@ from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 from rlx.config.forecast.decoders import Known, decoders
+from rlx.config.forecast.phase import Phase
 from rlx.config.forecast.role_memory import (
     CPU_CACHE_BYTES,
     RoleMemory,
@@ -64,37 +65,6 @@ OF_ROLE = {
     "sync": "actor",
 }
 """The phases in the order of a step, each with the role whose model it needs; with adapters `ref` needs the actor's."""
-
-
-class Phase(NamedTuple):
-    """The most memory that one process needs in a phase [bytes]."""
-
-    name: str
-    parts: dict[str, float]  # of the peak: others, weights, gradients, optimizer, gathered, working, sampler
-    limit: float | None  # of the parts' sum; None: not known
-    host: float  # states and activations of all roles in host memory
-    host_limit: float | None
-    where: str = ""  # the part of the phase that reaches the peak; empty if the phase has one part only
-    disk: float = 0.0  # activations on disk
-    lacking: float = 0.0  # bytes that the sampler's share lacks for one sequence
-
-    @property
-    def peak(self) -> float:
-        """Sum of the parts."""
-        return sum(self.parts.values())
-
-    def fits(self, margin: float = 1.0) -> bool:
-        """Whether the phase fits into `margin` times the memory of device, host and sampler."""
-        return self.fits_device(margin) and self.fits_host(margin)
-
-    def fits_device(self, margin: float = 1.0) -> bool:
-        """Whether the peak fits into `margin` times its limit, and a sequence into that of the sampler's share."""
-        has_room = self.limit is None or self.peak <= self.limit * margin
-        return has_room and self.lacking <= self.parts.get("sampler", 0.0) * (margin - 1)
-
-    def fits_host(self, margin: float = 1.0) -> bool:
-        """Whether `host` fits into `margin` times its limit."""
-        return self.host_limit is None or self.host <= self.host_limit * margin
 
 
 @dataclass(frozen=True)
@@ -341,7 +311,17 @@ class MemoryForecast:
     def _on_host(self, own: RoleMemory | None = None) -> float:
         """Return the bytes on the host while one role works, activations aside; by default while none does."""
         idle = sum(each.host_at_rest for each in self._memories.values() if each is not own)
+        idle += self._recorded_experts * self.on_device
         return idle + (0.0 if own is None else own.host_at_work + self._sampler.host_at_rest)
+
+    @property
+    def _recorded_experts(self) -> float:
+        """Bytes of the batch's column `routed_experts`, divided by the processes of the machine that holds it."""
+        rollout, actor = self.config.actor_rollout_ref.rollout, self._memories.get("actor")
+        if not rollout.enable_rollout_routing_replay or actor is None:
+            return 0.0
+        tokens = self.config.data.train_batch_size * rollout.n * self.length
+        return tokens * actor.decoder.recorded_bytes / self.config.trainer.n_gpus_per_node
 
 
 def _mode(model: ModelConfig) -> str:

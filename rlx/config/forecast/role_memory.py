@@ -75,10 +75,8 @@ class RoleMemory(NamedTuple):
 
 def role_memories(config: PPOConfig, machine: Machine, decoders: dict[str, Known]) -> dict[str, RoleMemory]:
     """Return the memory of each role whose model is known, by name."""
-    roles = [(role, decoders[role.name]) for role in sharded_roles(config)]
-    return {
-        role.name: _role_memory(role, found, config, machine) for role, found in roles if not isinstance(found, str)
-    }
+    found = {role.name: (role, decoders[role.name]) for role in sharded_roles(config)}
+    return {n: _role_memory(role, d, config, machine) for n, (role, d) in found.items() if not isinstance(d, str)}
 
 
 def _role_memory(role: ModelRole, decoder: Decoder, config: PPOConfig, machine: Machine) -> RoleMemory:
@@ -154,12 +152,11 @@ def sampler_memory(
     config: PPOConfig, actor: RoleMemory | None, on_device: bool, memory_bytes: float | None
 ) -> SamplerMemory:
     """Return the sampler's memory on a device of `memory_bytes`; weights of an unknown actor count as 0."""
-    rollout, weights, token_cache = config.actor_rollout_ref.rollout, 0.0, 0.0
+    rollout, model, weights, token_cache = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model, 0.0, 0.0
     if actor is not None:
         ranks = 1 if rollout.name == "hf" else rollout.tensor_model_parallel_size
         element = (2 if on_device else 4) if rollout.dtype == "auto" else BYTES[rollout.dtype]
         decoder = actor.decoder
-        model = config.actor_rollout_ref.model
         adapters = decoder.adapters(model.lora_rank) if model.sends_adapters else 0
         weights = (decoder.parameters + adapters) * element / ranks
         heads = max(1.0, decoder.kv_heads / ranks)
@@ -172,8 +169,7 @@ def sampler_memory(
     if not rollout.free_cache_engine:
         return SamplerMemory(weights, token_cache, at_rest=share)
     # A sampler that takes adapters alone keeps its base, in host memory.
-    keeps_base = config.actor_rollout_ref.model.sends_adapters
-    return SamplerMemory(weights, token_cache, at_rest=0.0, host_at_rest=weights if keeps_base else 0.0)
+    return SamplerMemory(weights, token_cache, at_rest=0.0, host_at_rest=weights if model.sends_adapters else 0.0)
 
 
 class Load(NamedTuple):

@@ -17,7 +17,7 @@ from rlx.config.schema import (
     RolloutConfig,
 )
 
-TINY = "builtin:tiny"
+TINY, ULYSSES = "builtin:tiny", "ulysses_sequence_parallel_size"
 
 
 class MicroSize(NamedTuple):
@@ -42,9 +42,12 @@ class ModelRole(NamedTuple):
     micro: MicroSize  # size of a forward on one process
     trained: bool  # whether it has gradients and an optimizer
     together: int = 1  # processes that share each sequence
-    optimizer_bytes: float | None = (
-        None  # of the optimizer's state for a weight; None: two numbers of the weight's type
-    )
+    optimizer_bytes: float | None = None  # of its state for a weight; None: two numbers of the weight's type
+
+    @property
+    def strategy_key(self) -> str:
+        """The key of `strategy`; the reference has the actor's."""
+        return f"{self.key}.strategy" if self.name != "ref" else "actor_rollout_ref.actor.strategy"
 
 
 def has_critic(config: PPOConfig) -> bool:
@@ -94,8 +97,7 @@ def critic_settings(config: PPOConfig) -> CriticConfig:
     If it takes the actor's path, it also takes the actor's keys for loading, unless its own differ from the defaults.
     """
     policy, critic = config.actor_rollout_ref, config.critic
-    inherited = ["strategy", "ppo_mini_batch_size", "ppo_epochs", "shuffle", "loss_agg_mode"]
-    inherited.append("ulysses_sequence_parallel_size")
+    inherited = ("strategy", "ppo_mini_batch_size", "ppo_epochs", "shuffle", "loss_agg_mode", ULYSSES)
     filled = {name: getattr(policy.actor, name) for name in inherited if getattr(critic, name) is None}
     if critic.model.path is None:
         default = ModelConfig()

@@ -28,8 +28,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from rlx.offload.autotune.consensus import Consensus, RankReport, longest_input_bytes
-from rlx.offload.autotune.layer_profile import DeviceMemoryProbe, Inputs, LayerProfile
+from rlx.offload.autotune.layer_profile import LayerProfile
 from rlx.offload.autotune.length_bucket import Key, LengthBucket
+from rlx.offload.autotune.op_profile import DeviceMemoryProbe, Inputs
 from rlx.offload.autotune.pass_profile import PassProfile, planned
 from rlx.offload.autotune.profile_cache import ProfileCache
 from rlx.offload.autotune.profile_key import describe_call
@@ -39,6 +40,7 @@ from rlx.offload.plan.explain import explain
 from rlx.offload.plan.planner import Plan, make_plan
 from rlx.offload.replay.dead_ops import DeadOpProof
 from rlx.offload.replay.instructions import LayerInstructions
+from rlx.offload.runtime.layers import fsdp_kinds
 from rlx.offload.runtime.session import Layer, OffloadSession
 from rlx.offload.storage.regions import size_bytes
 
@@ -279,9 +281,7 @@ def has_collectives(module: nn.Module) -> bool:
     """Return whether a layer communicates in its forward: it has tensor-parallel weights, or FSDP units inside."""
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return False
-    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
     from torch.distributed.tensor import DTensor
 
-    inner = [child for child in module.modules() if child is not module]
-    has_units = any(isinstance(child, (FSDPModule, FullyShardedDataParallel)) for child in inner)
+    has_units = any(isinstance(child, fsdp_kinds()) for child in module.modules() if child is not module)
     return has_units or any(isinstance(parameter, DTensor) for parameter in module.parameters())

@@ -24,81 +24,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
+from rlx.offload.autotune.op_profile import DeviceMemoryProbe, Inputs, OpProfile, is_passed, seconds
 from rlx.offload.replay.dataflow import Dataflow
-from rlx.offload.storage.regions import is_parameter, is_plain, size_bytes, storage_address
+from rlx.offload.storage.regions import is_parameter, is_plain
 from rlx.offload.storage.stats import Mark, mark
-
-
-@dataclass
-class OpProfile:
-    """One operation of a layer, for example attention or a linear map: when it ran, and the size of its result [bytes]."""
-
-    name: str
-    variant: str  # of attention: its kind, on which its time depends; else ""
-    start: Mark
-    stop: Mark | None = None
-    stored: Mark | None = None  # when the last tensor of its result may be offloaded
-    nbytes: int = 0
-    small_bytes: int = 0  # of `nbytes`, in tensors too small to be offloaded
-    extra_bytes: int = 0  # of `nbytes`, in tensors that autograd does not save
-    summed_bytes: int = 0  # of its input, if its bias requires a gradient
-    is_cacheable: bool = False  # its result can be cached
-    slots: int = -1  # number of tensors that autograd had saved after it
-    recomputed: tuple[Mark, Mark] | None = None  # begin and end in recomputation
-    storages: dict[int, int] = field(default_factory=dict)  # of its result, during forward: addresses and bytes
-
-    @property
-    def seconds(self) -> float:
-        """Time in forward."""
-        assert self.stop is not None
-        return seconds(self.start, self.stop)
-
-    @property
-    def recompute_s(self) -> float:
-        """Time in recomputation. It differs from the time in forward, because other kernels run at the same time."""
-        return self.seconds if self.recomputed is None else seconds(*self.recomputed)
-
-
-class Inputs(NamedTuple):
-    """Sizes of the tensors that a layer is called with [bytes]."""
-
-    boundary_bytes: int  # of all that require a gradient, without parameters
-    memory: dict[int, int]  # of the same tensors, by address of the storage
-    shared: dict[int, int]  # of the others, likewise: all layers are called with them, so no layer is charged with them
-
-    @classmethod
-    def of(cls, tensors: Sequence[Tensor]) -> Inputs:
-        """Return the sizes of these tensors."""
-        own = {id(t): t for t in tensors if t.requires_grad and not is_parameter(t)}.values()
-        return cls(
-            sum(map(size_bytes, own)),
-            {storage_address(t): size_bytes(t) for t in own if is_plain(t)},
-            {storage_address(t): size_bytes(t) for t in tensors if not t.requires_grad and is_plain(t)},
-        )
-
-
-class DeviceMemoryProbe:
-    """Reads a device's memory from torch's allocator; on the CPU all figures are 0."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def look(self) -> tuple[int, int]:
-        """Return allocated bytes, and their peak since the last reset."""
-        if self._device.type == "cpu":
-            return 0, 0
-        return torch.accelerator.memory_allocated(self._device), torch.accelerator.max_memory_allocated(self._device)
-
-    def reset(self) -> None:
-        """Reset the peak."""
-        if self._device.type != "cpu":
-            torch.accelerator.reset_peak_memory_stats(self._device)
 
 
 @dataclass
@@ -213,9 +147,8 @@ class LayerProfile:
         state = self._state
         if state.last_boundary_bytes is None:
             tables = sum(self.inputs.shared.values())  # they are made in this step, too
-            state.begin_bytes = max(
-                0, self._memory.look()[0] - self.inputs.boundary_bytes - tables - state.gathered_bytes
-            )
+            inputs = self.inputs.boundary_bytes + tables
+            state.begin_bytes = max(0, self._memory.look()[0] - inputs - state.gathered_bytes)
             state.begin_gradient_bytes = state.gradient_bytes()
         self._offloading_bytes = state.last_boundary_bytes or 0
         state.last_boundary_bytes = self.inputs.boundary_bytes
@@ -374,16 +307,3 @@ class LayerProfile:
 def _outside(storages: Mapping[int, int], others: Container[int]) -> int:
     """Return the bytes of those storages, by address, that are not among the others."""
     return sum(nbytes for address, nbytes in storages.items() if address not in others)
-
-
-def is_passed(mark: Mark) -> bool:
-    """Return whether a device has passed a mark; False on the CPU, which is never behind."""
-    return isinstance(mark, torch.Event) and mark.query()
-
-
-def seconds(start: Mark, stop: Mark) -> float:
-    """Return the time between two marks that the device has passed."""
-    if isinstance(start, torch.Event) and isinstance(stop, torch.Event):
-        return start.elapsed_time(stop) / 1e3
-    assert isinstance(start, float) and isinstance(stop, float)
-    return (stop - start) / 1e3

@@ -14,8 +14,8 @@ from rlx.offload.replay.dead_ops import DeadOpProof
 from rlx.offload.replay.instructions import LayerInstructions
 
 # Part of the cache key, so that a run does not read profiles with another meaning. Raise it when the same layers on the same
-# machine would get other figures (by a change in `layer_profile.py`, `profiler.py` or here), and when the fields of `PassProfile`
-# or of a class inside it change.
+# machine would get other figures (by a change in `layer_profile.py`, `op_profile.py`, `profiler.py` or here), and when the fields
+# of `PassProfile` or of a class inside it change.
 PROFILE_VERSION = 4
 
 _SMALL = 256  # results at least this many times smaller than their layer's largest are kept, if other operations are dead then

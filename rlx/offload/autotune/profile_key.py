@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from rlx.offload.autotune.pass_profile import PROFILE_VERSION
-from rlx.offload.recompute.ambient_state import has_autocast
+from rlx.offload.recompute.ambient_state import autocast_dtype
 from rlx.offload.runtime.options import OffloadOptions
 from rlx.offload.tiling.tiling import TiledForward
 
@@ -50,11 +50,10 @@ def describe_around(model: nn.Module, layers: Sequence[str]) -> str:
 
 def describe_call(tensors: Iterable[Tensor], device: torch.device) -> dict[str, Any]:
     """Return the dtypes and ranks of the tensors that a layer is called with, and the dtype of autocast."""
-    kind = device.type
-    is_cast = has_autocast(kind) and torch.is_autocast_enabled(kind)
+    cast = autocast_dtype(device.type)
     return {
         "tensors": sorted(f"{tensor.dtype} of {tensor.dim()}, {tensor.requires_grad}" for tensor in tensors),
-        "autocast": str(torch.get_autocast_dtype(kind)) if is_cast else None,
+        "autocast": None if cast is None else str(cast),
     }
 
 

@@ -10,7 +10,8 @@ from typing import Any
 
 from torch import Tensor
 
-from rlx.offload.autotune.layer_profile import LayerProfile, OpProfile
+from rlx.offload.autotune.layer_profile import LayerProfile
+from rlx.offload.autotune.op_profile import OpProfile
 from rlx.offload.recompute.policy import LayerRecording, Run
 from rlx.offload.recompute.stash import StashedTensor
 from rlx.offload.replay.cached_op import sources_of, why_not_cacheable

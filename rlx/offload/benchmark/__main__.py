@@ -26,11 +26,12 @@ import torch
 
 from rlx.offload.benchmark.device import name_of
 from rlx.offload.benchmark.distributed import run_on
-from rlx.offload.benchmark.frozen import ADAPTER_RANK, with_adapters
+from rlx.offload.benchmark.frozen import ADAPTER_RANK, add_adapters
 from rlx.offload.benchmark.measure import Benchmark
 from rlx.offload.benchmark.models import Case, number_of_layers, read_shape
 from rlx.offload.benchmark.modes import MODE_DESCRIPTIONS, Mode, parse_mode
 from rlx.offload.benchmark.overhead import run_overhead
+from rlx.offload.benchmark.plan_command import positive
 from rlx.offload.benchmark.ranks import Ranks
 from rlx.offload.plan.shapes import SHAPES
 from rlx.offload.storage.spill_file import DiskError, extent_file
@@ -83,20 +84,16 @@ def _parser() -> argparse.ArgumentParser:
         help=f"default: {_DEFAULT_MODES}, with --gpus {_DEFAULT_MODES_FSDP2}; rlx's take options of OffloadOptions, "
         "such as boundary:prefetch_layers=0; all take :tile=auto or :tile=TOKENS, last: MLPs and norms in tiles",
     )
-    add("--rounds", type=_positive, help="timed steps per mode; default 10, with --overhead 300")
-    add("--seconds", type=_positive, help="begin no further round of a case after this time")
-    add("--warm-up", type=_positive, metavar="STEPS", help="steps of each mode before timing; default 1, for auto 3")
-    add("--plain-layers", type=_positive, metavar="N", help="measure plain with N layers and scale its times")
+    add("--rounds", type=positive, help="timed steps per mode; default 10, with --overhead 300")
+    add("--seconds", type=positive, help="begin no further round of a case after this time")
+    add("--warm-up", type=positive, metavar="STEPS", help="steps of each mode before timing; default 1, for auto 3")
+    add("--plain-layers", type=positive, metavar="N", help="measure plain with N layers and scale its times")
     add("--tier", default="cpu", help="tier of rlx's modes: cpu or disk")
     add("--directory", help="folder of the disk tier")
     add("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     add("--device", choices=("cpu", "accelerator"), help="default: the accelerator if there is one")
-    add(
-        "--gpus",
-        type=_positive,
-        metavar="N",
-        help="N processes with FSDP2, each with a GPU; default: one without FSDP2",
-    )
+    gpus = "N processes with FSDP2, each with a GPU; default: one without FSDP2"
+    add("--gpus", type=positive, metavar="N", help=gpus)
     add(
         "--frozen",
         action="store_true",
@@ -133,9 +130,8 @@ def _benchmark(given: argparse.Namespace, device: torch.device, about: dict[str,
     if given.frozen and given.gpus is not None:
         raise ValueError("--frozen runs in one process; leave --gpus out")
     if not given.frozen and (streaming := [mode.name for mode in modes if mode.resident is not None]):
-        raise ValueError(
-            f"--modes {streaming[0]}: resident= streams frozen weights, which models have with --frozen only"
-        )
+        what = "resident= streams frozen weights, which models have with --frozen only"
+        raise ValueError(f"--modes {streaming[0]}: {what}")
     cases = given.case or [Case(128 if device.type == "cpu" else 8192, 0)]
     about = {**about, "model": name, "shape": shape, "dtype": given.dtype, "processes": given.gpus or 1}
     about["quantization"] = given.quantization
@@ -154,7 +150,7 @@ def _benchmark(given: argparse.Namespace, device: torch.device, about: dict[str,
         title=f"{name} on {given.gpus or 1} x {about['device']}, {given.dtype}",
         about=about,
         folder=given.out,
-        adapt=with_adapters() if given.frozen else None,
+        adapt=add_adapters if given.frozen else None,
         is_quantized=given.quantization is not None,
     )
 
@@ -196,17 +192,11 @@ def _about(argv: list[str] | None, device: torch.device) -> dict[str, Any]:
     }
 
 
-def _positive(text: str) -> int:
-    if not text.isascii() or not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected a whole number of at least 1")
-    return int(text)
-
-
 def _case(text: str) -> Case:
     """Parse `TOKENSxLAYERS`, or `TOKENS`, which gives 0 layers: as many as the model has."""
     tokens, times, layers = text.partition("x")
     try:
-        return Case(_positive(tokens), _positive(layers) if times else 0)
+        return Case(positive(tokens), positive(layers) if times else 0)
     except argparse.ArgumentTypeError:
         raise argparse.ArgumentTypeError(f"got {text!r}, expected TOKENSxLAYERS, such as 8192x28, or TOKENS") from None
 

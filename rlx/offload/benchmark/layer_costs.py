@@ -47,9 +47,8 @@ class MeasuredCosts(NamedTuple):
         if uses_link and link is not None:
             budget = replace(budget, out_bytes_per_s=link, in_bytes_per_s=link)
         plan = make_plan(costs, budget)
-        rows: list[tuple[str, ...]] = [
-            ("layer", "", "forward ms", "backward ms", "recomputed ms", "saved MB", "working MB")
-        ]
+        names = ("forward ms", "backward ms", "recomputed ms", "saved MB", "working MB")
+        rows: list[tuple[str, ...]] = [("layer", "", *names)]
         for index in sorted({costs.index(cost) for cost in self.costs}):
             rows += [_row(index, "measured", costs[index]), _row(index, "computed", computed[index])]
         rate = "" if link is None else f", copies to and from the host at {link / GB:.1f} GB/s"

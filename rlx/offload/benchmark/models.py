@@ -77,10 +77,8 @@ def build_quantized(shape: dict[str, Any], case: Case, device: torch.device, dty
     ((name, layer),) = find_layers(model, None)
     parent = model.get_submodule(name.rpartition(".")[0])
     parent.extend(copy.deepcopy(layer) for _ in range(case.layers - 1))  # type: ignore[operator]
-    of_one = vars(_config(shape, one))
-    vars(model.config).update(
-        (key, of_all) for key, of_all in vars(_config(shape, case)).items() if of_all != of_one[key]
-    )
+    of_one, of_all = vars(_config(shape, one)), vars(_config(shape, case))
+    vars(model.config).update((key, value) for key, value in of_all.items() if value != of_one[key])
     return model
 
 

@@ -67,9 +67,8 @@ def run_overhead(rounds: int, folder: Path, about: dict[str, Any]) -> None:
         forwards = {name: model.forward(name) for name in ("plain", *OWN_MODES)}
         no_grad_us = _cpu_us({"plain again": model.forward("plain"), **forwards}, rounds)
     found = {name: overhead_of(name, steps_us, no_grad_us) for name in _MODES}
-    print(
-        f"tiny Qwen2, {_CASE}, float32, one thread, {rounds} rounds; where layers are recomputed, less one more forward"
-    )
+    about_it = "where layers are recomputed, less one more forward"
+    print(f"tiny Qwen2, {_CASE}, float32, one thread, {rounds} rounds; {about_it}")
     rows = [[name, *("-" if value is None else f"{value:.4g}" for value in row)] for name, row in found.items()]
     print("\n".join(aligned([["mode", "us per layer", "of minima", "no_grad ratio"], *rows])))
     print(f"plain step {min(steps_us['plain']):.0f} us at least, forward {min(steps_us['forward']):.0f} us")

@@ -61,9 +61,8 @@ def _draw_times(axis: Any, rows: list[Row], colours: dict[str, str]) -> None:
     base = next((name for name in ("plain", "checkpointing") if any(row.mode == name for row in rows)), None)
     lengths = [getattr(row, f"ratio_to_{base}") if base else row.median_s for row in rows]
     bars = axis.barh([row.mode for row in rows], lengths, color=[colours[row.mode] for row in rows], alpha=0.8)
-    labels = [
-        f" {value:.3f}" + (f" ({row.note})" if row.note else "") for row, value in zip(rows, lengths, strict=True)
-    ]
+    notes = [f" ({row.note})" if row.note else "" for row in rows]
+    labels = [f" {value:.3f}{note}" for value, note in zip(lengths, notes, strict=True)]
     axis.bar_label(bars, labels, fontsize=8)
     axis.margins(x=0.15)
     axis.invert_yaxis()

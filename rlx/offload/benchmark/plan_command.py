@@ -79,10 +79,10 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--model", required=True, help=f"{', '.join(SHAPES)}, or the path or hub name of a model of transformers")
     tokens = "tokens of a micro-batch on one GPU, or on all that share it; default: the longest that fits"
-    add("--tokens", type=_positive, help=tokens)
-    add("--sequences", type=_positive, default=1, help="sequences in the micro-batch, of equal length; default 1")
+    add("--tokens", type=positive, help=tokens)
+    add("--sequences", type=positive, default=1, help="sequences in the micro-batch, of equal length; default 1")
     add("--logit-tokens", type=_count, help="tokens for which log-probs are computed; default all, 0: no output head")
-    add("--layers", type=_positive, help="number of layers instead of the model's own")
+    add("--layers", type=positive, help="number of layers instead of the model's own")
     weights = "bytes of a stored weight, gradient and optimizer state; default 4"
     add("--weight-bytes", type=int, choices=(2, 4), default=4, help=weights)
     add("--tile", type=_tile, help="tokens per tile of MLPs and norms, or auto (model.tiled_mlp); default: no tiles")
@@ -98,8 +98,8 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_machine(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--gpus", type=_positive, default=1, help="GPUs that FSDP shards the model over; default 1")
-    add("--shared-by", type=_positive, default=1, help="GPUs that share each sequence (Ulysses); default 1")
+    add("--gpus", type=positive, default=1, help="GPUs that FSDP shards the model over; default 1")
+    add("--shared-by", type=positive, default=1, help="GPUs that share each sequence (Ulysses); default 1")
     on_host = "the optimizer's states are in host memory except during its step (optimizer_offload)"
     add("--optimizer-on-host", action="store_true", help=on_host)
     states = "size of weights, gradients and states on a GPU, if some are frozen or on the host [10^9 bytes]"
@@ -149,9 +149,8 @@ def _check_measurable(given: argparse.Namespace) -> None:
         raise ValueError("--measure: got no --tokens, expected the number to measure with; add --tokens")
     wrong = ["--shared-by"] * (given.shared_by > 1) + ["--lora-rank"] * (given.lora_rank > 0)
     if wrong:
-        raise ValueError(
-            f"--measure: got {', '.join(wrong)}, which only the formulas cover; leave out --measure or these"
-        )
+        got = ", ".join(wrong)
+        raise ValueError(f"--measure: got {got}, which only the formulas cover; leave out --measure or these")
 
 
 def _measured(given: argparse.Namespace, scenario: Scenario) -> MeasuredCosts:
@@ -221,10 +220,8 @@ def _longest(longest: dict[str, int], plans: dict[str, Plan]) -> str:
 def _figures(given: argparse.Namespace, scenario: Scenario, plans: dict[str, Plan]) -> dict[str, Any]:
     layers = []
     for cost, layer in zip(scenario.costs(given.tokens), plans["auto"].layers, strict=True):
-        names = {
-            field: [cost.operations[i].name for i in sorted(getattr(layer, field))]
-            for field in ("on_device", "off_device")
-        }
+        by_place = {"on_device": layer.on_device, "off_device": layer.off_device}
+        names = {place: [cost.operations[i].name for i in sorted(ops)] for place, ops in by_place.items()}
         layers.append({**vars(layer), **names})
     return {
         "arguments": {name: value for name, value in vars(given).items() if name != "out"},
@@ -244,18 +241,19 @@ def _gb(nbytes: float) -> str:
     return f"{nbytes / GB:.2f}"
 
 
-def _positive(text: str, least: int = 1) -> int:
+def positive(text: str, least: int = 1) -> int:
+    """Read a whole number of at least `least` from a command line."""
     if not text.isascii() or not text.isdigit() or int(text) < least:
         raise argparse.ArgumentTypeError(f"got {text!r}, expected a whole number of at least {least}")
     return int(text)
 
 
 def _tile(text: str) -> int:
-    return 0 if text == "auto" else _positive(text)
+    return 0 if text == "auto" else positive(text)
 
 
 def _count(text: str) -> int:
-    return _positive(text, least=0)
+    return positive(text, least=0)
 
 
 def _number(text: str) -> float:

@@ -47,6 +47,11 @@ class Decoder:
         return self.width * (self.vocabulary * (1 if self.tied else 2) + 1)
 
     @property
+    def recorded_bytes(self) -> int:
+        """Bytes of the numbers of a token's experts in all layers, see `rlx.models.experts.small_integers`."""
+        return len(self.sparse) * self.active_experts * (1 if self.experts <= 256 else 2)
+
+    @property
     def without_head(self) -> Decoder:
         """The decoder without a head over the vocabulary."""
         return replace(self, tied=True)

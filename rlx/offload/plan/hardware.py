@@ -27,9 +27,7 @@ class Hardware:
     peak_flops: float  # dense bf16 [1/s]
     memory_bytes_per_s: float
     device_bytes: float
-    link_bytes_per_s: (
-        float  # to the host or back, one direction at a time: forward only offloads, backward only fetches
-    )
+    link_bytes_per_s: float  # to the host or back, one direction at a time: forward only offloads, backward fetches
     link_both_bytes_per_s: float  # of each direction with both at once; plans do not use it
     host_bytes: float  # host memory per accelerator in a usual machine
 

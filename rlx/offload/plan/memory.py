@@ -53,9 +53,7 @@ class StateBytes(NamedTuple):
     weights: float  # of its shard, as the next two
     gradients: float
     optimizer: float  # two states (Adam)
-    gathered: (
-        float  # by FSDP: weights outside the layers and of two layers, and the gradient of one layer as it is summed
-    )
+    gathered: float  # by FSDP: weights outside the layers and of two layers, and one layer's gradient as it is summed
 
 
 def tile_tokens(tokens: int, width: int, widest: int) -> int:

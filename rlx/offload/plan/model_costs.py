@@ -19,13 +19,7 @@ from typing import NamedTuple
 
 from rlx.offload.plan.costs import LayerCost, Operation
 from rlx.offload.plan.decoder import Decoder
-from rlx.offload.plan.hardware import (
-    ATTENTION_BACKWARD_SHARE,
-    ATTENTION_SHARE,
-    MATMUL_SHARE,
-    MEMORY_SHARE,
-    Hardware,
-)
+from rlx.offload.plan.hardware import ATTENTION_BACKWARD_SHARE, ATTENTION_SHARE, MATMUL_SHARE, MEMORY_SHARE, Hardware
 from rlx.offload.plan.memory import head_bytes, head_chunk, layer_bytes
 
 ATTENTION_BACKWARD = 2.5

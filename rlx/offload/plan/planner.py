@@ -5,7 +5,7 @@ A pure function of times and sizes, without torch: `make_plan` compares plans by
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import combinations, product
@@ -32,9 +32,7 @@ class Plan(NamedTuple):
     """A plan for all layers, and the prediction of a step with it."""
 
     layers: tuple[LayerPlan, ...]
-    fetches: tuple[
-        int, ...
-    ]  # for each layer which of `LayerCost.fetch_points` it is at which the layer before is fetched
+    fetches: tuple[int, ...]  # for each layer at which of its `LayerCost.fetch_points` the layer before is fetched
     prediction: Prediction
 
 
@@ -137,9 +135,8 @@ class _Search:
             begins = [list(begin)]
         for state in map(self.state, begins):
             if self.fits(state):
-                yield self._improved(
-                    self._improved(state, partial(_single_changes, ("off_device",))), partial(_single_changes, ACTIONS)
-                )
+                offloaded = self._improved(state, partial(_single_changes, ("off_device",)))
+                yield self._improved(offloaded, partial(_single_changes, ACTIONS))
 
     def refined(self, best: _State) -> _State:
         """Improve a state also by two changes at a time, for example offload one result and keep another, until none helps."""
@@ -246,9 +243,7 @@ def _double_changes(kind: _Kind, choices: Sequence[_Choice]) -> Iterator[tuple[_
         yield {other: choice for other in choices if other is not choice}, choice.plan.keep
 
 
-def _with_changes(
-    layers: Sequence[_Choice], targets: Mapping[_Choice, _Choice], chosen: Container[int]
-) -> list[_Choice]:
+def _with_changes(layers: Sequence[_Choice], targets: _Targets, chosen: Container[int]) -> list[_Choice]:
     return [targets[choice] if i in chosen else choice for i, choice in enumerate(layers)]
 
 
@@ -262,11 +257,8 @@ def _changed_plan(plan: LayerPlan, part: Part, action: Action) -> LayerPlan:
         return plan
     if part == "inputs":
         return plan if action == "recompute" else replace(plan, offload_boundary=action == "off_device")
-    changed = {
-        name: getattr(plan, name) - {part} | ({part} if name == action else set())
-        for name in ("on_device", "off_device")
-    }
-    return replace(plan, **changed)
+    places = ("on_device", "off_device")
+    return replace(plan, **{n: getattr(plan, n) - {part} | ({part} if n == action else set()) for n in places})
 
 
 def _middle_of(items: Sequence[int], count: int) -> set[int]:

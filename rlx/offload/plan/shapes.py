@@ -5,14 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 _FIELDS = (
-    "model_type",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "vocab_size",
+    *("model_type", "hidden_size", "intermediate_size", "num_hidden_layers"),
+    *("num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size"),
 )
 SHAPES: dict[str, dict[str, Any]] = {
     name: dict(zip(_FIELDS, values, strict=True))

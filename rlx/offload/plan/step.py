@@ -96,20 +96,14 @@ class LayerEstimate(NamedTuple):
     out_s: float  # time of the link to offload the layer's bytes
     copied_s: float  # time from the layer's begin until all of them are copied, if the link is free
     in_s: float  # time of the link to fetch them
-    ready_s: (
-        float  # time from the begin of the fetch to the end of recomputation, if the device waits for every transfer
-    )
+    ready_s: float  # time from the begin of the fetch to the end of recomputation, if compute waits for all transfers
     held_bytes: int  # kept on the device
     sent_bytes: int  # offloaded
     forward_bytes: int  # peak memory of forward
     working_bytes: int  # peak memory of backward
-    points: tuple[
-        tuple[float, int], ...
-    ]  # of each fetch point: time since backward began, and peak memory from then on
+    points: tuple[tuple[float, int], ...]  # of each fetch point: time since backward began, peak memory from then on
     is_on_disk: bool = False
-    on_disk: LayerEstimate | None = (
-        None  # the estimate of the same layer at the disk's rate; None if it cannot go there
-    )
+    on_disk: LayerEstimate | None = None  # that of the layer at the disk's rate; None if it cannot go there
 
 
 def estimate_layer(cost: LayerCost, plan: LayerPlan, budget: Budget) -> LayerEstimate:

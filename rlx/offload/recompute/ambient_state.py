@@ -224,6 +224,12 @@ def has_autocast(device_type: str) -> bool:
     return torch.amp.is_autocast_available(device_type)
 
 
+def autocast_dtype(device_type: str) -> torch.dtype | None:
+    """Return the dtype to which autocast casts on a type of device; None if it is off."""
+    is_on = has_autocast(device_type) and _is_autocast(device_type)
+    return _autocast_dtype(device_type) if is_on else None
+
+
 @functools.cache
 def _backend(device_type: str) -> ModuleType:
     module: ModuleType = torch.get_device_module(device_type)

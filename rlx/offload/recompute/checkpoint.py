@@ -104,9 +104,8 @@ class RecomputedCall(LayerCall):
         accelerators = () if all(map(_IS_CPU, tensors)) else accelerators_of(tensors)
         self._device = accelerators[0] if accelerators else None
         self._began_on = torch.accelerator.current_stream(self._device) if accelerators else None
-        self._inputs = LayerInputs(
-            args, kwargs, tensors, self._offload_input, layer.counters, self._slots.alias_by_base
-        )
+        alias = self._slots.alias_by_base
+        self._inputs = LayerInputs(args, kwargs, tensors, self._offload_input, layer.counters, alias)
         self._ambient = AmbientState(accelerators)
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

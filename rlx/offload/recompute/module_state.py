@@ -95,9 +95,8 @@ class ModuleState:
             self._watch_unsaved(ids)
         self._required_grad = self._require_grad()
         sites = self._sites.parameters
-        self._registered = [
-            (site, now) for site, now in zip(sites, map(_registered, sites), strict=True) if now is not None
-        ]
+        registered = zip(sites, map(_registered, sites), strict=True)
+        self._registered = [(site, now) for site, now in registered if now is not None]
         if buffer := next((each for each in self._large_buffers if not each.is_as_before), None):
             raise RuntimeError(
                 f"a layer's forward changes its buffer {buffer.name!r}, of which no copy was made because it has "

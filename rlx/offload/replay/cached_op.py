@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from rlx.offload.recompute.ambient_state import RandomState, has_autocast
+from rlx.offload.recompute.ambient_state import RandomState, autocast_dtype
 from rlx.offload.recompute.stash import StashedTensor
 from rlx.offload.runtime.pytree import map_leaves, tensors_in
 from rlx.offload.storage.regions import VersionProbe, is_plain, size_bytes, span_bytes, storage_address
@@ -198,9 +198,8 @@ def _source(tensor: Tensor, arguments: Sequence[Tensor], addresses: Sequence[int
         (start, stop), (first, last) = span_bytes(tensor), span_bytes(argument)
         if first <= start and stop <= last:
             offset = int(tensor.storage_offset()) - int(argument.storage_offset())
-            return _FromArgument(
-                index, (tensor.shape, tensor.stride(), offset, argument.shape, argument.stride()), tensor.dtype
-            )
+            view = (tensor.shape, tensor.stride(), offset, argument.shape, argument.stride())
+            return _FromArgument(index, view, tensor.dtype)
     # A tensor that autocast has cast. Activations are cast before the call, so this is the one weight.
     cast = [i for i, argument in enumerate(arguments) if is_cast_shared(argument) and argument.dtype != tensor.dtype]
     if len(cast) == 1 and autocast_dtype(tensor.device.type) == tensor.dtype:
@@ -209,13 +208,6 @@ def _source(tensor: Tensor, arguments: Sequence[Tensor], addresses: Sequence[int
             view = (tensor.shape, tensor.stride(), int(tensor.storage_offset()), weight.shape, weight.stride())
             return _FromArgument(cast[0], view, tensor.dtype)
     return None
-
-
-def autocast_dtype(device_type: str) -> torch.dtype | None:
-    """Return the dtype to which autocast casts on a type of device; None if it is off."""
-    if not has_autocast(device_type):
-        return None
-    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
 
 
 def is_cast_shared(tensor: Tensor) -> bool:

@@ -48,9 +48,7 @@ class OpNode(NamedTuple):
 
     op: int  # its index (Note [op indices] in `rlx.offload.replay.instructions`)
     reads: tuple[int, ...]  # positions of the nodes whose results it was given
-    may_be_dead: (
-        bool  # its slots can be filled from its arguments, and its result is one tensor of floating point numbers
-    )
+    may_be_dead: bool  # its slots can be filled from its arguments, and its result is one floating-point tensor
 
 
 class Dataflow(NamedTuple):

@@ -8,23 +8,23 @@ reads it:
 
 * At a call of attention it is stashed if the arguments do not share its memory, or are views of it.
 * Otherwise it is stashed when a later call, or the layer's end, is reached from it in the graph, and no autograd
-  Function reads it. A result that is not reached within `_MAX_NODES` nodes is not cached.
+  Function reads it. A result that is not reached within `MAX_NODES` nodes (`graph_search.py`) is not cached.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
 from rlx.offload.recompute.policy import LayerRecording
 from rlx.offload.recompute.stash import StashedTensor
 from rlx.offload.replay.cached_op import CachedOp, sources_of, why_not_cacheable
 from rlx.offload.replay.dataflow import CALL, Trail, known_name
+from rlx.offload.replay.graph_search import is_reached_by_views, reached
 from rlx.offload.replay.instructions import LayerInstructions
 from rlx.offload.replay.replay_mode import OpMode, register_known_attention
 from rlx.offload.runtime.pytree import map_leaves, tensors_in
@@ -34,7 +34,6 @@ from rlx.offload.storage.regions import is_plain, storage_address
 # compute some thousand operations while the link moves one byte, and the link is idle at this point.
 MIN_OPERATIONS_PER_BYTE = 1000
 _PLAIN = frozenset({type(None), bool, int, float, str, tuple})  # types whose values distinguish variants of attention
-_MAX_NODES, _MAX_LEVELS = 96, 12  # of the graph, searched behind a call; levels since the last find
 
 
 class Recorder(OpMode):
@@ -123,7 +122,7 @@ class Recorder(OpMode):
         for op, (result, node) in self._pending.items():
             here = [storage_address(tensor) for tensor in tensors_in(result)]
             shared = [argument for argument, address in zip(arguments, addresses, strict=True) if address in here]
-            if all(_is_reached_by_views(argument.grad_fn, node) for argument in shared):
+            if all(is_reached_by_views(argument.grad_fn, node) for argument in shared):
                 self._stash_result(op, result)
             else:
                 self.cached_ops[op] = None
@@ -285,7 +284,7 @@ class PlannedRecorder(Recorder):
     def _stash_reached(self, tensors: Iterable[Tensor]) -> None:
         """Stash the pending results from which the tensors were made, unless an autograd Function reads them."""
         nodes = {node: op for op, (_, node) in self._pending.items() if node is not None}
-        found, order = _reached(tensors, nodes), list(self._pending)
+        found, order = reached(tensors, nodes), list(self._pending)
         # In the order in which recomputation asks for them.
         for node, is_next_to_function in sorted(found.items(), key=lambda one: order.index(nodes[one[0]])):
             op = nodes[node]
@@ -322,43 +321,6 @@ def versions_of(tensors: Sequence[Tensor]) -> list[int]:
 
 def _detached(leaf: Any) -> Any:
     return leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
-
-
-def _is_reached_by_views(start: Node | None, node: Node | None) -> bool:
-    """Whether the path from one node back to another passes no autograd Function."""
-    for _ in range(32):
-        if start is None or isinstance(start, BackwardCFunction):
-            return False
-        if start is node:
-            return True
-        start = start.next_functions[0][0] if start.next_functions else None
-    return False
-
-
-def _reached(tensors: Iterable[Tensor], wanted: Container[Node]) -> dict[Node, bool]:
-    """Return the wanted nodes from which tensors were made, and whether an autograd Function may read them.
-
-    A Function anywhere on the path counts: the nodes between may be views, which look like other nodes.
-    """
-    found: dict[Node, bool] = {}
-    seen: set[tuple[Node, bool]] = set()
-    ways = [(tensor.grad_fn, False) for tensor in tensors if tensor.grad_fn is not None]
-    levels_left = _MAX_LEVELS
-    while ways and levels_left and len(seen) < _MAX_NODES:
-        levels_left -= 1
-        behind: list[tuple[Node, bool]] = []
-        for way in ways:
-            if way in seen:
-                continue
-            seen.add(way)
-            node, is_behind_function = way
-            if node in wanted:
-                found[node] = found.get(node, False) or is_behind_function
-                levels_left = _MAX_LEVELS
-            is_function = isinstance(node, BackwardCFunction) or (is_behind_function and node not in wanted)
-            behind += [(before, is_function) for before, _ in node.next_functions if before is not None]
-        ways = behind
-    return found
 
 
 def _is_worth_caching(function: Any, args: Sequence[Any]) -> bool:

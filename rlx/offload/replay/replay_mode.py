@@ -32,8 +32,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from rlx.offload.recompute.ambient_state import autocast_dtype
 from rlx.offload.recompute.collector import Collector
-from rlx.offload.replay.cached_op import CachedOp, autocast_dtype
+from rlx.offload.replay.cached_op import CachedOp
 from rlx.offload.replay.dataflow import GETTER, known_name
 from rlx.offload.runtime.pytree import map_leaves, tensors_in
 from rlx.offload.storage.regions import storage_address

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -72,14 +73,9 @@ def _outermost(model: nn.Module, is_wanted: Callable[[nn.Module], bool]) -> list
 
 
 def _fsdp_blocks(model: nn.Module) -> list[NamedLayer]:
-    if not torch.distributed.is_available():
-        return []
-    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-
     # Blocks are in lists. A root, an embedding or an output head may be wrapped too, but is in none.
-    members = _members(model, (nn.ModuleList, nn.Sequential))
-    units = (FSDPModule, FullyShardedDataParallel)
-    return _outermost(model, lambda module: isinstance(module, units) and id(module) in members)
+    members, kinds = _members(model, (nn.ModuleList, nn.Sequential)), fsdp_kinds()
+    return _outermost(model, lambda module: isinstance(module, kinds) and id(module) in members)
 
 
 def _members(model: nn.Module, lists: type[nn.Module] | tuple[type[nn.Module], ...]) -> set[int]:
@@ -126,11 +122,23 @@ def _is_of_torch(module: nn.Module) -> bool:
 
 def _inside_fsdp1(module: nn.Module) -> nn.Module:
     """Return the module that FSDP1 wraps, if it does: its forward runs with the parameters gathered."""
-    if not torch.distributed.is_available():
-        return module
-    from torch.distributed.fsdp import FullyShardedDataParallel
+    inside: nn.Module = module.module if is_fsdp1(module) else module
+    return inside
 
-    return module.module if isinstance(module, FullyShardedDataParallel) else module
+
+@functools.cache
+def fsdp_kinds() -> tuple[type, ...]:
+    """Return the class of FSDP1's wrappers and that of modules that FSDP2 has sharded; none in a torch without distributed."""
+    if not torch.distributed.is_available():
+        return ()
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
+    return FullyShardedDataParallel, FSDPModule
+
+
+def is_fsdp1(module: nn.Module) -> bool:
+    """Whether a module is one of FSDP1's wrappers."""
+    return isinstance(module, fsdp_kinds()[:1])
 
 
 class CheckpointingFlags:

@@ -26,10 +26,10 @@ class PendingTasks:
         self._failure: BaseException | None = None
         self._changed = threading.Condition()
 
-    def expect(self, tasks: int) -> None:
-        """Add tasks to wait for. Each of them will call `done`."""
+    def expect(self) -> None:
+        """Add a task to wait for. It will call `done`."""
         with self._changed:
-            self._left += tasks
+            self._left += 1
 
     def done(self, failure: BaseException | None = None) -> None:
         """Note that a task has ended."""

@@ -49,7 +49,7 @@ class ExtentFile:
         file = tempfile.TemporaryFile(dir=directory, buffering=0)  # noqa: SIM115
         weakref.finalize(self, file.close)
         self._descriptor = file.fileno()
-        self.is_direct = self._allow_direct()
+        self._allow_direct()
         # Two pools, for a read may wait for writes: see Note [reads and writes cannot wait for each other].
         self._writers = ThreadPoolExecutor(WRITER_THREADS, "rlx-offload-write")
         self._readers = ThreadPoolExecutor(READER_THREADS, "rlx-offload-read")
@@ -73,7 +73,7 @@ class ExtentFile:
         self._check_process()
         # If this fails because no thread can be started, a running thread may still take the task: it is not counted then.
         future = (self._writers if writes else self._readers).submit(task)
-        self._unfinished.expect(1)
+        self._unfinished.expect()
         future.add_done_callback(lambda _: self._unfinished.done())
 
     def drain(self) -> None:
@@ -143,23 +143,20 @@ class ExtentFile:
         self._ranges.extend(0, more)
         self.nbytes += more
 
-    def _allow_direct(self) -> bool:
+    def _allow_direct(self) -> None:
         """Switch direct I/O on and write a page as a test; if that fails, switch it off and write through the page cache."""
         page = mmap.mmap(-1, PAGE_ALIGN_BYTES)
         flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
         try:
             fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags | os.O_DIRECT)
             os.pwrite(self._descriptor, page, 0)
-            is_direct = True
         except OSError as error:
             if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
                 raise
             fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags)
             os.pwrite(self._descriptor, page, 0)
             logger.info("activation offloading: %s has no direct I/O; the page cache is used", self.directory)
-            is_direct = False
         os.ftruncate(self._descriptor, 0)
-        return is_direct
 
 
 def _bytes_of(view: Tensor) -> memoryview:

@@ -158,7 +158,7 @@ class DiskAllocation:
             except BaseException:
                 staging.free_written(block)
                 raise
-            self.written.expect(1)
+            self.written.expect()
             task = partial(_write_chunk, here, self.tier, self.written, chunk, copy_streams, block, left)
             self.tier.file.submit(task, writes=True)
         return left
@@ -169,7 +169,7 @@ class DiskAllocation:
         here, there, issued = weakref.ref(self), weakref.ref(fetch_buffer), PendingTasks()
         fetch_buffer.issued = issued
         for chunk in self._chunks():
-            issued.expect(1)
+            issued.expect()
             task = partial(_read_chunk, here, self.tier, self.written, chunk, copy_streams, there, issued)
             self.tier.file.submit(task, writes=False)
 

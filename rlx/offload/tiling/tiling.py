@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from rlx.offload.plan.memory import tile_tokens
-from rlx.offload.recompute.ambient_state import has_autocast
+from rlx.offload.recompute.ambient_state import autocast_dtype
 from rlx.offload.replay.replay_mode import run_as_one_call, unrecorded
 from rlx.offload.runtime.forward_override import ForwardOverride
-from rlx.offload.runtime.layers import find_layers
+from rlx.offload.runtime.layers import find_layers, is_fsdp1
 from rlx.offload.storage.regions import is_plain
 from rlx.offload.tiling.tiles import TiledModule, run_tiled, run_tiled_without_graph
 
@@ -83,14 +83,11 @@ class TiledForward(ForwardOverride):
 
     def _dtype(self, tiled: TiledModule, hidden: Tensor, weights: Sequence[Tensor]) -> torch.dtype | str:
         """Return the dtype of the output; or why the module cannot be computed in tiles."""
-        if not all(map(is_plain, (hidden, *weights))) or _has_fsdp1(tiled.module):
+        if not all(map(is_plain, (hidden, *weights))) or any(map(is_fsdp1, tiled.module.modules())):
             return "gets or holds other than plain tensors"
         if not hidden.is_contiguous():
             return "gets a tensor that is not contiguous"
-        kind = hidden.device.type
-        is_cast = has_autocast(kind) and torch.is_autocast_enabled(kind)
-        cast = torch.get_autocast_dtype(kind) if is_cast else None
-        key = hidden.dtype, hidden.shape[-1], cast, tiled.module.training
+        key = hidden.dtype, hidden.shape[-1], autocast_dtype(hidden.device.type), tiled.module.training
         if key not in self._dtypes:
             self._dtypes[key] = _dtype_if_position_wise(tiled, hidden)
         return self._dtypes[key]
@@ -160,7 +157,7 @@ def enable_tiling(
     named = find_layers(model, layers)
     if any(isinstance(vars(module).get("forward"), TiledForward) for module in model.modules()):
         raise ValueError("tiling is enabled already for this model; call disable() on the first handle")
-    if _has_fsdp1(model):
+    if any(map(is_fsdp1, model.modules())):
         raise ValueError("FSDP1 has wrapped this model and flattened its weights; enable tiling before FSDP1 wraps it")
     tiling, alone = Tiling(positions_per_tile), dict[str, str]()
     for name, layer in named:
@@ -263,11 +260,3 @@ def _never(packed: None) -> Tensor:
 def _stream(device: torch.device) -> torch.Stream | None:
     """Return the current stream of a device; None on the CPU."""
     return None if device.type == "cpu" else torch.accelerator.current_stream(device)
-
-
-def _has_fsdp1(model: nn.Module) -> bool:
-    if not torch.distributed.is_available():
-        return False
-    from torch.distributed.fsdp import FullyShardedDataParallel
-
-    return any(isinstance(module, FullyShardedDataParallel) for module in model.modules())

@@ -8,7 +8,8 @@ import pytest
 from rlx.config.compose.command_line import compose
 from rlx.config.forecast.checkpoint_forecast import checkpoint_text, role_checkpoints
 from rlx.config.forecast.forecast_text import long_text, short_text
-from rlx.config.forecast.memory_forecast import NO_LIMIT, MemoryForecast, Phase
+from rlx.config.forecast.memory_forecast import NO_LIMIT, MemoryForecast
+from rlx.config.forecast.phase import Phase
 from rlx.config.machine import Cluster, Machine
 from rlx.offload.plan.shapes import SHAPES
 
@@ -261,6 +262,15 @@ def test_a_sampler_that_takes_adapters_keeps_its_base_in_host_memory(forecast):
         "the actor's base goes before the sampler's comes"
     )
     assert offloaded.phase("sync").parts["sampler"] == 0
+
+
+@pytest.mark.parametrize(("experts", "nbytes"), [(256, 1), (257, 2)])
+def test_recorded_experts_of_the_batch_are_on_the_host(forecast, experts, nbytes):
+    sizes = {"model_type": "qwen3_moe", "num_experts": experts, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
+    record = f"{ROLLOUT}.enable_rollout_routing_replay=True"
+    found = [forecast(f"{ROLLOUT}.n=5", *more, **sizes).phase("update_actor") for more in ((), (record,))]
+    assert found[1].host - found[0].host == 8 * 5 * 16 * 2 * 3 * nbytes
+    assert found[1].parts == found[0].parts
 
 
 def test_a_critic_has_no_head(forecast):

@@ -10,7 +10,8 @@ import transformers
 
 from rlx.offload import OffloadOptions, enable_activation_offloading
 from rlx.offload.autotune import step_limits
-from rlx.offload.autotune.layer_profile import DeviceMemoryProbe, LayerProfile
+from rlx.offload.autotune.layer_profile import LayerProfile
+from rlx.offload.autotune.op_profile import DeviceMemoryProbe
 from rlx.offload.autotune.pass_profile import measured
 
 PLENTY = 1 << 40

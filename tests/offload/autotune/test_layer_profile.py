@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rlx.offload.autotune.layer_profile import DeviceMemoryProbe, Inputs, LayerProfile, OpProfile, PassState
+from rlx.offload.autotune.layer_profile import LayerProfile, PassState
+from rlx.offload.autotune.op_profile import DeviceMemoryProbe, Inputs, OpProfile
 from rlx.offload.autotune.pass_profile import measured, slowest
 from rlx.offload.plan import Budget, LayerPlan, predict
 

@@ -14,7 +14,8 @@ from torch import nn
 
 from rlx.offload import enable_tiling
 from rlx.offload.autotune.consensus import bytes_ratio, longest_input_bytes
-from rlx.offload.autotune.layer_profile import DeviceMemoryProbe, LayerProfile
+from rlx.offload.autotune.layer_profile import LayerProfile
+from rlx.offload.autotune.op_profile import DeviceMemoryProbe
 from rlx.offload.autotune.profile_cache import from_json, to_json
 from rlx.offload.autotune.profile_key import describe_call, describe_layer, digest
 

@@ -1,0 +1,286 @@
+"""Messages in tokens, as the chat template writes them: first prompts, and the text between two turns."""
+
+import re
+from collections.abc import Callable, Sequence
+from itertools import groupby
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+from rlx.environments.protocol import Message
+from rlx.errors import ExplainedError
+from rlx.rollout.protocol import Completion
+from rlx.user_code import TEMPLATE_LIMIT_S, time_limit
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+PROBE, SAID, HIDDEN = "rlxPROBE", "rlxSAID", "rlxHIDDEN"
+"""Words that stand in texts for others: those of a turn, of a message, and special tokens."""
+ANCHOR = "\n"
+Tools = list[dict[str, Any]]
+_Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
+
+_CALL = {"id": "abcdefghi", "type": "function", "function": {"name": "f", "arguments": {}}}
+_TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": "f", "description": "a", "parameters": {"type": "object", "properties": {}}},
+    }
+]
+_ROLES: dict[str, tuple[Message, Message]] = {
+    "user": ({"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}),
+    "tool": (
+        {"role": "assistant", "content": "b", "tool_calls": [_CALL]},
+        {"role": "tool", "content": "c", "name": "f", "tool_call_id": _CALL["id"]},
+    ),
+}
+"""Plain examples of a turn and of an answer to it, by the answer's role."""
+
+
+class RewrittenHistory(ExplainedError, ValueError):
+    """A chat template writes earlier turns in another way once messages follow them."""
+
+
+class UnusableTemplate(ExplainedError, ValueError):
+    """A chat template leaves the content of a message out."""
+
+
+class Written(NamedTuple):
+    """Tokens that the template adds before a turn, and the text that it writes for the whole conversation up to this turn."""
+
+    token_ids: list[int]
+    text: str
+
+
+class Gap(NamedTuple):
+    """The place between a turn and the next.
+
+    Args:
+        history: all messages so far; the last is the turn.
+        added: the messages that follow. Special tokens in their texts become plain text.
+        tools: schemas that the first prompt had.
+        last_token: the last sampled token. If the template closes a turn with it, it is not written twice.
+        before: the template's text up to the turn; empty if it is not known.
+        said: the turn's text as it was sampled.
+    """
+
+    history: list[Message]
+    added: list[Message]
+    tools: Tools
+    last_token: int
+    before: str = ""
+    said: str = ""
+
+
+class Chat:
+    """Writes messages in tokens, by the tokenizer's chat template; without one, one content after the other.
+
+    Args:
+        tokenizer: of the policy.
+        keeps_rewritten: when the template would write earlier turns in another way than before, such as without their
+            thinking: keep their tokens and add the new messages' alone. Otherwise `between` raises RewrittenHistory.
+    """
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", keeps_rewritten: bool = False):
+        self._tokenizer, self._keeps = tokenizer, keeps_rewritten
+        listed = sorted(filter(None, tokenizer.get_added_vocab()), key=len, reverse=True)
+        self._marker = re.compile("|".join(map(re.escape, [*listed, HIDDEN])))
+        # SentencePiece writes a space before each text; behind a line break it does not.
+        first = tokenizer.convert_ids_to_tokens(tokenizer.encode("a", add_special_tokens=False))[0]
+        self._anchor_ids = tokenizer.encode(ANCHOR, add_special_tokens=False) if first.startswith("\u2581") else []
+        self._end: str | None = None
+        self._checked: set[tuple[str, bool]] = set()
+
+    def first(self, chats: Sequence[tuple[list[Message], Tools]]) -> list[Written | Exception]:
+        """Return the first prompt of each chat, from its messages and the schemas of its tools, or any error of the template."""
+        return _together_or_alone(self._first, chats)
+
+    def _first(self, chats: Sequence[tuple[list[Message], Tools]]) -> list[Written]:
+        if self._tokenizer.chat_template is None:
+            found = self._tokenizer([contents_of(messages) for messages, _ in chats])["input_ids"]
+            end = [self._tokenizer.eos_token_id]
+            return [Written(ids[:-1] if ids[-1:] == end else ids, "") for ids in found]
+        texts = self._prompts(chats)
+        return [*map(Written, self._tokenizer(texts, add_special_tokens=False)["input_ids"], texts)]
+
+    def texts_of(self, completions: Sequence[Completion]) -> list[str]:
+        """Return the turns' texts with special tokens, without the tokens that ended them."""
+        turns = [own.token_ids[:-1] if own.finish_reason == "stop" else own.token_ids for own in completions]
+        if self._tokenizer.is_fast:  # on all cores; transformers' own call takes one turn after the other
+            return list(self._tokenizer.backend_tokenizer.decode_batch(turns, skip_special_tokens=False))
+        return self._tokenizer.batch_decode(turns, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    def between(self, gaps: Sequence[Gap]) -> list[Written | Exception]:
+        """Return for each gap the tokens from the end of its turn to the beginning of the next, or the error.
+
+        Errors are RewrittenHistory, if the template would write `history` in another way and `keeps_rewritten` is not set;
+        UnusableTemplate, if the template leaves the content of a message out; and any error of the template.
+        """
+        return _together_or_alone(self._between, gaps)
+
+    def _between(self, gaps: Sequence[Gap]) -> list[Written]:
+        hidden: list[list[str]] = [[] for _ in gaps]
+        safe = [[self._hide(message, own) for message in gap.added] for gap, own in zip(gaps, hidden, strict=True)]
+        if self._tokenizer.chat_template is None:
+            texts = [""] * len(gaps)
+            tails = [contents_of(added) or "\n" for added in safe]  # something must lie between two turns
+        else:
+            texts = self._prompts([([*gap.history, *own], gap.tools) for gap, own in zip(gaps, safe, strict=True)])
+            tails = [self._tail(*each) for each in zip(gaps, safe, texts, strict=True)]
+        return [
+            Written(ids[1:] if ids[:1] == [gap.last_token] else ids, text)
+            for gap, ids, text in zip(gaps, self._ids(tails, hidden), texts, strict=True)
+        ]
+
+    def fault_of(self, role: str) -> str:
+        """Return why no conversation goes on with messages of this role, user or tool; empty if plain ones do."""
+        turn, answer = _ROLES.get(role, _ROLES["user"])
+        history = [{"role": "user", "content": "a"}, turn]
+        (found,) = self.between([Gap(history, [{**answer, "role": role}], _TOOLS, last_token=-1)])
+        return f"{type(found).__name__}: {found}" if isinstance(found, Exception) else ""
+
+    def _tail(self, gap: Gap, added: list[Message], after: str) -> str:
+        """Return the part of `after`, the text of all messages, behind the words of the turn.
+
+        A text that begins with all that the model has read and said rewrites nothing. Otherwise the template writes the turn in
+        words of its own, for example calls of tools, and its text without the new messages shows which.
+        """
+        self._require_content(gap, added)
+        if gap.before and after.startswith(gap.before + gap.said):
+            return after[len(gap.before) + len(gap.said) :]
+        return self._tail_by_rendering(gap, added, after)
+
+    def _tail_by_rendering(self, gap: Gap, added: list[Message], after: str) -> str:
+        *earlier, turn = gap.history
+        (before,) = self._texts([gap.history], gap.tools)
+        words = before.removesuffix(self._closing())
+        if before.endswith(self._closing()) and after.startswith(words):
+            return after[len(words) :]
+        if self._keeps:
+            # What the template writes behind other words of the same turn
+            turn = {**turn, "content": PROBE}
+            (before,) = self._texts([[*earlier, turn]], gap.tools)
+            (after,) = self._texts([[*earlier, turn, *added]], gap.tools, prompt=True)
+            calls = before.rpartition(PROBE)[2].removesuffix(self._closing())
+            rest = after.rpartition(PROBE)[2]
+            if before.count(PROBE) == after.count(PROBE) == 1 and rest.startswith(calls):
+                return rest[len(calls) :]
+        raise RewrittenHistory(
+            "the chat template writes earlier turns in another way once new messages follow, for example without their "
+            "thinking; expected one that only adds text. Set actor_rollout_ref.rollout.multi_turn.on_rewritten_history=keep to "
+            "go on with the tokens as they were sampled, or take a template that keeps them"
+        )
+
+    def _closing(self) -> str:
+        """Return the text that the template writes behind the words of a last turn."""
+        if self._end is None:
+            messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": PROBE}]
+            (text,) = self._texts([messages], [])
+            if PROBE not in text:
+                raise UnusableTemplate(
+                    "the chat template does not write the content of the role assistant, given as text"
+                )
+            self._end = text.rpartition(PROBE)[2]
+        return self._end
+
+    def _require_content(self, gap: Gap, added: list[Message]) -> None:
+        """Raise UnusableTemplate if the template does not write what a role says, the first time that it comes."""
+        kind = (str(added[0].get("role")), "tool_calls" in gap.history[-1])
+        if kind not in self._checked:
+            said = [{**added[0], "content": SAID}]
+            (after,) = self._texts([[*gap.history, *said]], gap.tools, prompt=True)
+            if SAID not in self._tail_by_rendering(gap, said, after):
+                raise UnusableTemplate(
+                    f"the chat template does not write the content of the role {kind[0]}, given as text"
+                )
+            self._checked.add(kind)
+
+    def _prompts(self, chats: Sequence[tuple[list[Message], Tools]]) -> list[str]:
+        """Return the text up to the next turn of each chat; neighbours with the same tools are rendered in one call."""
+        return [
+            text
+            for tools, same in groupby(chats, key=itemgetter(1))
+            for text in self._texts([messages for messages, _ in same], tools, prompt=True)
+        ]
+
+    def _texts(self, chats: list[list[Message]], tools: Tools, prompt: bool = False) -> list[str]:
+        """Return the template's text of each chat."""
+        with time_limit(TEMPLATE_LIMIT_S):  # a template is a program that came with the model
+            return self._tokenizer.apply_chat_template(
+                chats, tools=tools or None, tokenize=False, add_generation_prompt=prompt
+            )
+
+    def _hide(self, value: Any, hidden: list[str]) -> Any:
+        """Return the message with a number in place of each special token in its texts, and append these to `hidden`."""
+
+        def number(match: re.Match[str]) -> str:
+            hidden.append(match[0])
+            return f"{HIDDEN}{len(hidden) - 1};"
+
+        match value:
+            case str():
+                whole = value.encode("utf-8", "replace").decode()  # half a surrogate pair is no text
+                return self._marker.sub(number, whole)
+            case dict():
+                return {name: each if name == "role" else self._hide(each, hidden) for name, each in value.items()}
+            case list():
+                return [self._hide(each, hidden) for each in value]
+        return value
+
+    def _ids(self, texts: list[str], hidden: list[list[str]]) -> list[list[int]]:
+        """Return the tokens of each text, in which `_hide` hid its texts."""
+        pieces: list[str] = []
+        ends = []
+        for text, own in zip(texts, hidden, strict=True):
+            for place, piece in enumerate(re.split(f"{HIDDEN}([0-9]+);", text)):
+                pieces += self._plain(own[int(piece)]) if place % 2 else [piece]
+            ends.append(len(pieces))
+        ids = self._encoded(pieces)
+        return [
+            [token for piece in ids[first:end] for token in piece] for first, end in zip([0, *ends], ends, strict=False)
+        ]
+
+    def _plain(self, text: str) -> list[str]:
+        """Return pieces of a text of which none holds a special token: each is cut behind its first character."""
+        found = self._marker.search(text)
+        if found is None or len(found[0]) < 2:
+            return [text]
+        cut = found.start() + 1
+        return [text[:cut], *self._plain(text[cut:])]
+
+    def _encoded(self, texts: list[str]) -> list[list[int]]:
+        """Return the tokens of each text as they are behind another text."""
+        anchor = self._anchor_ids
+        found: list[list[int]] = self._tokenizer(
+            [ANCHOR + text if anchor and text else text for text in texts],
+            add_special_tokens=False,
+            return_attention_mask=False,
+        )["input_ids"]
+        return [
+            ids
+            if not anchor or not text
+            else ids[len(anchor) :]
+            if ids[: len(anchor)] == anchor
+            else self._tokenizer.encode(text, add_special_tokens=False)
+            for text, ids in zip(texts, found, strict=True)
+        ]
+
+
+def _together_or_alone(
+    call: Callable[[Sequence[_Item]], list[_Result]], items: Sequence[_Item]
+) -> list[_Result | Exception]:
+    """Return the results of one call for all items; if it raises, those of a call for each, or its error."""
+    if not items:
+        return []
+    try:
+        return [*call(items)]
+    except Exception as fault:  # templates and tokenizers raise any kind of error
+        if len(items) == 1:
+            return [fault]
+    return [found for item in items for found in _together_or_alone(call, [item])]
+
+
+def contents_of(messages: list[Message]) -> str:
+    """Return the contents of messages one after the other."""
+    return "".join(str(message.get("content") or "") for message in messages)
