@@ -1,12 +1,14 @@
 """What a run is predicted to hold in each phase, summed by hand for a small decoder."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from rlx.config.compose.command_line import compose
 from rlx.config.forecast.checkpoint_forecast import checkpoint_text, role_checkpoints
+from rlx.config.forecast.fitting import remedies
 from rlx.config.forecast.forecast_text import long_text, short_text
 from rlx.config.forecast.memory_forecast import NO_LIMIT, MemoryForecast
 from rlx.config.forecast.phase import Phase
@@ -320,6 +322,14 @@ def test_a_quantised_base_has_nine_sixteenths_of_a_byte_per_weight(forecast):
     (memory,) = streamed.streaming
     assert memory.streamed == 3 * LAYER * 9 / 16
     assert memory.buffers == 2 * LAYER * 9 / 16
+
+
+def test_a_host_too_small_for_streamed_weights_is_told_what_would_fit(forecast):
+    streams = (f"{MODEL}.lora_rank=2", f"{ACTOR}.fsdp_config.model_dtype=bf16", f"{MODEL}.layer_offload=True")
+    needed = max(phase.host for phase in forecast(*streams, num_hidden_layers=8).phases())
+    little = replace(machine(host_gb=0.7 * needed / 1e9), packages=frozenset({"bitsandbytes"}))
+    text = remedies(forecast(*streams, num_hidden_layers=8, on=little))
+    assert text == f"set {MODEL}.layer_offload=False, or {MODEL}.quantization=nf4"
 
 
 def test_rows_and_tokens_limit_a_micro_batch(forecast):
