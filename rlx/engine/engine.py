@@ -315,8 +315,10 @@ class Engine:
         """
         if not (in_place := self.saves_in_place(contents)):
             self.to_device(optimizer=not self.sharded.state_dict_shares_storages)
-        self._release_streamed()
-        frozen = {p.untyped_storage() for p in self.streaming.parameters} if self.streaming is not None else set()
+        frozen: set[torch.UntypedStorage] = set()
+        if self.streaming is not None:
+            self.streaming.release()
+            frozen = {parameter.untyped_storage() for parameter in self.streaming.parameters}
         own = self.updates, self.steps, self.adapters, self.model_config.quantization
         description = checkpoint.Description(self.head, tuple(contents), *own)
         parts = checkpoint.parts_of(description, self.sharded, self.optimizer)

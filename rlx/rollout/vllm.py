@@ -293,8 +293,8 @@ class _Adapters:
 
     def load(self, engine: VLLMEngine, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Send adapters, by the names of `rlx.models.lora.add_lora`; raise ValueError if vLLM does not use all of them."""
-        folder = scratch_folder("adapters")
         tensors = {name: tensor.to(engine.dtype) for name, tensor in weights}
+        folder = scratch_folder("adapters", memory_bytes=sum(tensor.nbytes for tensor in tensors.values()))
         write_adapters(Path(folder.name), tensors, self._kind, self._base)
         self._count += 1
         wanted, found = sum(".lora_A." in name for name in tensors), engine.load_adapters(folder.name, self._count)
