@@ -22,6 +22,8 @@ MAY_IMPORT = {
     "checkpoint": set(),
     "heartbeat": set(),
     "program": set(),
+    "identity": set(),
+    "scratch": set(),
     "main_ppo": {"supervisor"},
     "cli": set(),
     "supervisor": set(),
@@ -80,7 +82,7 @@ LEAVES = {
         "rlx.config.host_memory",
         "rlx.data.batch",
     ),
-    *("rlx.errors", "rlx.heartbeat", "rlx.program", "rlx.supervisor.link", "rlx"),
+    *("rlx.errors", "rlx.heartbeat", "rlx.identity", "rlx.program", "rlx.scratch", "rlx.supervisor.link", "rlx"),
 }
 WITHOUT_LEAVES = {"algorithms", "offload"}
 
@@ -117,7 +119,9 @@ ONLY = {
     "rlx.config.faults": set(),
     "rlx.heartbeat": set(),
     "rlx.program": set(),
-    "rlx.supervisor": {"psutil", "rlx.program", "rlx.supervisor"},
+    "rlx.identity": {"psutil"},
+    "rlx.scratch": {"rlx.identity"},
+    "rlx.supervisor": {"psutil", "rlx.program", "rlx.scratch", "rlx.supervisor"},
     "rlx.main_ppo": {"rlx.supervisor.keeper"},
     "rlx.cli": {"rlx", "rlx.program"},
     "rlx.offload.plan": {"rlx.offload.plan"},

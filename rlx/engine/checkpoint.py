@@ -40,7 +40,7 @@ from rlx.engine.sharded import Sharded
 from rlx.errors import storing
 from rlx.models.adapter_folder import AdapterKind
 from rlx.models.hf_folder import ModelCard
-from rlx.models.lora import Adapter, adapter_weights, merged_weights
+from rlx.models.lora import ADAPTER, Adapter, adapter_weights, merged_weights, plain_name
 from rlx.offload.streaming.nf4 import in_full
 
 PICKLED_FORMAT = 1
@@ -264,10 +264,12 @@ def read_adapters(folder: Path, trusted: bool = False) -> tuple[dict[str, Tensor
         got = "no adapters" if not description.adapters else f"a {description.head} head that was trained beside them"
         raise CheckpointError(f"{folder}: got {got}, expected a policy with adapters; export the merged model")
     found = dict(adapter_weights(weights, description.adapters))
-    rank = next(len(tensor) for name, tensor in found.items() if ".lora_A." in name)
-    scale, _, is_stabilised = next(iter(description.adapters.values()))
-    alpha = scale * (rank**0.5 if is_stabilised else rank)
-    return found, AdapterKind(rank, round(alpha, 6), any("magnitude" in name for name in found), is_stabilised)
+    layer, adapter = next(iter(description.adapters.items()))
+    rank = len(found[f"{layer}.lora_A.{ADAPTER}.weight"]) // max(1, adapter.experts)
+    alpha = adapter.scale * (rank**0.5 if adapter.is_rank_stabilised else rank)
+    experts = (f"{plain_name(name)}.{each.parameter}" for name, each in description.adapters.items() if each.experts)
+    has_dora = any("magnitude" in name for name in found)
+    return found, AdapterKind(rank, round(alpha, 6), has_dora, adapter.is_rank_stabilised, tuple(experts))
 
 
 def _model(folder: Path, trusted: bool) -> tuple[dict[str, Tensor], Description]:

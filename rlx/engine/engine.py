@@ -315,11 +315,15 @@ class Engine:
         """
         if not (in_place := self.saves_in_place(contents)):
             self.to_device(optimizer=not self.sharded.state_dict_shares_storages)
+        frozen: set[torch.UntypedStorage] = set()
+        if self.streaming is not None:
+            self.streaming.release()
+            frozen = {parameter.untyped_storage() for parameter in self.streaming.parameters}
         own = self.updates, self.steps, self.adapters, self.model_config.quantization
         description = checkpoint.Description(self.head, tuple(contents), *own)
         parts = checkpoint.parts_of(description, self.sharded, self.optimizer)
         offloads = [self._offloaded_parameters, *(self._state_on_host.offloads if self._state_on_host else ())]
-        partial = self.saves.begin(Path(folder), parts, offloads, in_background)
+        partial = self.saves.begin(Path(folder), parts, offloads, in_background, frozen)
         streamed = self.weights() if "hf_model" in contents else ()
         weights = {name: tensor.cpu() for name, tensor in streamed if dist.get_rank() == 0}
         if dist.get_rank() == 0:

@@ -97,9 +97,13 @@ class FSDP2Model(Sharded):
     def _full(self, tensor: Tensor) -> Tensor:
         if not isinstance(tensor, DTensor):
             return tensor.detach().to(self.device, copy=True)
+        if (
+            tensor.device_mesh.size() == 1
+        ):  # a gather would cost more than the copy: adapters are hundreds of small tensors
+            return tensor.detach().to_local().to(self.device, copy=True)
         # The device's collectives cannot reach shards that an offload policy keeps in host memory.
         full = tensor.detach().to(self.device).full_tensor()
-        # If the shards are over one process, nothing was gathered: the result is the parameter's own memory.
+        # If the shards are over one process (HSDP), nothing was gathered: the result is the parameter's own memory.
         own = tensor.to_local().untyped_storage().data_ptr()
         return full.clone() if full.untyped_storage().data_ptr() == own else full
 

@@ -8,6 +8,7 @@ from where they are, before all others: these are the *live* bytes. Nobody waits
   optimizer's pieces, so the step follows the write. A piece that is still lent goes to another block
   (`rlx/engine/residency.py`, Note [a checkpoint reads the block]).
 - The optimizer changes tensors of FSDP's own CPU offload where they are. Its step waits until all of them are read.
+- Frozen weights that stream from host memory never change. Nobody waits for them, and nobody copies them.
 
 If the host has no room for staging, `begin` writes before it returns, one tensor at a time.
 """
@@ -15,7 +16,7 @@ If the host has no room for staging, `begin` writes before it returns, one tenso
 import logging
 import shutil
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from itertools import accumulate
 from pathlib import Path
@@ -118,7 +119,14 @@ class Saves:
         for block in blocks:
             self._account.free(block)
 
-    def begin(self, folder: Path, parts: Parts, offloads: Sequence[TensorOffload], in_background: bool) -> Path:
+    def begin(
+        self,
+        folder: Path,
+        parts: Parts,
+        offloads: Sequence[TensorOffload],
+        in_background: bool,
+        frozen: Set[torch.UntypedStorage] = frozenset(),
+    ) -> Path:
         """Start to write a role's folder, and return the folder to write other files into before `finish`.
 
         Args:
@@ -126,6 +134,7 @@ class Saves:
             parts: state by the name of its folder; the storages of offloaded tensors may be empty.
             offloads: hold those tensors.
             in_background: return as soon as no byte on the device is needed any more.
+            frozen: memory of the host that nobody changes.
 
         Raises:
             StorageError: the disk has no room.
@@ -135,7 +144,7 @@ class Saves:
         pieces = {part: pieces_of(state) for part, state in parts.items()}
         needed_bytes = sum(_gather(sum(piece.tensor.nbytes for each in pieces.values() for piece in each)))
         _together(folder, lambda: _make_folders(folder, [*parts], needed_bytes))
-        found, live = _find_all(pieces, offloads, self._device)
+        found, live = _find_all(pieces, offloads, self._device, frozen)
         block = None
         if in_background:
             found, block = self._stage(found)
@@ -232,7 +241,10 @@ class Saves:
 
 
 def _find_all(
-    pieces: Mapping[str, list[Piece]], offloads: Sequence[TensorOffload], device: torch.device
+    pieces: Mapping[str, list[Piece]],
+    offloads: Sequence[TensorOffload],
+    device: torch.device,
+    frozen: Set[torch.UntypedStorage],
 ) -> tuple[dict[str, list[_Found]], dict[TensorOffload | None, _Live]]:
     """Find each part's pieces, live ones in order of the offloads; return also what is live by its offload, None for no offload."""
     place = {storage: (n, start) for n, each in enumerate(offloads) for storage, start in each.starts().items()}
@@ -242,6 +254,9 @@ def _find_all(
         found[part] = []
         for piece in sorted(each, key=lambda piece: place.get(piece.tensor.untyped_storage(), last)):
             tensor, offload = piece.tensor, None
+            if tensor.untyped_storage() in frozen:
+                found[part].append(_Found(piece, [_bytes(tensor)]))
+                continue
             if (where := place.get(tensor.untyped_storage())) is not None:
                 assert tensor.is_contiguous(), f"{piece.name}: an offloaded shard is contiguous"
                 offload, first = offloads[where[0]], where[1] + tensor.storage_offset() * tensor.itemsize

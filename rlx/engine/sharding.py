@@ -1,6 +1,5 @@
 """Shard a model over processes with FSDP1 or FSDP2."""
 
-import socket
 from collections.abc import Sequence
 from typing import cast
 
@@ -12,6 +11,7 @@ from rlx.config.schema import FSDPConfig
 from rlx.engine.fsdp1 import FSDP1Model
 from rlx.engine.fsdp2 import FSDP2Model
 from rlx.engine.sharded import Precision, Sharded
+from rlx.identity import machine_identity
 from rlx.offload import LayerOffloading, enable_layer_offloading
 
 
@@ -59,7 +59,7 @@ def stream_frozen(
     group = None
     if dist.get_world_size() > 1:
         machines: list[str] = [""] * dist.get_world_size()
-        dist.all_gather_object(machines, socket.gethostname())
+        dist.all_gather_object(machines, machine_identity())
         _fill_frozen(model, layers, device, is_everywhere=len(set(machines)) > 1)
         for machine in dict.fromkeys(machines):
             made = dist.new_group([rank for rank, name in enumerate(machines) if name == machine])

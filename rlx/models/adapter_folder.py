@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from rlx.config.schema import ModelConfig
 from rlx.errors import storing
 from rlx.models.loading import ModelError, explained
-from rlx.models.lora import ADAPTER, ADAPTER_PARTS
+from rlx.models.lora import ADAPTER, ADAPTER_PARTS, adapted_experts, plain_name
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -26,7 +26,6 @@ _UNKNOWN = {
     "modules_to_save": (None, []),
     "rank_pattern": ({}, None),
     "alpha_pattern": ({}, None),
-    "target_parameters": (None, []),
     "trainable_token_indices": (None, {}),
     "layer_replication": (None,),
     "lora_bias": (False, None),
@@ -37,12 +36,13 @@ _UNKNOWN = {
 
 
 class AdapterKind(NamedTuple):
-    """What the parameters of an adapter mean."""
+    """What the parameters of an adapter mean; `experts` are the names of experts' weights with adapters."""
 
     rank: int
     alpha: float
     use_dora: bool
     use_rslora: bool
+    experts: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, config: ModelConfig) -> "AdapterKind":
@@ -64,7 +64,8 @@ def write_adapters(folder: Path, weights: Mapping[str, Tensor], kind: AdapterKin
     """
     from safetensors.torch import save_file
 
-    targets = sorted({name.rpartition(".lora_")[0] for name in weights})
+    owners = {name.rpartition(".")[0] for name in kind.experts}
+    targets = sorted({layer for name in weights if plain_name(layer := name.rpartition(".lora_")[0]) not in owners})
     settings = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -74,6 +75,7 @@ def write_adapters(folder: Path, weights: Mapping[str, Tensor], kind: AdapterKin
         "use_dora": kind.use_dora,
         "use_rslora": kind.use_rslora,
         "target_modules": targets,
+        "target_parameters": sorted(kind.experts) or None,
         "lora_dropout": 0.0,
         "bias": "none",
         "inference_mode": True,
@@ -135,11 +137,23 @@ def load_adapters(model: "PreTrainedModel", config: ModelConfig) -> None:
     with explained(f"the adapters of {path}"):
         file: Any = safe_open(Path(path) / WEIGHTS, framework="pt")
         theirs = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    _require_equal_experts(path, {name for name, _ in adapted_experts(model)})
     _require_equal_layers(path, own, theirs)
     with torch.no_grad():
         for name, parameter in own.items():
             if not parameter.is_meta:
                 parameter.copy_(file.get_tensor(name))
+
+
+def _require_equal_experts(path: str, own: set[str]) -> None:
+    """peft's names of parameters do not tell which weight of an expert they change; its configuration does, by ends of names."""
+    theirs = json.loads((Path(path) / CONFIG).read_text()).get("target_parameters") or []
+    pairs = {(name, end) for name in own for end in theirs if name == end or name.endswith(f".{end}")}
+    if ({name for name, _ in pairs}, {end for _, end in pairs}) != (own, set(theirs)):
+        raise ModelError(
+            f"lora_adapter_path: {path} has target_parameters={theirs}, but target_modules means the experts' weights "
+            f"{sorted(own)[:3]}; name the same ones in target_modules"
+        )
 
 
 def _require_equal_layers(path: str, own: Mapping[str, nn.Parameter], theirs: Mapping[str, tuple[int, ...]]) -> None:

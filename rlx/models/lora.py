@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from rlx.config.schema import ModelConfig
 from rlx.errors import did_you_mean
+from rlx.models.expert_adapters import expert_product, is_transposed, take_over
 from rlx.models.loading import ModelError
 
 if TYPE_CHECKING:
@@ -30,6 +31,8 @@ class Adapter(NamedTuple):
     scale: float
     transposed: bool
     is_rank_stabilised: bool = False  # whether scale is alpha / sqrt(rank) instead of alpha / rank
+    parameter: str = "weight"  # that it changes
+    experts: int = 0  # of a weight (experts, out, in), see rlx/models/expert_adapters.py; 0: a matrix
 
 
 def adapter_dtype(weight: torch.dtype) -> torch.dtype:
@@ -43,18 +46,20 @@ def add_lora(model: "PreTrainedModel", config: ModelConfig, seed: int = 0) -> di
     The model's outputs stay the same at first, because each B starts at 0. An adapted layer `x` keeps its own weight as
     `x.base_layer.weight` and gets `x.lora_A.default.weight` (rank, in) and `x.lora_B.default.weight` (out, rank); with DoRA
     also `x.lora_magnitude_vector.default.weight` (out). Everything that is trained has the type of `adapter_dtype`, because
-    most updates of RL are too small for bf16. In a forward the caller may cast it to the type of the weights.
+    most updates of RL are too small for bf16. In a forward the caller may cast it to the type of the weights. Adapters of
+    experts are named and shaped as in rlx/models/expert_adapters.py.
 
     Args:
         model: a transformers model that is not yet sharded.
-        config: reads lora_rank, lora_alpha, target_modules, lora. `all-linear` is every linear layer except the head.
+        config: reads lora_rank, lora_alpha, target_modules, lora. `all-linear` is every linear layer except the head, and no experts.
         seed: of the fresh adapters, which are then the same on every machine. The caller's random state is unchanged.
 
     Returns:
         The adapted layers by name, for `merged_weights`.
 
     Raises:
-        ModelError: peft is missing, the rank is 0, or a target does not exist, is not linear, or is tied to another weight.
+        ModelError: peft is missing, the rank is 0, or a target does not exist, is neither linear nor experts, or is tied to another
+            weight.
 
     Source: arXiv:2106.09685, section 4.1; DoRA: arXiv:2402.09353, equation 5; rsLoRA: arXiv:2312.03732.
     """
@@ -66,6 +71,11 @@ def add_lora(model: "PreTrainedModel", config: ModelConfig, seed: int = 0) -> di
         raise ModelError(f"lora_rank={config.lora_rank} needs peft ({error}); pip install 'peft>=0.17'") from None
 
     head, targets = _value_head(model), adapter_targets(model, config.target_modules)
+    experts = expert_targets(model, config.target_modules)
+    if experts and config.lora.use_dora:
+        raise ModelError(
+            f"lora.use_dora: got True with experts as targets ({experts[0]}), which have LoRA alone; set it to False"
+        )
     # peft takes the dense layers of some mixtures of experts for experts. In a dictionary it does not know the model's type.
     hidden = nn.ModuleDict({"model": model})
     own_names = [f"model.{name}" for name in targets]
@@ -73,6 +83,7 @@ def add_lora(model: "PreTrainedModel", config: ModelConfig, seed: int = 0) -> di
         r=config.lora_rank,
         lora_alpha=config.lora_alpha,
         target_modules=own_names,
+        target_parameters=[f"model.{name}" for name in experts] or None,
         use_dora=config.lora.use_dora,
         use_rslora=config.lora.use_rslora,
     )
@@ -84,13 +95,26 @@ def add_lora(model: "PreTrainedModel", config: ModelConfig, seed: int = 0) -> di
         module = model.get_submodule(name).requires_grad_(True)
         module.to(adapter_dtype(next(module.parameters()).dtype))
     layers = {name: cast(Any, model.get_submodule(name)) for name in targets}
-    for layer in layers.values():
-        for part in (getattr(layer, part) for part in ADAPTER_PARTS if hasattr(layer, part)):
-            part.to(adapter_dtype(layer.get_base_layer().weight.dtype))
-    is_stabilised = config.lora.use_rslora
-    return {
-        name: Adapter(layer.scaling[ADAPTER], layer.fan_in_fan_out, is_stabilised) for name, layer in layers.items()
+    adapters = {
+        name: Adapter(layer.scaling[ADAPTER], layer.fan_in_fan_out, config.lora.use_rslora)
+        for name, layer in layers.items()
     }
+    if experts:
+        for name, layer in take_over(model).items():
+            layers[name], base = layer, layer.get_base_layer()
+            own = layer.parameter_name, len(getattr(base, layer.parameter_name))
+            adapters[name] = Adapter(layer.scaling[ADAPTER], is_transposed(base), config.lora.use_rslora, *own)
+    for name, layer in layers.items():
+        for part in (getattr(layer, part) for part in ADAPTER_PARTS if hasattr(layer, part)):
+            part.to(adapter_dtype(getattr(layer.get_base_layer(), adapters[name].parameter).dtype))
+    return adapters
+
+
+def adapted_experts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the experts' weights with adapters by their names before `add_lora`, each with the module of its adapter."""
+    for name, module in model.named_modules():
+        if parameter := getattr(module, "parameter_name", None):
+            yield f"{plain_name(name)}.{parameter}", module
 
 
 @contextmanager
@@ -159,16 +183,16 @@ def merged_weights(
         The name as in the model before `add_lora`, and the full tensor in the dtype of the parameter. The adapter's product
         is computed and added in at least fp32.
     """
+    layers = {f"{plain_name(layer)}.{adapter.parameter}": layer for layer, adapter in adapters.items()}
     for name, parameter in parameters.items():
         if _part_of(name, adapters):
             continue
-        layer, base, leaf = name.rpartition(".base_layer.")
-        full = gather(parameter)
-        if base and leaf == "weight":
+        plain, full = plain_name(name), gather(parameter)
+        if (layer := layers.get(plain)) is not None:
             names = [_name(layer, part) for part in ADAPTER_PARTS]
             parts = [gather(parameters[each]) for each in names if each in parameters]
             full = _merge(full, adapters[layer], *parts)
-        yield (f"{layer}.{leaf}" if base else name), full
+        yield plain, full
 
 
 def base_weights(
@@ -179,8 +203,7 @@ def base_weights(
     """Yield the weights of the model as it is with adapters off, by their names before `add_lora`; arguments as above."""
     for name, parameter in parameters.items():
         if not _part_of(name, adapters):
-            layer, base, leaf = name.rpartition(".base_layer.")
-            yield (f"{layer}.{leaf}" if base else name), gather(parameter)
+            yield plain_name(name), gather(parameter)
 
 
 def adapter_weights(
@@ -198,6 +221,11 @@ def _name(layer: str, part: str) -> str:
     return f"{layer}.{part}.{ADAPTER}.weight"
 
 
+def plain_name(name: str) -> str:
+    """Return the name of a parameter or layer before `add_lora`."""
+    return ".".join(part for part in name.split(".") if part != "base_layer")
+
+
 def _part_of(name: str, adapters: Mapping[str, Adapter]) -> bool:
     """Whether a parameter belongs to an adapter."""
     layer, _, end = name.removesuffix(f".{ADAPTER}.weight").rpartition(".")
@@ -206,6 +234,9 @@ def _part_of(name: str, adapters: Mapping[str, Adapter]) -> bool:
 
 def _merge(weight: Tensor, adapter: Adapter, a: Tensor, b: Tensor, magnitude: Tensor | None = None) -> Tensor:
     wide, inputs = adapter_dtype(weight.dtype), 0 if adapter.transposed else 1
+    if adapter.experts:
+        left, right = expert_product(a.to(wide), b.to(wide), adapter.experts, adapter.transposed)
+        return torch.baddbmm(weight.to(wide), left, right, alpha=adapter.scale).to(weight.dtype)
     product = b.to(wide) @ a.to(wide)
     whole = weight.to(wide) + adapter.scale * (product.T if adapter.transposed else product)
     if magnitude is not None:
@@ -229,40 +260,49 @@ def is_linear(module: nn.Module) -> bool:
     return type(module).forward in (nn.Linear.forward, Conv1D.forward)
 
 
-def _refuse_experts(model: nn.Module, wanted: str, matches: list[str]) -> None:
-    """Refuse a target that means the weights of experts, which are not linear layers but tensors (experts, out, in)."""
-    stacked = [name for name, parameter in model.named_parameters() if parameter.dim() == 3]
-    named = [name for name in stacked if name == wanted or name.endswith(f".{wanted}")]
-    inside = [name for name in stacked if name.rpartition(".")[0] in matches]
-    if found := named if not matches else inside:
-        raise ModelError(
-            f"target_modules: {wanted} means weights of experts, such as {found[0]}, which get no adapters in rlx; expected linear "
-            "layers: leave it out, or train all weights (lora_rank=0)"
-        )
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",")]
+
+
+def _named(model: nn.Module, wanted: str) -> list[str]:
+    """Return the modules that a target means: those whose names end so."""
+    return [name for name, _ in model.named_modules() if name and (name == wanted or name.endswith(f".{wanted}"))]
+
+
+def _experts_named(model: nn.Module, wanted: str) -> list[str]:
+    """Return the weights of experts that a target means: its own name, or that of the module around it."""
+    stacked = {}
+    for owner, module in model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.dim() == 3 and len(parameter) == getattr(module, "num_experts", None):
+                stacked[f"{owner}.{name}"] = owner
+    if matches := _named(model, wanted):
+        return [name for name, owner in stacked.items() if owner in matches]
+    return [name for name in stacked if name == wanted or name.endswith(f".{wanted}")]
+
+
+def expert_targets(model: nn.Module, text: str) -> list[str]:
+    """Return the full names of the experts' weights (experts, out, in) that get adapters; arguments as of `adapter_targets`."""
+    return list(dict.fromkeys(name for wanted in _names(text) for name in _experts_named(model, wanted)))
 
 
 def adapter_targets(model: "PreTrainedModel", text: str) -> list[str]:
     """Return the full names of the modules that get adapters: all linear ones with weights of their own, or those with the
-    given name endings.
+    given name endings. Names of experts' weights are left to `expert_targets`.
 
     The model may be on the meta device; the text is `all-linear` or names joined by commas. Raises ModelError as `add_lora`.
     """
     head = _value_head(model)
     modules = {name: module for name, module in model.named_modules() if name}
     uses = Counter(parameter for _, parameter in model.named_parameters(remove_duplicate=False))
-    if text == "all-linear":
-        output = model.get_output_embeddings()
-        linear = {name: m for name, m in modules.items() if is_linear(m) and m is not output and name not in head}
-        if own := [name for name, module in linear.items() if uses[module.weight] == 1]:
-            return own
-        raise ModelError(
-            f"target_modules: got all-linear for a {type(model).__name__}, whose linear layers have a forward of their own or "
-            "share weights, expected at least one plain linear layer; set lora_rank=0 to train all weights"
-        )
     found: dict[str, None] = {}
-    for wanted in (name.strip() for name in text.split(",")):
-        matches = [name for name in modules if name == wanted or name.endswith(f".{wanted}")]
-        _refuse_experts(model, wanted, matches)
+    for wanted in _names(text):
+        if wanted == "all-linear":
+            found.update(dict.fromkeys(_all_linear(model, head, uses)))
+            continue
+        if _experts_named(model, wanted):
+            continue
+        matches = _named(model, wanted)
         if not matches:
             names = {name.rpartition(".")[2] for name in modules}
             hint = did_you_mean(wanted, names, "expected `all-linear` or names joined by commas", most=3)
@@ -278,3 +318,14 @@ def adapter_targets(model: "PreTrainedModel", text: str) -> list[str]:
                 f"target_modules: {name} shares its weight with another module; an adapter would make them differ"
             )
     return list(found)
+
+
+def _all_linear(model: "PreTrainedModel", head: list[str], uses: Counter[nn.Parameter]) -> list[str]:
+    output = model.get_output_embeddings()
+    linear = {n: cast(Any, m) for n, m in model.named_modules() if is_linear(m) and m is not output and n not in head}
+    if own := [name for name, module in linear.items() if uses[module.weight] == 1]:
+        return own
+    raise ModelError(
+        f"target_modules: got all-linear for a {type(model).__name__}, whose linear layers have a forward of their own or "
+        "share weights, expected at least one plain linear layer; set lora_rank=0 to train all weights"
+    )

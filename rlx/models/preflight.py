@@ -14,15 +14,22 @@ from rlx.errors import did_you_mean
 from rlx.models.adapter_folder import load_adapters
 from rlx.models.experts import LEAVE_EXPERTS_ALONE
 from rlx.models.loading import Head, ModelError, class_and_config, load_skeleton, why_not_shared
-from rlx.models.lora import adapter_targets, add_lora
+from rlx.models.lora import adapter_targets, add_lora, expert_targets
 from rlx.models.tiny import make_tiny_config, make_tiny_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
+SHARDS_BYTES = "2.13"  # of torch, https://github.com/pytorch/pytorch/issues/185239
+
 
 def faults_of(
-    model: ModelConfig, head: Head, together: Collection[int] = (), processes: int = 1, needs_experts: bool = False
+    model: ModelConfig,
+    head: Head,
+    together: Collection[int] = (),
+    processes: int = 1,
+    needs_experts: bool = False,
+    sampler: str | None = None,
 ) -> list[str]:
     """Return the faults of a model's config, attention kernel and adapter targets, and of sharing its sequences.
 
@@ -34,14 +41,15 @@ def faults_of(
         together: numbers of processes that share each of its sequences, over the roles that use the model.
         processes: all of the run.
         needs_experts: whether a key asks for something of its experts.
+        sampler: that takes its weights, as `rollout.name` says; None: none does.
     """
     if model.path == TINY:  # it has no folder before the warm start
         if _asks_nothing(model) and not needs_experts and max(together, default=1) == 1:
             return []  # before transformers imports a model, which takes a second
         with TemporaryDirectory() as folder:
             make_tiny_config(model.tiny, make_tiny_tokenizer()).save_pretrained(Path(folder))
-            return faults_of(replace(model, path=folder), head, together, processes, needs_experts)
-    faults = _of_attention(model.attn_implementation)
+            return faults_of(replace(model, path=folder), head, together, processes, needs_experts, sampler)
+    faults = [*_of_attention(model.attn_implementation), *_of_bytes_in_shards(model)]
     try:
         _, config = class_and_config(model, head)
         faults += _of_capped_scores(model.attn_implementation, config.get_text_config())
@@ -60,6 +68,12 @@ def faults_of(
             )
         if model.lora_rank > 0:
             adapter_targets(skeleton, model.target_modules)
+            experts = expert_targets(skeleton, model.target_modules)
+            if experts and sampler == "vllm" and model.sends_adapters:
+                faults.append(
+                    f"target_modules: got experts ({experts[0]}) with vLLM, which takes no adapters of theirs in peft's form; set "
+                    "lora.merge=True, which sends merged weights, or rollout.name=hf"
+                )
         if model.lora_rank > 0 and model.lora_adapter_path is not None:
             with torch.device("meta"):
                 add_lora(skeleton, model)
@@ -79,6 +93,16 @@ def _asks_nothing(model: ModelConfig) -> bool:
     free = ("path", "tiny", "enable_gradient_checkpointing", "enable_activation_offload", "activation_offload")
     names = [each.name for each in fields(ModelConfig) if each.name not in free]
     return all(getattr(model, name) == getattr(plain, name) for name in names)
+
+
+def _of_bytes_in_shards(model: ModelConfig) -> list[str]:
+    """Refuse a quantised base that FSDP2 of older releases would shard: it takes bytes for parameters that want gradients."""
+    if model.quantization is None or model.layer_offload or torch.__version__ >= SHARDS_BYTES:
+        return []
+    return [
+        f"quantization: got {model.quantization} with torch {torch.__version__}, whose FSDP2 shards no bytes, expected torch "
+        f"{SHARDS_BYTES} or newer; set layer_offload=True, which leaves the base unsharded, or update torch"
+    ]
 
 
 def _of_capped_scores(kernel: str, config: "PreTrainedConfig") -> list[str]:

@@ -25,6 +25,7 @@ from rlx.rollout.vllm_models import (
     with_own_class,
     zeros_of,
 )
+from rlx.scratch import scratch_folder
 
 logger = logging.getLogger(__name__)
 # On CPU vLLM would take a share of the whole machine's memory in each process.
@@ -292,8 +293,8 @@ class _Adapters:
 
     def load(self, engine: VLLMEngine, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Send adapters, by the names of `rlx.models.lora.add_lora`; raise ValueError if vLLM does not use all of them."""
-        folder = TemporaryDirectory(prefix=f"rlx-adapters-{os.getpid()}-")
         tensors = {name: tensor.to(engine.dtype) for name, tensor in weights}
+        folder = scratch_folder("adapters", memory_bytes=sum(tensor.nbytes for tensor in tensors.values()))
         write_adapters(Path(folder.name), tensors, self._kind, self._base)
         self._count += 1
         wanted, found = sum(".lora_A." in name for name in tensors), engine.load_adapters(folder.name, self._count)

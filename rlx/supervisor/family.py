@@ -11,6 +11,8 @@ from pathlib import Path
 
 import psutil
 
+from rlx.scratch import remove_scratch
+
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 SHARED_MEMORY = re.compile(r"(/dev/shm/\S+)$", re.MULTILINE)
 END_S = 20.0  # a process in the middle of device I/O outlives SIGKILL for a while
@@ -56,7 +58,7 @@ def _status(pid: int) -> str | None:
 
 
 def end_all(child: int) -> None:
-    """Kill all descendants, wait for their end, and remove their files in /dev/shm."""
+    """Kill all descendants, wait for their end, and remove their files in /dev/shm and their temporary folders."""
     files: set[str] = set()
     deadline_s = time.monotonic() + END_S
     while living := [each for each in psutil.Process().children(recursive=True) if not is_dead(each.pid)]:
@@ -71,6 +73,7 @@ def end_all(child: int) -> None:
     for file in files:
         with contextlib.suppress(OSError):
             os.unlink(file)
+    remove_scratch()
 
 
 def _shared_memory_of(pid: int) -> set[str]:

@@ -19,7 +19,6 @@ import json
 import logging
 import os
 import socket
-import sys
 import tempfile
 import threading
 import time
@@ -29,9 +28,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from rlx.errors import ExplainedError, storing
+from rlx.identity import machine_identity, start_of
 
 LOCK_FILE = "run.lock"
 BEAT_S = 10.0
@@ -60,7 +58,8 @@ class RunLock:
     def __init__(self, folder: Path, beat_s: float = BEAT_S, stale_s: float = STALE_S, watched_s: float = WATCHED_S):
         self._file, self._stale_s, self._watched_s = folder / LOCK_FILE, stale_s, min(watched_s, stale_s)
         since = datetime.now().astimezone().isoformat(" ", "seconds")
-        self._own = {"token": uuid.uuid4().hex, "since": since, "host": socket.gethostname(), **_process(os.getpid())}
+        self._own = {"token": uuid.uuid4().hex, "since": since, "host": socket.gethostname()}
+        self._own |= {"machine": machine_identity(), "pid": os.getpid(), "started": start_of(os.getpid())}
         while not self._create():
             self._remove_stale()
         self._ended = threading.Event()
@@ -143,7 +142,7 @@ class RunLock:
     def _is_stale(self, holder: dict[str, Any], touched_s: float) -> bool:
         own = self._own
         if holder.get("machine") == own["machine"]:
-            return _process(holder["pid"])["started"] != holder["started"]
+            return start_of(holder["pid"]) != holder["started"]
         with tempfile.TemporaryFile(dir=self._file.parent) as fresh:
             age_s = os.fstat(fresh.fileno()).st_mtime - touched_s
         wait_until_s = time.monotonic() + min(max(self._stale_s - age_s, self._watched_s), self._stale_s)
@@ -163,26 +162,6 @@ def _read(file: Path) -> tuple[dict[str, Any], float]:
     except ValueError:
         holder = {}
     return holder if isinstance(holder, dict) else {}, touched_s
-
-
-def _process(pid: int) -> dict[str, Any]:
-    """Return what tells a process from all others: its machine and container, its number, and its start (None if it has ended)."""
-    if sys.platform == "linux":
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return {"machine": f"{boot} {os.readlink('/proc/self/ns/pid')}", "pid": pid, "started": _ticks_of(pid)}
-    started = None
-    with contextlib.suppress(psutil.Error):
-        started = psutil.Process(pid).create_time()
-    return {"machine": f"{socket.gethostname()} {psutil.boot_time()}", "pid": pid, "started": started}
-
-
-def _ticks_of(pid: int) -> str | None:
-    """Return the start of a process in ticks since the boot, which no change of the clock touches; None if it has ended."""
-    try:
-        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return None if state == "Z" else fields[18]
 
 
 def _described(holder: dict[str, Any]) -> str:

@@ -1,5 +1,7 @@
 """Engines of a mixture of experts, and the same by transformers and by formulas."""
 
+from pathlib import Path
+
 import torch
 from rank_tools import Gradients, P, build, grouped, make_batch, own_share, policy
 from torch.nn import functional as F
@@ -159,3 +161,32 @@ def in_ways(folder, device, adapters, saves):
         ways[save] = options | (kept if save == "all" else {})
     found = {name: (gradient(**model)[1] - want).abs().max().item() for name, model in ways.items()}
     return ((eager - want).norm() / want.norm()).item(), found
+
+
+def adapted(folder, scratch, adapters):
+    """Log-probs and merged weights of engines with adapters, before and after an update.
+
+    Returns:
+        With resident and with streamed weights: log-probs before and after, and all weights in a row. Log-probs of the merged
+        model; those and the weights of an engine from the checkpoint; log-probs of the start from exported adapters.
+    """
+    from rlx.export import export
+
+    fsdp, rows, batch, results = FSDPConfig(model_dtype="fp32"), MicroBatchRule(rows=4), make_batch(), []
+    for streams in (False, True):
+        options = {"layer_offload": streams, "enable_activation_offload": streams}
+        engine = build(folder, fsdp, lr=0.1, model=adapters | options)
+        before = engine.log_probs(batch, rows, 1.0)["log_probs"]
+        engine.update(batch, rows, objective(replays=False))
+        engine.update(batch, rows, objective(replays=False))
+        after, weights = engine.log_probs(batch, rows, 1.0)["log_probs"], dict(engine.weights())
+        results.append((before, after, torch.cat([tensor.flatten() for tensor in weights.values()])))
+    engine.save(f"{scratch}/saved", ("model", "extra", "hf_model"))
+    merged = build(f"{scratch}/saved/hf_model", fsdp, optim=None).log_probs(batch, rows, 1.0)["log_probs"]
+    engine = build(folder, fsdp, model=adapters)
+    engine.load(f"{scratch}/saved")
+    weights = torch.cat([tensor.flatten() for tensor in dict(engine.weights()).values()])
+    loaded = engine.log_probs(batch, rows, 1.0)["log_probs"], weights
+    export(Path(scratch) / "saved", Path(scratch) / "adapters", only_adapters=True)
+    started = build(folder, fsdp, model=adapters | {"lora_adapter_path": f"{scratch}/adapters"})
+    return results, merged, loaded, started.log_probs(batch, rows, 1.0)["log_probs"]

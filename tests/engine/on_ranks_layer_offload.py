@@ -2,13 +2,13 @@
 
 import dataclasses
 import shutil
-import socket
 from pathlib import Path
 
 import torch.distributed as dist
 from rank_tools import FP64, ROWS, build, make_batch, policy, value, weights_of
 
 from rlx.config.schema import ActivationOffloadConfig
+from rlx.engine import sharding
 
 ACTIVATIONS = ActivationOffloadConfig(min_bytes=0)
 LORA = {"lora_rank": 2, "lora_alpha": 8}
@@ -49,8 +49,8 @@ def shared(folder, scratch, machines):
 
     With two machines each process believes to be on one of its own.
     """
-    batch, results, found = make_batch(), [], socket.gethostname
-    socket.gethostname = lambda: f"{found()}-{dist.get_rank() % machines}"
+    batch, results, found = make_batch(), [], sharding.machine_identity
+    sharding.machine_identity = lambda: f"{found()}-{dist.get_rank() % machines}"
     try:
         for streams in (False, True):
             model = LORA | {
@@ -65,7 +65,7 @@ def shared(folder, scratch, machines):
         other.load(f"{scratch}/True")
         loaded = [*results[-1][:2], weights_of(other), other.update(batch, ROWS, policy())]
     finally:
-        socket.gethostname = found
+        sharding.machine_identity = found
     maps = [line.split(maxsplit=5) for line in Path("/proc/self/maps").read_text().splitlines()]
     names = {parts[5] for parts in maps if len(parts) > 5 and "frozen" in parts[5]}
     return *results, loaded, names

@@ -88,12 +88,28 @@ def test_replay_by_any_cut(experts_folder, one_rank, two_ranks):
             assert (gradient - want).norm() <= TOLERANCE * want.norm()
 
 
-@pytest.mark.parametrize("adapters", [{}, {"lora_rank": 4}], ids=["all weights", "LoRA"])
+EXPERT_ADAPTERS = {"lora_rank": 4, "target_modules": "all-linear,experts"}
+
+
+@pytest.mark.parametrize("adapters", [{}, {"lora_rank": 4}, EXPERT_ADAPTERS], ids=["all weights", "LoRA", "of experts"])
 def test_grouped_products_are_the_default_and_right(adapters, experts_folder, one_rank):
     ((eager, others),) = one_rank(
         "experts", "in_ways", experts_folder, torch.device("cpu"), adapters, ["boundary", "all"]
     )
     assert eager < 1e-6 and set(others.values()) == {0.0}
+
+
+def test_adapters_of_experts_train_stream_and_leave(experts_folder, one_rank, tmp_path):
+    """With everything resident, streamed, and from a checkpoint: the same bits; as the merged model; exported in peft's form."""
+    ((resident, streamed), merged, loaded, exported) = one_rank(
+        "experts", "adapted", experts_folder, str(tmp_path), EXPERT_ADAPTERS
+    )[0]
+    for one, other in zip(resident, streamed, strict=True):
+        assert torch.equal(one, other)
+    assert all(torch.equal(one, other) for one, other in zip(streamed[1:], loaded, strict=True))
+    torch.testing.assert_close(merged, streamed[1], rtol=0, atol=1e-5)
+    torch.testing.assert_close(exported, streamed[1], rtol=0, atol=1e-5)
+    assert not torch.equal(streamed[0], streamed[1])
 
 
 def test_replay_takes_the_mismatch_of_another_dtype_away(experts_folder, one_rank):

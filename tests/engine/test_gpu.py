@@ -28,6 +28,7 @@ from rlx.engine.objectives import PolicyObjective
 from rlx.engine.optimizer_state import OptimizerStateOnHost
 from rlx.engine.residency import HandOverError
 from rlx.engine.units import local
+from rlx.models.preflight import SHARDS_BYTES
 from rlx.offload import host_arena
 
 pytestmark = [
@@ -183,6 +184,33 @@ def test_offloading_gives_the_same_step_and_its_host_memory_comes_back(gpu, larg
         assert figures["reserved_bytes"] > 0, "kept for the next update, or taken anew"
         assert HostRelief().relieve(HostMemory(10, 100)) >= figures["reserved_bytes"]
         assert offloaded.offload_stats()["reserved_bytes"] == 0
+
+
+@pytest.mark.usefixtures("deterministic")
+@pytest.mark.parametrize("quantization", [None, "nf4"])
+def test_a_streamed_base_gives_the_same_bits_and_leaves_the_device(gpu, large, quantization):
+    if quantization is not None:
+        pytest.importorskip("bitsandbytes", reason="NF4 needs bitsandbytes (rlx[nf4])")
+    lora = {"lora_rank": 8, "quantization": quantization, "enable_activation_offload": True}
+    found = []
+    has_resident = quantization is None or torch.__version__ >= SHARDS_BYTES
+    for streams in (False, True) if has_resident else (True, True):
+        model = ModelConfig(path=large, layer_offload=streams, **lora)
+        fsdp = FSDPConfig(model_dtype="bf16", param_offload=True)
+        trained = Engine(model, fsdp, strategy="fsdp2", device=gpu, optim=OptimConfig(lr=1e-2), total_steps=10)
+        figures = [update(trained)]
+        trained.to_host()
+        said = trained.log_probs(ragged(), MicroBatchRule(rows=8), 1.0)["log_probs"]
+        adapters = {name: tensor.cpu() for name, tensor in trained.adapter_weights()}
+        found.append((figures, update(trained), said, adapters))
+        if streams:
+            assert trained.streaming.streamed_bytes > 0
+            trained.to_host()
+            assert all(parameter.is_pinned() for parameter in trained.streaming.parameters)
+    (one, again, said, adapters), (other, again_too, said_too, adapters_too) = found
+    assert (one, again) == (other, again_too)
+    assert torch.equal(said, said_too)
+    assert all(torch.equal(adapters[name], adapters_too[name]) for name in adapters)
 
 
 def device_tensors(trained: Engine) -> list[torch.Tensor]:

@@ -97,7 +97,6 @@ def test_adapters_of_fewer_layers_or_of_another_model_are_refused(written, folde
         ("bias", "all"),
         ("modules_to_save", ["score"]),
         ("rank_pattern", {"q_proj": 1}),
-        ("target_parameters", ["w"]),
         ("init_lora_weights", "pissa"),  # it changes the base weights too
     ],
 )

@@ -2,6 +2,7 @@ import copy
 import re
 import sys
 import warnings
+from dataclasses import replace
 
 import peft
 import pytest
@@ -11,9 +12,11 @@ from torch import nn
 
 from rlx.benchmarks.sweep.tiny_models import config_of, tiny_model
 from rlx.config.schema import LoraConfig, ModelConfig
+from rlx.models.adapter_folder import AdapterKind, load_adapters, write_adapters
 from rlx.models.loading import ModelError, load_model
 from rlx.models.lora import (
     Adapter,
+    adapted_experts,
     adapter_targets,
     adapter_weights,
     adapters_off,
@@ -226,12 +229,83 @@ def test_dense_layers_of_mixtures_of_experts_get_adapters_and_routers_of_another
     assert not any(name.endswith(".router") for name in adapters)
 
 
-@pytest.mark.parametrize("target", ["experts", "gate_up_proj", "mlp.experts.down_proj"])
-def test_experts_are_refused_by_name(target):
+@pytest.mark.parametrize(
+    "row", ["qwen3_moe", "gpt_oss", "llama4_text"]
+)  # grouped, transposed, with a forward of its own
+@pytest.mark.parametrize("targets", ["experts", "all-linear,experts.down_proj"])
+def test_adapters_of_experts_compute_what_the_merged_model_does(row, targets):
+    plain = tiny_model(config_of(row), torch.float32)
+    model = copy.deepcopy(plain)
+    adapters = add_lora(model, ModelConfig(lora_rank=3, lora_alpha=6, target_modules=targets))
+    assert torch.equal(model(input_ids=IDS).logits, plain(input_ids=IDS).logits)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.2)
+    with torch.no_grad(), adapters_off(model):
+        assert torch.equal(model(input_ids=IDS).logits, plain(input_ids=IDS).logits)
+    merged = dict(merged_weights(parameters(model), adapters))
+    assert list(merged) == list(parameters(plain))
+    changed = {name for name, tensor in merged.items() if not torch.equal(tensor, plain.get_parameter(name))}
+    assert {name for name, _ in adapted_experts(model)} == {name for name in changed if ".experts." in name}
+    plain.load_state_dict(merged, strict=False)
+    exactly = {
+        "rtol": 0,
+        "atol": 0 if targets == "experts" else 1e-4,
+    }  # beside linear layers, B (A x) is no merged product
+    torch.testing.assert_close(plain(input_ids=IDS).logits, model(input_ids=IDS).logits, **exactly)
+    refuse_idle_adapters(model, lambda: model(IDS))
+    model(input_ids=IDS).logits.sum().backward()
+    assert {n for n, p in parameters(model).items() if p.grad is not None} == set(
+        dict(adapter_weights(parameters(model), adapters))
+    )
+
+
+def test_adapters_of_experts_are_merged_by_hand():
+    model = tiny_model(config_of("qwen3_moe"), torch.float32)
+    adapters = add_lora(model, ModelConfig(lora_rank=3, lora_alpha=6, target_modules="experts"))
+    layer = next(name for name, adapter in adapters.items() if adapter.parameter == "gate_up_proj")
+    experts = model.get_submodule(layer).get_base_layer()
+    a, b = (model.get_submodule(f"{layer}.{part}").default.weight for part in ("lora_A", "lora_B"))
+    nn.init.normal_(b)
+    name = f"{layer.removesuffix('.base_layer')}.gate_up_proj"
+    merged = dict(merged_weights(parameters(model), adapters))[name]
+    for number, weight in enumerate(experts.gate_up_proj):
+        rows = slice(3 * number, 3 * number + 3)  # of A; B has the experts of each rank side by side
+        hand = weight + 6 / 3 * b[:, number :: len(experts.gate_up_proj)] @ a[rows]
+        torch.testing.assert_close(merged[number], hand.detach())
+
+
+def test_adapters_of_experts_are_those_of_peft(tmp_path):
+    """peft loads what is written, and computes the same."""
+    plain = tiny_model(config_of("qwen3_moe"), torch.float32)
+    model, theirs = copy.deepcopy(plain), copy.deepcopy(plain)
+    config = ModelConfig(lora_rank=3, lora_alpha=6, target_modules="q_proj,experts", lora_adapter_path=str(tmp_path))
+    adapters = add_lora(model, config)
+    for _, parameter in adapter_weights(parameters(model), adapters, lambda parameter: parameter):
+        nn.init.normal_(parameter, std=0.1)
+    names = tuple(name for name, _ in adapted_experts(model))
+    kind = AdapterKind.of(config)._replace(experts=names)
+    write_adapters(tmp_path, dict(adapter_weights(parameters(model), adapters)), kind)
+    theirs = peft.PeftModel.from_pretrained(theirs, tmp_path)
+    torch.testing.assert_close(theirs(input_ids=IDS).logits, model(input_ids=IDS).logits, rtol=0, atol=1e-4)
+    again = copy.deepcopy(plain)
+    add_lora(again, config, seed=7)
+    load_adapters(again, config)
+    assert all(torch.equal(p, again.get_parameter(n)) for n, p in model.named_parameters())
+    other = replace(config, target_modules="q_proj,experts.gate_up_proj")
+    add_lora(plain, other)
+    with pytest.raises(ModelError, match=r"has target_parameters=\[.*down_proj.*name the same ones in target_modules"):
+        load_adapters(plain, other)
+
+
+def test_experts_take_no_dora():
     with pytest.raises(
-        ModelError, match=rf"{target} means weights of experts, such as .*\.experts\..*; expected linear layers"
+        ModelError, match=r"lora\.use_dora: got True with experts as targets \(model.*; set it to False"
     ):
-        with_adapters("qwen3_moe", target)
+        add_lora(
+            tiny_model(config_of("qwen3_moe"), torch.float32),
+            ModelConfig(lora_rank=3, target_modules="experts", lora=LoraConfig(use_dora=True)),
+        )
 
 
 def test_layers_that_share_their_weights_get_no_adapters_of_their_own():

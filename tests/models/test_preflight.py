@@ -4,10 +4,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 import transformers
+from torch.torch_version import TorchVersion
 
 from rlx.benchmarks.sweep.tiny_models import config_of
-from rlx.config.schema import ModelConfig
+from rlx.config.schema import LoraConfig, ModelConfig
 from rlx.models.preflight import faults_of
 
 
@@ -85,3 +87,20 @@ def test_keys_of_experts_need_experts(folders, experts_folder):
         assert "without experts, expected a mixture of experts" in fault
     (fault,) = faults_of(ModelConfig(path=experts_folder, experts_implementation="grouped"), "lm")
     assert "grouped_mm" in fault
+
+
+def test_adapters_of_experts_reach_vllm_in_merged_weights(experts_folder):
+    adapters = {"path": experts_folder, "lora_rank": 2, "target_modules": "all-linear,experts"}
+    (fault,) = faults_of(ModelConfig(**adapters), "lm", sampler="vllm")
+    assert "target_modules: got experts (model.layers." in fault and "set lora.merge=True" in fault
+    assert faults_of(ModelConfig(**adapters), "lm", sampler="hf") == []
+    assert faults_of(ModelConfig(**adapters, lora=LoraConfig(merge=True)), "lm", sampler="vllm") == []
+
+
+def test_a_quantised_base_needs_an_fsdp_that_shards_bytes(folders, monkeypatch):
+    adapters = {"path": folders["llama"], "lora_rank": 2, "quantization": "nf4"}
+    assert faults_of(ModelConfig(**adapters), "lm") == []
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.11.0"))
+    (fault,) = faults_of(ModelConfig(**adapters), "lm")
+    assert "got nf4 with torch 2.11.0, whose FSDP2 shards no bytes" in fault and "set layer_offload=True" in fault
+    assert faults_of(ModelConfig(**adapters, layer_offload=True), "lm") == []

@@ -4,6 +4,9 @@ import copy
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
 
 from rlx.offload import OffloadOptions, enable_activation_offloading, enable_layer_offloading, enable_tiling
 from rlx.offload.storage.copy_streams import CopyStreams
@@ -95,3 +98,29 @@ def test_quantised_weights(decoder, toys, save):
         expected.assert_equal(toys.grade(streamed, read))
     # Two fetches of a layer in each of two steps; both ends are still there when the direction turns.
     assert 3 * handle.streamed_bytes < handle.stats().copied_bytes <= 4 * handle.streamed_bytes
+
+
+def _share(rank, address, queue):
+    """Compute with frozen weights of the first process, streamed from the copy that both map."""
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=2)
+    torch.manual_seed(rank)  # the second one's own values go
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))).requires_grad_(False)
+    handle = enable_layer_offloading(model, [*model], device=torch.device("cuda", 0), group=dist.group.WORLD)
+    x = torch.ones(8, WIDTH, device="cuda", requires_grad=True)
+    model(x).sum().backward()
+    torch.cuda.synchronize()
+    handle.release()  # the first two layers are still on the device
+    queue.put((rank, x.grad.cpu().numpy(), model[0].weight.is_pinned(), handle.stats().copied_bytes))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_processes_share_one_copy(tmp_path):
+    context = mp.get_context("spawn")
+    queue = context.SimpleQueue()
+    processes = mp.start_processes(_share, (f"file://{tmp_path / 'store'}", queue), 2, join=False, start_method="spawn")
+    (_, first, *_), (_, second, *_) = found = sorted((queue.get() for _ in range(2)), key=lambda each: each[0])
+    while not processes.join():
+        pass
+    assert (first == second).all()
+    assert all(is_pinned and copied_bytes > 0 for *_, is_pinned, copied_bytes in found)

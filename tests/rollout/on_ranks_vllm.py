@@ -117,7 +117,8 @@ def other_adapters(name):
 
 def folders_of_adapters():
     """The folders of adapters that this process has on disk."""
-    return [folder.name for folder in Path(tempfile.gettempdir()).glob(f"rlx-adapters-{os.getpid()}-*")]
+    places = (Path(tempfile.gettempdir()), Path("/dev/shm"))
+    return [folder.name for place in places for folder in place.glob(f"rlx-adapters-*-{os.getpid()}-*")]
 
 
 def share() -> int:

@@ -72,6 +72,11 @@ def _candidates(forecast: MemoryForecast) -> Iterator[Change]:
         names = ("param_offload", "optimizer_offload", "offload_policy")
         flags = (f"{role.fsdp_key}.{name}" for role in roles for name in names)
         yield from (Change(key, False) for key in flags if value_at(forecast.config, key))
+        models = {role.model_key: role.model for role in roles if role.model.layer_offload}
+        yield from (Change(f"{key}.layer_offload", False) for key in models)
+        for key, model in models.items():
+            if model.lora_rank and model.quantization is None and "bitsandbytes" in forecast.machine.packages:
+                yield Change(f"{key}.quantization", "nf4")
 
 
 def _of_activations(forecast: MemoryForecast, role: ModelRole) -> Iterator[Change]:

@@ -126,7 +126,10 @@ class ModelConfig:
     )
     lora_rank: int = key(0, "Rank of LoRA adapters; 0 trains every weight.", minimum=0)
     lora_alpha: int = key(16, "Scale of the adapters: alpha / rank.", minimum=1)
-    target_modules: str = key("all-linear", "Modules that get adapters: `all-linear` or names joined by commas.")
+    target_modules: str = key(
+        "all-linear",
+        "Modules that get adapters, joined by commas: `all-linear`, names of linear layers, or of experts such as `experts`.",
+    )
     lora_adapter_path: str | None = key(None, "Folder of adapters in peft's format to start from; null: fresh ones.")
     quantization: str | None = key(
         None,

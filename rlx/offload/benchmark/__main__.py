@@ -37,7 +37,7 @@ from rlx.offload.plan.shapes import SHAPES
 from rlx.offload.storage.spill_file import DiskError, extent_file
 
 _DEFAULT_MODES = "plain,checkpointing,boundary,attention,transformers-offload,save-on-cpu,trl"
-_DEFAULT_MODES_FROZEN = "checkpointing,boundary,boundary:resident=0"
+_DEFAULT_MODES_FROZEN = "checkpointing,boundary,boundary:resident=0,axolotl"
 _DEFAULT_MODES_FSDP2 = "checkpointing,boundary,attention"  # each has sharded weights of its own
 
 
@@ -129,8 +129,9 @@ def _benchmark(given: argparse.Namespace, device: torch.device, about: dict[str,
         raise ValueError("--quantization: quantised weights cannot be trained; add --frozen")
     if given.frozen and given.gpus is not None:
         raise ValueError("--frozen runs in one process; leave --gpus out")
-    if not given.frozen and (streaming := [mode.name for mode in modes if mode.resident is not None]):
-        what = "resident= streams frozen weights, which models have with --frozen only"
+    streams = (mode.name for mode in modes if mode.resident is not None or mode.kind == "axolotl")
+    if not given.frozen and (streaming := list(streams)):
+        what = "resident= and axolotl stream frozen weights, which models have with --frozen only"
         raise ValueError(f"--modes {streaming[0]}: {what}")
     cases = given.case or [Case(128 if device.type == "cpu" else 8192, 0)]
     about = {**about, "model": name, "shape": shape, "dtype": given.dtype, "processes": given.gpus or 1}

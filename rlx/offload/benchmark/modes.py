@@ -7,8 +7,9 @@ import contextlib
 import functools
 import importlib.util
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -140,6 +141,35 @@ def _trl_all(model: nn.Module) -> EnabledMode:
     return EnabledMode(around_step=lambda: offload)  # around forward and backward, as in TRL's trainers
 
 
+def _axolotl(model: nn.Module) -> EnabledMode:
+    """What its key `layer_offloading` switches on, with the `gradient_checkpointing` of the same configuration."""
+    package = importlib.util.find_spec("axolotl")
+    if package is None or not package.submodule_search_locations:
+        raise NotInstalledError("axolotl is not installed")
+    # By its file, because the packages around it import all of axolotl's trainers.
+    file = Path(package.submodule_search_locations[0], "core", "trainers", "mixins", "layer_offloading.py")
+    found = importlib.util.spec_from_file_location("axolotl_layer_offloading", file)
+    assert found is not None and found.loader is not None
+    module = importlib.util.module_from_spec(found)
+    try:
+        found.loader.exec_module(module)
+    except (ImportError, FileNotFoundError) as error:
+        raise NotInstalledError(f"this axolotl has no layer offloading ({error})") from None
+    _checkpointing(model)
+    manager = module.LayerOffloadManager(model)
+    if not manager.enabled:
+        raise NotInstalledError("axolotl streams decoder layers on CUDA alone")
+    manager.setup_hooks()
+
+    @contextlib.contextmanager
+    def around_step() -> Iterator[None]:
+        manager.pre_step()
+        yield
+        manager.post_step()
+
+    return EnabledMode(around_step=around_step)
+
+
 PEERS: dict[str, Callable[[nn.Module], EnabledMode]] = {
     "plain": _plain,
     "checkpointing": _checkpointing,
@@ -147,6 +177,7 @@ PEERS: dict[str, Callable[[nn.Module], EnabledMode]] = {
     "save-on-cpu": _save_on_cpu,
     "trl": _trl,
     "trl-all": _trl_all,
+    "axolotl": _axolotl,
 }
 MODE_DESCRIPTIONS = {
     "plain": "no checkpointing, nothing offloaded",
@@ -159,5 +190,6 @@ MODE_DESCRIPTIONS = {
     "save-on-cpu": "transformers' checkpointing inside torch's save_on_cpu(pin_memory=True)",
     "trl": "transformers' checkpointing inside TRL's OffloadActivations",
     "trl-all": "TRL's OffloadActivations without checkpointing",
+    "axolotl": "axolotl's layer_offloading inside transformers' checkpointing, with --frozen",
 }
 OWN_MODES = tuple(name for name in MODE_DESCRIPTIONS if name not in PEERS)

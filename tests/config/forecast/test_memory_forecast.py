@@ -1,12 +1,14 @@
 """What a run is predicted to hold in each phase, summed by hand for a small decoder."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from rlx.config.compose.command_line import compose
 from rlx.config.forecast.checkpoint_forecast import checkpoint_text, role_checkpoints
+from rlx.config.forecast.fitting import remedies
 from rlx.config.forecast.forecast_text import long_text, short_text
 from rlx.config.forecast.memory_forecast import NO_LIMIT, MemoryForecast
 from rlx.config.forecast.phase import Phase
@@ -253,7 +255,7 @@ def test_a_sampler_that_takes_adapters_keeps_its_base_in_host_memory(forecast):
     vllm = (f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.dtype=bf16", f"{MODEL}.lora_rank=4")
     adapters = 4 * (2 * (64 + 64) + 2 * (64 + 32) + 3 * (64 + 128)) * 2
     found, merged = forecast(*vllm), forecast(*vllm, f"{MODEL}.lora.merge=True")
-    assert found.phase("update_actor").host == 2 * (N + adapters)
+    assert found.phase("update_actor").host == 2 * 2 * (N + adapters)  # blocks of powers of two
     assert merged.phase("update_actor").host == found.phase("rollout").host == 0
     offloaded = forecast(
         *vllm, f"{ACTOR}.fsdp_config.param_offload=True", f"{ACTOR}.fsdp_config.optimizer_offload=True"
@@ -320,6 +322,14 @@ def test_a_quantised_base_has_nine_sixteenths_of_a_byte_per_weight(forecast):
     (memory,) = streamed.streaming
     assert memory.streamed == 3 * LAYER * 9 / 16
     assert memory.buffers == 2 * LAYER * 9 / 16
+
+
+def test_a_host_too_small_for_streamed_weights_is_told_what_would_fit(forecast):
+    streams = (f"{MODEL}.lora_rank=2", f"{ACTOR}.fsdp_config.model_dtype=bf16", f"{MODEL}.layer_offload=True")
+    needed = max(phase.host for phase in forecast(*streams, num_hidden_layers=8).phases())
+    little = replace(machine(host_gb=0.7 * needed / 1e9), packages=frozenset({"bitsandbytes"}))
+    text = remedies(forecast(*streams, num_hidden_layers=8, on=little))
+    assert text == f"set {MODEL}.layer_offload=False, or {MODEL}.quantization=nf4"
 
 
 def test_rows_and_tokens_limit_a_micro_batch(forecast):

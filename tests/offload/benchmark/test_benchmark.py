@@ -58,8 +58,11 @@ def rows_of(results, number=0):
 def test_frozen_weights_stream_beside_resident_ones(run_benchmark):
     pytest.importorskip("peft", reason="the adapters are peft's, no dependency of rlx.offload")
     arguments = (*TINY[:-4], "--rounds", "1", "--dtype", "float32", "--no-picture")
-    printed, results = run_benchmark(*arguments, "--frozen", "--modes", "checkpointing,boundary,boundary:resident=1")
+    printed, results = run_benchmark(
+        *arguments, "--frozen", "--modes", "checkpointing,boundary,boundary:resident=1,axolotl"
+    )
     rows = rows_of(results)
+    assert rows.pop("axolotl")["note"].startswith("left out: axolotl ")  # not installed, or no CUDA
     assert all(row["note"] is None for row in rows.values())
     assert rows["boundary"]["streamed_bytes"] is None
     # q, k, v, o and three maps of the MLP, in two of three layers.
@@ -81,7 +84,8 @@ def test_quantised_weights_stream_in_their_small_form(run_benchmark):
 
 def test_streaming_needs_frozen_weights_and_a_number(refusal):
     assert "quantised weights cannot be trained" in refusal("--quantization", "nf4")
-    assert "resident= streams frozen weights" in refusal("--modes", "boundary:resident=0")
+    assert "resident= and axolotl stream frozen weights" in refusal("--modes", "boundary:resident=0")
+    assert "resident= and axolotl stream frozen weights" in refusal("--modes", "axolotl")
     assert "got resident=x" in refusal("--frozen", "--modes", "boundary:resident=x")
 
 
