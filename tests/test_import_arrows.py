@@ -21,6 +21,7 @@ MAY_IMPORT = {
     "errors": set(),
     "checkpoint": set(),
     "heartbeat": set(),
+    "program": set(),
     "main_ppo": {"supervisor"},
     "cli": set(),
     "supervisor": set(),
@@ -79,7 +80,7 @@ LEAVES = {
         "rlx.config.host_memory",
         "rlx.data.batch",
     ),
-    *("rlx.errors", "rlx.heartbeat", "rlx.supervisor.link", "rlx"),
+    *("rlx.errors", "rlx.heartbeat", "rlx.program", "rlx.supervisor.link", "rlx"),
 }
 WITHOUT_LEAVES = {"algorithms", "offload"}
 
@@ -115,9 +116,10 @@ ONLY = {
     "rlx.config.host_memory": {"psutil"},
     "rlx.config.faults": set(),
     "rlx.heartbeat": set(),
-    "rlx.supervisor": {"psutil", "rlx.supervisor"},
+    "rlx.program": set(),
+    "rlx.supervisor": {"psutil", "rlx.program", "rlx.supervisor"},
     "rlx.main_ppo": {"rlx.supervisor.keeper"},
-    "rlx.cli": {"rlx"},
+    "rlx.cli": {"rlx", "rlx.program"},
     "rlx.offload.plan": {"rlx.offload.plan"},
     "rlx.offload.runtime.options": {"rlx.offload.storage.staging"},
     "rlx.offload.storage.staging": {"rlx.offload.storage.ranges"},
