@@ -289,6 +289,8 @@ class EnvironmentPool:
         if home in self._processes and own.number in home.lives:
             home.send(json.dumps([own.number, "end", None]))
             home.lives.discard(own.number)
+            if not home.lives:  # the owner may poll again only after a training step
+                home.flush()
             self._retire(home)
 
     def _exchange(self, wait_s: float) -> None:

@@ -103,6 +103,17 @@ def test_conversations_of_a_process_go_on_side_by_side(make_pool, answers, tmp_p
     assert step(pool, answers, "a").messages[0]["content"] == "a 1" and seen.read_text() == "closed"
 
 
+def test_the_last_environment_of_a_process_is_closed_at_once(make_pool, answers, tmp_path):
+    pool, seen = make_pool("Table", ENVIRONMENT), tmp_path / "closed"
+    pool.reset(0, {**ROW, "extra_info": str(seen)})
+    answers(pool, [0])
+    pool.end(0)
+    until = time.monotonic() + 60
+    while not seen.exists() and time.monotonic() < until:
+        time.sleep(0.01)
+    assert seen.exists(), "without another poll"
+
+
 def test_a_call_that_fails_costs_its_own_conversation_alone(make_pool, answers, capfd):
     pool = make_pool("Table", ENVIRONMENT, limit_s=0.4, memory_limit_gb=2.0)
     begin(pool, answers, range(40))
