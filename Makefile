@@ -2,6 +2,7 @@
 # make test   sets everything up, then lints, checks types and runs the quick half of the tests, or with ALL=1 all of them;
 #             PYTEST_ARGS="..." goes to pytest
 # make chaos  breaks N runs (50) in random ways, from SEED (0) on, JOBS (1) at a time, and compares each with an unbroken one
+# make learns trains the tiny model on each built-in task, in the folder OUT (outputs/learns), and says how many points of accuracy it wins
 # make docs   writes docs/configuration.md, docs/metrics.md and docs/models.md anew
 # make setup  only sets up: rlx and what it needs, in .venv
 
@@ -26,7 +27,7 @@ INSTALL := $(PY) -m pip install --disable-pip-version-check -q --no-compile
 # Where it is set, each of the many processes of a run or test compiles rlx anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: run test chaos docs setup
+.PHONY: run test chaos learns docs setup
 
 run: $(STAMP)
 	$(PY) -m rlx.main_ppo $(ARGS)
@@ -43,6 +44,9 @@ test: $(STAMP)
 
 chaos: $(STAMP)
 	$(PY) tests/chaos --runs $(or $(N),50) --seed $(or $(SEED),0) --jobs $(or $(JOBS),1) $(ARGS)
+
+learns: $(STAMP)
+	$(PY) -m rlx.benchmarks.learns --out $(or $(OUT),outputs/learns) $(ARGS)
 
 docs: $(STAMP)
 	$(PY) -m rlx.config.describe > docs/configuration.md.new

@@ -9,9 +9,11 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
+from pathlib import Path
 from typing import NamedTuple
 
 from rlx import __version__
+from rlx.program import CALLED_AS
 
 
 class Command(NamedTuple):
@@ -22,7 +24,7 @@ class Command(NamedTuple):
         help: one line.
         arguments: come before the user's.
         needs: packages by the name to import, beside torch.
-        extra: installs them: `pip install "rlx[extra]"`.
+        extra: of pyproject.toml, which installs them.
     """
 
     module: str
@@ -76,9 +78,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     missing = [package for package in ("torch", *command.needs) if find_spec(package) is None]
     if missing:
-        install = f"pip install 'rlx[{command.extra}]'" if missing != ["torch"] else "pip install torch"
-        print(f"rlx {name}: this installation lacks {', '.join(missing)}; {install}", file=sys.stderr)
+        print(
+            f"rlx {name}: this installation lacks {', '.join(missing)}; {_installing(command.extra)}", file=sys.stderr
+        )
         return 2
+    os.environ[CALLED_AS] = f"rlx {name}"
     sys.argv = [f"rlx {name}", *command.arguments, *rest[:-1]]
     sys.path.insert(0, os.getcwd())  # as python -m does, so that a user's own modules are found
     runpy.run_module(command.module, run_name="__main__", alter_sys=True)
@@ -87,6 +91,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _known() -> dict[str, Command]:
     return {name: command for name, command in COMMANDS.items() if find_spec(command.module) is not None}
+
+
+def _installing(extra: str) -> str:
+    clone = Path(__file__).parents[1]
+    if (clone / "pyproject.toml").exists():
+        return f"pip install -e '{clone}[{extra}]'"
+    return f"install rlx from its repository again, with [{extra}]"
 
 
 def _version(package: str) -> str | None:

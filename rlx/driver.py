@@ -1,11 +1,12 @@
 """The driver: compose, check, run. `rlx.main_ppo` starts it as a child; `python -m rlx.driver` runs it without restarts."""
 
 import argparse
+import atexit
 import os
 import sys
 import traceback
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -26,6 +27,7 @@ from rlx.config.schema import PPOConfig
 from rlx.config.schema.roles import is_tiny
 from rlx.config.secrets import override_without_secrets
 from rlx.errors import ExplainedError, wrapped
+from rlx.program import program
 from rlx.supervisor.link import tell
 from rlx.supervisor.stopping import Terminated
 from rlx.trainer.launch import launch
@@ -75,7 +77,7 @@ class DriverOptions(NamedTuple):
 
 def read_options(arguments: Sequence[str]) -> tuple[DriverOptions, list[str]]:
     """Return the options, and the overrides among the arguments. Raises ValueError for a machine that is not known."""
-    parser = argparse.ArgumentParser(prog="rlx check", add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser = argparse.ArgumentParser(prog=program("check"), add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--tree", action="store_true")
     parser.add_argument("--on")
@@ -107,13 +109,16 @@ def _check_and_run(overrides: Sequence[str], options: DriverOptions) -> int:
         for warning in (*checked.warnings, *tried.warnings):
             print(wrapped(f"warning: {warning}"), file=sys.stderr, flush=True)
         if faults:
-            print(wrapped(f"{len(faults)} fault(s) in the configuration:\n{numbered(faults)}"), file=sys.stderr)
-            return FAULTY
-        forecast = MemoryForecast.of(composed.config, machine)
+            print(
+                wrapped(f"{len(faults)} fault(s) in the configuration:\n{numbered(faults)}"),
+                file=sys.stderr,
+                flush=True,
+            )
         if options.check:
-            checked_for = verdict_text(forecast) if _is_meant_for(composed, machine) else "valid; not checked for a GPU"
-            print(f"rlx check: {checked_for}")
-            return DONE
+            print(f"rlx check: {_verdict(composed, machine, len(faults))}")
+        if faults or options.check:
+            return FAULTY if faults else DONE
+        forecast = MemoryForecast.of(composed.config, machine)
         trainer = composed.config.trainer
         if "console" in trainer.logger and trainer.memory_check != "off":
             print(wrapped(short_text(forecast)), flush=True)
@@ -124,11 +129,25 @@ def _check_and_run(overrides: Sequence[str], options: DriverOptions) -> int:
 def _print_plan(composed: Composed, machine: Machine) -> None:
     """Print the memory by phase, unless the run is meant for GPUs that this machine does not have."""
     if not _is_meant_for(composed, machine):
-        print(wrapped("This machine has no GPU. Name the one that is meant: rlx check --on 8xh100 ..."), flush=True)
+        print(
+            wrapped(f"This machine has no GPU. Name the one that is meant: {program('check')} --on 8xh100 ..."),
+            flush=True,
+        )
         return
     forecast = MemoryForecast.of(composed.config, machine)
-    lines = checkpoint_text(forecast, runs_folder(composed.config))
+    lines = checkpoint_text(forecast, None if machine.name else runs_folder(composed.config))
     print(wrapped("\n".join([long_text(forecast), *lines])), flush=True)
+
+
+def _verdict(composed: Composed, machine: Machine, faults: int) -> str:
+    """Return the last line of a check: the number of faults, and whether the memory suffices, if that is known."""
+    found = f"{faults} fault(s), listed above" if faults else "valid"
+    if composed.faults:
+        return found
+    is_meant = _is_meant_for(composed, machine)
+    return (
+        f"{found}; {verdict_text(MemoryForecast.of(composed.config, machine)) if is_meant else 'no GPU to predict for'}"
+    )
 
 
 def _is_meant_for(composed: Composed, machine: Machine) -> bool:
@@ -194,5 +213,17 @@ def join_cluster(config: PPOConfig, until_done: ExitStack) -> Cluster | None:
     return Cluster(address, tuple(int(node["Resources"].get("GPU", 0)) for node in nodes))
 
 
+def _leave(codes: list[int]) -> None:
+    """End without the teardown of torch's and transformers' modules, which takes 0.6 s, if `main` has returned."""
+    if codes:
+        with suppress(OSError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(codes[0])
+
+
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    codes: list[int] = []
+    atexit.register(_leave, codes)  # what is registered first runs last
+    codes.append(main(sys.argv[1:]))
+    sys.exit(codes[0])

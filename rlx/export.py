@@ -14,6 +14,7 @@ from rlx.engine.checkpoint import read_adapters, read_description, read_weights
 from rlx.errors import ExplainedError, storing
 from rlx.models.adapter_folder import write_adapters
 from rlx.models.hf_folder import ModelCard
+from rlx.program import program
 
 
 def export(
@@ -66,7 +67,7 @@ def _local(checkpoint: str, role: str) -> Iterator[Path]:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command and return its exit code: 0, or 2 if a folder is not as expected."""
-    parser = argparse.ArgumentParser(prog="python -m rlx.export", description=__doc__)
+    parser = argparse.ArgumentParser(prog=program("export"), description=__doc__)
     parser.add_argument(
         "checkpoint", help="a run's .../global_step_N, or the folder of one role in it; a path or a URL"
     )

@@ -35,6 +35,13 @@ def test_check_is_the_driver_with_its_option():
     assert done.returncode == 2 and "trainer.seed" in done.stderr
 
 
+def test_messages_name_the_program_as_it_was_called():
+    for called, name in ((("-m", "rlx.cli", "report"), "rlx report"), (("-m", "rlx.trainer.report"), None)):
+        done = python(*called, "no_such_folder")
+        assert done.returncode == 2
+        assert done.stderr.startswith(f"usage: {name or 'python -m rlx.trainer.report'} ")
+
+
 def test_an_unknown_command_is_named(capsys: pytest.CaptureFixture[str]):
     assert cli.main(["trian"]) == 2
     assert re.search(r"got 'trian', expected one of train, check", capsys.readouterr().err)
@@ -44,7 +51,7 @@ def test_a_missing_package_is_named_with_what_installs_it(monkeypatch, capsys: p
     real = cli.find_spec
     monkeypatch.setattr(cli, "find_spec", lambda name: None if name in ("ray", "hydra") else real(name))
     assert cli.main(["train"]) == 2
-    assert "lacks hydra, ray; pip install 'rlx[train]'" in capsys.readouterr().err
+    assert f"lacks hydra, ray; pip install -e '{ROOT}[train]'" in capsys.readouterr().err
 
 
 def test_every_command_needs_packages_of_its_extra():

@@ -22,6 +22,7 @@ MAY_IMPORT = {
     "checkpoint": set(),
     "heartbeat": set(),
     "identity": set(),
+    "program": set(),
     "scratch": set(),
     "main_ppo": {"supervisor"},
     "cli": set(),
@@ -81,7 +82,7 @@ LEAVES = {
         "rlx.config.host_memory",
         "rlx.data.batch",
     ),
-    *("rlx.errors", "rlx.heartbeat", "rlx.identity", "rlx.scratch", "rlx.supervisor.link", "rlx"),
+    *("rlx.errors", "rlx.heartbeat", "rlx.identity", "rlx.program", "rlx.scratch", "rlx.supervisor.link", "rlx"),
 }
 WITHOUT_LEAVES = {"algorithms", "offload"}
 
@@ -118,10 +119,11 @@ ONLY = {
     "rlx.config.faults": set(),
     "rlx.heartbeat": set(),
     "rlx.identity": {"psutil"},
+    "rlx.program": set(),
     "rlx.scratch": {"rlx.identity"},
-    "rlx.supervisor": {"psutil", "rlx.scratch", "rlx.supervisor"},
+    "rlx.supervisor": {"psutil", "rlx.program", "rlx.scratch", "rlx.supervisor"},
     "rlx.main_ppo": {"rlx.supervisor.keeper"},
-    "rlx.cli": {"rlx"},
+    "rlx.cli": {"rlx", "rlx.program"},
     "rlx.offload.plan": {"rlx.offload.plan"},
     "rlx.offload.runtime.options": {"rlx.offload.storage.staging"},
     "rlx.offload.storage.staging": {"rlx.offload.storage.ranges"},

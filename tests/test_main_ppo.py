@@ -72,7 +72,7 @@ def test_check_prints_the_tree_and_the_memory(capsys: pytest.CaptureFixture[str]
     assert re.search(r"\nupdate_actor .* backward\n", printed.out)
     assert max(map(len, printed.out.splitlines())) <= 100
     assert printed.err == ""
-    assert re.fullmatch(r"rlx check: fits 1 CPU process\(es\): \w+ takes .* GB", printed.out.splitlines()[-1])
+    assert re.fullmatch(r"rlx check: valid; fits 1 CPU process\(es\): \w+ takes .* GB", printed.out.splitlines()[-1])
     assert main(["--check", "trainer.device=cpu"]) == 0
     assert "path: builtin:tiny" not in capsys.readouterr().out, "the tree comes on request"
 
@@ -83,9 +83,31 @@ def test_check_plans_for_a_machine_that_is_named(capsys: pytest.CaptureFixture[s
     assert main(command) == 0
     printed = capsys.readouterr().out
     assert "trainer.n_gpus_per_node=8" in printed and "of a device: 80.0 GB" in printed
-    assert re.fullmatch(r"rlx check: fits 8 GPU\(s\): \w+ takes [\d.]+ of 7\d.\d GB", printed.splitlines()[-1])
+    assert re.fullmatch(r"rlx check: valid; fits 8 GPU\(s\): \w+ takes [\d.]+ of 7\d.\d GB", printed.splitlines()[-1])
     assert main(["--on", "8xh1000"]) == 2
     assert "expected a number and one of a100-40" in capsys.readouterr().err
+
+
+def test_check_plans_for_several_machines_and_tells_of_none_but_the_named_one(capsys, tmp_path: Path):
+    (tmp_path / "config.json").write_text(json.dumps(SHAPES["qwen2-7b"]))
+    model = f"actor_rollout_ref.model.path={tmp_path}"
+    assert main(["--on", "8xh100", model, "trainer.nnodes=2", "trainer.save_freq=5"]) == 0
+    printed = capsys.readouterr().out
+    assert "checkpoints: " in printed and "are free" not in printed, "the disk of this machine is not meant"
+    assert printed.splitlines()[-1].startswith("rlx check: valid; fits 16 GPU(s): ")
+    assert main(["--on", "4xh100", model, "trainer.n_gpus_per_node=8"]) == 2
+    printed = capsys.readouterr()
+    assert "on 1 machine(s); 4xh100 has 4 GPU(s)" in " ".join(printed.err.split())
+    assert printed.out.splitlines()[-1].startswith("rlx check: 1 fault(s), listed above; fits 8 GPU(s): ")
+
+
+def test_a_model_too_large_for_the_sampler_of_one_gpu_is_shared_by_several(capsys, tmp_path: Path):
+    (tmp_path / "config.json").write_text(json.dumps(SHAPES["qwen2.5-32b"]))
+    command = ["--on", "8xh100", f"actor_rollout_ref.model.path={tmp_path}"]
+    assert main(command) == 2
+    shared = "actor_rollout_ref.rollout.tensor_model_parallel_size=8"
+    assert shared in capsys.readouterr().err
+    assert main([*command, shared, "actor_rollout_ref.actor.fsdp_config.optimizer_offload=True"]) == 0
 
 
 def test_check_does_not_plan_the_memory_of_a_host_for_gpus(
@@ -95,7 +117,10 @@ def test_check_does_not_plan_the_memory_of_a_host_for_gpus(
     (tmp_path / "config.json").write_text(json.dumps(SHAPES["qwen2-7b"]))
     assert main(["--check", f"actor_rollout_ref.model.path={tmp_path}"]) == 0
     printed = capsys.readouterr().out
-    assert "Name the one that is meant: rlx check --on" in printed and "memory of the host" not in printed
+    assert (
+        "Name the one that is meant: python -m rlx.main_ppo --check --on 8xh100" in printed
+        and "memory of the host" not in printed
+    )
 
 
 @pytest.mark.parametrize("check", [[], ["--check"]])
@@ -103,7 +128,7 @@ def test_faults_are_numbered_and_exit_with_2(capsys: pytest.CaptureFixture[str],
     run_is(fails(AssertionError("must not run")))
     assert main([*check, "trainer.sed=1", "data.train_batch_size=30", "data.val_files=/none.jsonl"]) == 2
     printed = capsys.readouterr()
-    assert printed.out == ""
+    assert printed.out == ("rlx check: 3 fault(s), listed above\n" if check else "")
     assert printed.err.startswith("3 fault(s)")
     assert all(
         text in printed.err for text in ("1. unknown key trainer.sed", "2. ", "3. ", "did you mean trainer.seed?")
@@ -118,8 +143,12 @@ def test_code_of_the_users_own_is_tried_before_anything_starts(capsys, run_is, c
     command = [f"{key}.path={tmp_path}/mine.py" for key in keys]
     assert main([*check, *command, "trainer.device=cpu", "trainer.sed=1", "data.val_files=/none.jsonl"]) == 2
     printed = capsys.readouterr()
-    assert printed.out == "" and "Traceback" not in printed.err
-    assert printed.err.startswith("4 fault(s)") and "1. unknown key trainer.sed" in printed.err
+    assert printed.out == ("rlx check: 4 fault(s), listed above\n" if check else "")
+    assert (
+        "Traceback" not in printed.err
+        and printed.err.startswith("4 fault(s)")
+        and "1. unknown key trainer.sed" in printed.err
+    )
     assert "3. the reward function of your own cannot be used" in printed.err
     assert "no 'compute_score'" in " ".join(printed.err.split()), "long lines are wrapped"
     assert "4. the policy loss of your own cannot be used" in printed.err

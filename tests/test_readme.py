@@ -1,55 +1,77 @@
-"""The commands and the program of README.md; its links are tested in test_docs.py."""
+"""The figures and the program of README.md; its commands are tested in test_code_blocks.py, its links in test_docs.py."""
 
 import re
 import shlex
-from importlib.util import find_spec
 from pathlib import Path
 
-import pytest
 from transformers import AutoModelForCausalLM
 
-from rlx.cli import COMMANDS as COMMANDS_OF_RLX
-from rlx.config.check.validate import check
 from rlx.config.compose.command_line import compose
-from rlx.config.machine import Machine
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "README.md").read_text()
-SHELL, PYTHON = (re.findall(rf"```{kind}\n(.*?)```", PAGE, flags=re.DOTALL) for kind in ("bash", "python"))
-COMMANDS = [line for block in SHELL for line in block.replace("\\\n", " ").splitlines()]
-CPU = Machine(gpus=0, cpus=2, packages=frozenset())
 
 
-@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: " ".join(command.split()[:4]))
-def test_a_command_can_be_given(command):
-    match shlex.split(command, comments=True):
-        case "make", target, *variables:
-            makefile = (ROOT / "Makefile").read_text()
-            assert re.search(rf"^{target}:", makefile, re.MULTILINE)
-            for name, value in (variable.split("=", 1) for variable in variables):
-                assert f"$({name})" in makefile or f"$(if $({name})" in makefile
-                if name == "ARGS":
-                    assert not check(compose(value.split()), CPU).faults
-        case ((".venv/bin/python" | "python"), "-m", "rlx.main_ppo", *arguments):
-            overrides = [argument for argument in arguments if not argument.startswith("--")]
-            composed = compose(overrides)
-            if "trainer.n_gpus_per_node=8" in overrides:  # its data and model are not here
-                assert composed.config == compose(["experiment=gsm8k_grpo_8gpu"]).config and not composed.faults
-            else:
-                assert not check(composed, CPU).faults
-        case ((".venv/bin/python" | "python"), "-m", module, *_):
-            assert find_spec(module)
-        case ".venv/bin/rlx", "--help":
-            pass
-        case ".venv/bin/rlx", name, *arguments:
-            assert name in COMMANDS_OF_RLX and not check(compose(arguments), CPU).faults
-        case "pip", "install", "-r", file:
-            assert (ROOT / file).is_file()
-        case other:
-            pytest.fail(f"no test of {other}")
+def docs(name: str) -> str:
+    return (ROOT / "docs" / name).read_text()
+
+
+def rows(text: str, *first: str) -> list[str]:
+    """The lines of tables that begin with the cells `first`."""
+    return [line for line in text.splitlines() if line.strip().startswith("| " + " | ".join(first) + " |")]
+
+
+def numbers(line: str) -> list[int | None]:
+    """The cells of a row that are numbers of tokens or pairs of them, of which the smaller one counts; None for `none`."""
+    cells = re.findall(r"(?<=\| )[\d,; none]+(?= \|)", line)
+    return [
+        None if "none" in cell else min(int(part.replace(",", "")) for part in cell.split(";"))
+        for cell in cells
+        if cell.strip()
+    ]
+
+
+def test_the_longest_sequences_are_those_of_the_pages():
+    for size in ("7B", "14B", "32B"):
+        (line,), (source, *_) = (
+            rows(PAGE, f"GRPO, adapters on Qwen2.5 {size}"),
+            rows(docs("lora.md"), f"Qwen2.5-{size}"),
+        )
+        assert numbers(line) == numbers(source)
+    (line,) = rows(PAGE, "an update alone, adapters on 72B in 4 bits")
+    after = docs("lora.md").partition("| Qwen2.5-72B | nf4 |")[2].splitlines()
+    assert numbers(line) == numbers(after[1])
+    assert "196,609 tokens on one H100 of 80 GB" in docs("long_context.md") and "takes 138 s" in docs("long_context.md")
+    assert "20.2 GB" in docs("lora.md") and "110 GB" in PAGE and "524,288 tokens" in docs("benchmarks.md")
+    assert "| `qwen2.5_0.5b_1x24gb` |" in docs("start.md") and "| `qwen3_8b_1x141gb` |" in docs("start.md")
+
+
+def test_the_figures_of_offloading_are_those_of_the_benchmarks():
+    page = (
+        docs("benchmarks.md").partition("## What does activation offloading cost and save?")[2].partition("\n### ")[0]
+    )
+    names = {"transformers' gradient checkpointing": "transformers checkpointing"}
+    names |= {
+        f'rlx `save="{name}"`{tail}': f"rlx {name}" for name, tail in (("boundary", ", the default"), ("attention", ""))
+    }
+    measured = [part for part in page.split("\n**") if re.match(r"\d+,\d+ tokens", part)]
+    assert len(measured) == 3
+    for shown, name in names.items():
+        (line,) = rows(PAGE, shown)
+        for (times, gigabytes), part in zip(re.findall(r"([\d.]+) x, ([\d.]+) GB", line), measured, strict=True):
+            _, _, _, ratio, peak, *_ = (cell.strip() for cell in rows(part, name)[0].split("|"))
+            assert abs(float(ratio) - float(times)) <= 0.0051 and abs(float(peak) - float(gigabytes)) <= 0.051
+    (without,), (shared,) = rows(docs("benchmarks.md"), "`False`"), rows(docs("benchmarks.md"), "`True`")
+    assert "took 3.72 s in place of 8.23 s" in PAGE and "| 8.23 |" in without and "| **3.72** |" in shared
+
+
+def test_the_command_for_eight_gpus_is_the_experiment():
+    (command,) = re.findall(r"rlx train \\\n(.*?)```", docs("eight_gpus.md"), re.DOTALL)
+    composed = compose(shlex.split(command.replace("\\\n", " ")))
+    assert composed.config == compose(["experiment=gsm8k_grpo_8gpu"]).config and not composed.faults
 
 
 def test_the_program_runs(untrained, capsys):
-    (program,) = PYTHON
+    (program,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     exec(program, {"model": AutoModelForCausalLM.from_pretrained(untrained)})
     assert "offloaded_bytes" in capsys.readouterr().out

@@ -251,10 +251,16 @@ class Options(Protocol):
 
 
 def _outcome(batch: Columns) -> tuple[Tensor, Tensor, Tensor]:
-    """Return each sample's reward, the sum over its tokens (the score, and the KL if it is in the reward), mask and group."""
+    """Return each sample's reward, the sum over its tokens (the score, and the KL if it is in the reward), mask and group.
+
+    A row without a token of the policy, whose environment failed before the first turn, says nothing about the policy: it is
+    a group of its own.
+    """
     # In fp64, so that equal sums of turns' rewards are equal in any order.
-    rewards = batch["token_rewards"]
-    return rewards.sum(dim=1, dtype=torch.float64).to(rewards.dtype), batch["response_mask"], batch["group_id"]
+    rewards, mask = batch["token_rewards"].sum(dim=1, dtype=torch.float64), batch["response_mask"]
+    alone = batch["group_id"].max() + 1 + torch.arange(len(mask)) if len(mask) else batch["group_id"]
+    groups = torch.where(mask.any(dim=1), batch["group_id"], alone)
+    return rewards.to(batch["token_rewards"].dtype), mask, groups
 
 
 def _ppo(batch: Columns, options: Options) -> dict[str, Tensor]:

@@ -62,7 +62,7 @@ def train(folder: Path, overrides: Sequence[str]) -> None:
         return
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    command = [sys.executable, "-m", "rlx.main_ppo", "experiment=arithmetic", *overrides]
+    command = [sys.executable, "-m", "rlx.main_ppo", *overrides]
     with (folder / "output.log").open("w") as output:
         environment = {"OMP_NUM_THREADS": "1", **os.environ}
         done = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, env=environment, check=False)
@@ -146,7 +146,12 @@ def main() -> None:
     for number, (difficulty, recipe, seed) in enumerate(cells, 1):
         folder = (options.out / f"{recipe}-{difficulty}-{seed}".replace(" ", "-")).absolute()
         console.print(f"{number}/{len(cells)}: {recipe}, difficulty {difficulty}, seed {seed}", highlight=False)
-        own = (f"data.arithmetic.difficulty={difficulty}", *DIFFICULTIES[difficulty], f"trainer.seed={seed}")
+        own = (
+            "experiment=arithmetic",
+            f"data.arithmetic.difficulty={difficulty}",
+            *DIFFICULTIES[difficulty],
+            f"trainer.seed={seed}",
+        )
         where = ("trainer.test_freq=10", f"trainer.default_local_dir={folder / 'runs'}")
         train(folder, (*own, *recipes[recipe], *where, *options.overrides))
         curves.setdefault((difficulty, recipe), []).append(read(folder))

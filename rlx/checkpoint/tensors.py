@@ -88,11 +88,9 @@ class _Collector(dcp.StorageWriter):
         """See StorageWriter."""
 
     def prepare_local_plan(self, plan: dcp.SavePlan) -> dcp.SavePlan:
-        """See StorageWriter."""
         return plan
 
     def prepare_global_plan(self, plans: list[dcp.SavePlan]) -> list[dcp.SavePlan]:
-        """See StorageWriter."""
         return plans
 
     def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> TorchFuture[list[WriteResult]]:
@@ -112,7 +110,6 @@ class _Collector(dcp.StorageWriter):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """See StorageWriter."""
         return True
 
 

@@ -1,5 +1,6 @@
 """The process of a worker. It imports no torch, so that the environment is set before torch starts."""
 
+import gc
 import importlib
 import logging
 import os
@@ -12,6 +13,7 @@ from typing import Any
 import psutil
 import ray
 
+from rlx.cluster import without_collection
 from rlx.cluster.errors import RankFault, WorkerLocation, fault_of
 from rlx.cluster.hang import Standing, standing_of
 from rlx.heartbeat import beat, beats
@@ -109,7 +111,9 @@ class WorkerProcess:
         def find() -> None:
             if isinstance(worker_class, str):
                 module, _, name = worker_class.partition(":")
-                self._worker_class = getattr(importlib.import_module(module), name)
+                with without_collection():
+                    self._worker_class = getattr(importlib.import_module(module), name)
+                gc.freeze()  # modules stay, so later collections need not look at their million objects
             else:
                 self._worker_class = worker_class
 

@@ -7,10 +7,11 @@ import secrets
 import shutil
 import signal
 import socket
+import sys
 import tempfile
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,8 @@ RAY_PROCESSES = {
     "/monitor.py": "the autoscaler's monitor",
 }
 NEEDED_PROCESSES = {"the gcs_server", "the raylet", "the dashboard agent", "the runtime environment agent"}
+
+_WEB_SERVER = "ray.dashboard.optional_deps"
 
 logger = logging.getLogger(__name__)
 
@@ -120,12 +123,14 @@ def _private_folder(parent: str | None) -> Path:
 
 
 def _set_local_environment() -> None:
-    """Turn off usage reports and metrics, and set a token for this process if the user has none.
+    """Set what a Ray of this run's own needs no more than that, and a token for this process if the user has none.
 
     Ray would write a token to the home folder, where two runs that start at the same time would overwrite each other's.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_enable_metrics_collection", "0")  # its port would be open to other machines
+    os.environ.setdefault("RAY_worker_niceness", "0")  # 15: workers would wait for everything else on the machine
+    os.environ.setdefault("RAY_prestart_worker_first_driver", "0")  # a process per core, most of which nothing uses
     named = os.environ.get("RAY_AUTH_TOKEN") or os.environ.get("RAY_AUTH_TOKEN_PATH")
     if not named and not (Path.home() / ".ray" / "auth_token").exists():
         os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
@@ -133,12 +138,28 @@ def _set_local_environment() -> None:
 
 def _start_here(folder: Path, options: dict[str, Any]) -> None:
     """Start Ray on this machine; raise RuntimeError, after which a restart may help, if one of its processes does not come up."""
+    options = {"include_dashboard": False, **options}
     try:
-        ray.init(address="local", _temp_dir=str(folder), **{"include_dashboard": False, **options})
+        with nullcontext() if options["include_dashboard"] else _without_web_server():
+            ray.init(address="local", _temp_dir=str(folder), **options)
     except (TypeError, ValueError):
         raise  # an option is wrong
     except Exception as error:  # Ray raises no type of its own
         raise RuntimeError(f"Ray did not start: {one_line(str(error))}") from error
+
+
+@contextmanager
+def _without_web_server() -> Iterator[None]:
+    """Let Ray's agent start as in a `ray` without `ray[default]`: without the web server that the dashboard would ask.
+
+    All runs of a machine would want the same port for it; whoever comes second would try for 3.4 s. Ray finds out by an import.
+    """
+    sys.modules.setdefault(_WEB_SERVER, None)  # type: ignore[arg-type]  # None lets an import fail
+    try:
+        yield
+    finally:
+        if sys.modules[_WEB_SERVER] is None:
+            del sys.modules[_WEB_SERVER]
 
 
 def _join(address: str, options: dict[str, Any]) -> None:
@@ -214,6 +235,9 @@ def _probe(address: str) -> None:
 
 def _shutdown() -> None:
     """End Ray and wait until its processes have ended; older versions of Ray, such as 2.52, cannot wait."""
+    for pid in _parts_of_ray("local")["helpers"].values():  # asked to end, the monitor takes a second
+        with suppress(psutil.NoSuchProcess):
+            psutil.Process(pid).kill()
     waits = "wait_for_processes" in inspect.signature(ray.shutdown).parameters
     ray.shutdown(**({"wait_for_processes": True} if waits else {}))
 

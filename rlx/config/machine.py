@@ -39,6 +39,12 @@ class Machine:
     device_bytes: int | None = None
     # Memory of the machine or its container; None: not known, as on a cluster of several machines
     host_bytes: int | None = None
+    name: str | None = None  # of a machine that is only named; None: this machine, or the cluster's
+
+    @property
+    def label(self) -> str:
+        """What messages call it."""
+        return self.name or ("this machine" if self.cluster is None else f"the cluster at {self.cluster.address}")
 
     @property
     def node_gpus(self) -> tuple[int, ...]:
@@ -75,6 +81,7 @@ def named_machine(text: str) -> Machine:
         vllm=vllm_version() or lowest,
         device_bytes=int(card.device_bytes),
         host_bytes=int(gpus * card.host_bytes),
+        name=f"{gpus}x{name}",
     )
 
 

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.progress import track
 
 from rlx.data.files import DataError, read_jsonl
+from rlx.program import program
 
 GSM8K_SOURCE = "openai/gsm8k"
 GSM8K_COLUMNS = ("question", "answer")
@@ -81,8 +82,7 @@ def convert(source: str, split: str, out: Path, console: Console) -> Path:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command and return its exit code."""
-    about = "Turn GSM8K into Parquet with chat prompts."
-    parser = argparse.ArgumentParser(prog="python -m rlx.data.gsm8k", description=about)
+    parser = argparse.ArgumentParser(prog=program("gsm8k"), description="Turn GSM8K into Parquet with chat prompts.")
     for split in ("train", "test"):
         official = f"official {split}.jsonl, or a hub name (default: %(default)s)"
         parser.add_argument(f"--{split}", default=GSM8K_SOURCE, metavar="FILE", help=official)

@@ -44,6 +44,7 @@ LOWERED = 0.8  # share of the current plan's largest memory that later plans may
 PEERS_WAIT_S = 120.0  # for the other processes, which may be half a step behind
 
 T = TypeVar("T")
+_LOWER = "Lower activation_offload.max_device_bytes or the micro-batches"
 
 
 class OomRetry:
@@ -92,11 +93,8 @@ class OomRetry:
             return done[0]
         assert self._recover is not None
         if not self._is_drained():
-            raise torch.OutOfMemoryError(
-                f"out of device memory in an update ({failure or 'on another process'}). The step cannot be repeated: the "
-                "processes stopped in different places and wait for each other. Lower activation_offload.max_device_bytes or "
-                "the micro-batches"
-            )
+            why = f"the processes stopped in different places and wait for each other. {_LOWER}"
+            raise _cannot_repeat(failure, why)
         self._recover()
         self._sharded.drop_gradients(self._optimizer)
         if self._device.type != "cpu":
@@ -141,22 +139,15 @@ class OomRetry:
             if failure is None:
                 meeting.wait()
             elif not _ends(meeting):
-                raise torch.OutOfMemoryError(
-                    f"out of device memory in an update ({failure}). The step cannot be repeated: another process has not "
-                    f"finished its passes after {PEERS_WAIT_S:.0f} s and probably waits for this one in a collective. Lower "
-                    "activation_offload.max_device_bytes or the micro-batches"
-                )
+                why = f"another process has not finished its passes after {PEERS_WAIT_S:.0f} s"
+                raise _cannot_repeat(failure, f"{why} and probably waits for this one in a collective. {_LOWER}")
         least = limit.item()
         if least < 0:
-            raise torch.OutOfMemoryError(
-                f"out of device memory in an update ({failure or 'on another process'}). The step cannot be repeated: "
-                + (
-                    "it has no plan yet, so no more activations can be offloaded. Make micro-batches smaller"
-                    if self._recover is not None
-                    else f"got torch {torch.__version__}, and only FSDP2 of torch 2.13 or newer can begin again after an "
-                    "error. Lower activation_offload.max_device_bytes or the micro-batches"
-                )
-            )
+            why = "it has no plan yet, so no more activations can be offloaded. Make micro-batches smaller"
+            if self._recover is None:
+                can = "only FSDP2 of torch 2.13 or newer can begin again after an error"
+                why = f"got torch {torch.__version__}, and {can}. {_LOWER}"
+            raise _cannot_repeat(failure, why)
         return None if least == inf else int(least)
 
     def _is_drained(self) -> bool:
@@ -189,6 +180,11 @@ class OomRetry:
         torch.set_rng_state(state[0])
         if self._device.type != "cpu":
             torch.get_device_module(self._device).set_rng_state(state[1], self._device)
+
+
+def _cannot_repeat(failure: str | None, why: str) -> torch.OutOfMemoryError:
+    where = failure or "on another process"
+    return torch.OutOfMemoryError(f"out of device memory in an update ({where}). The step cannot be repeated: {why}")
 
 
 def _ends(meeting: dist.Work) -> bool:

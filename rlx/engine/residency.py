@@ -283,10 +283,10 @@ def range_of(block: Block, first: int, end: int) -> Iterator[Tensor]:
     """Yield the parts of a block's bytes from `first` to before `end`."""
     start = 0
     for view in block.views:
-        here = view[max(0, first - start) : max(0, end - start)]
-        if here.numel():
-            yield here
-        start += view.numel()
+        stop = start + view.numel()
+        if max(first, start) < min(end, stop):
+            yield view[max(0, first - start) : end - start]
+        start = stop
 
 
 def copy_on(stream: torch.Stream | None, pairs: Iterable[tuple[Tensor, Tensor]]) -> torch.Event | None:

@@ -185,7 +185,6 @@ class _Slice:
         return self._whole.parameters[0].grad is not None
 
     def fetch(self, stream: torch.Stream | None) -> None:
-        """See StatePiece."""
         if not self._steps_now:
             return
         whole, pairs = self._whole, []
@@ -201,7 +200,6 @@ class _Slice:
         self._copied = copy_on(stream, pairs)
 
     def step(self) -> None:
-        """See StatePiece."""
         if not self._steps_now:
             return
         self._wait()
@@ -221,7 +219,6 @@ class _Slice:
             count.copy_(stepped)
 
     def leave(self, stream: torch.Stream | None) -> None:
-        """See StatePiece."""
         pairs = []
         for name, part in self._parts.items():
             tensor, offload = self._whole.tensors[name]
@@ -230,7 +227,6 @@ class _Slice:
         self._copied = copy_on(stream, pairs)
 
     def release(self) -> None:
-        """See StatePiece."""
         self._wait()
         if self._parts and self is self._whole.pieces[-1]:
             for _, offload in self._whole.tensors.values():

@@ -26,7 +26,7 @@ def build_torchao(name: str, parameters: Iterable[nn.Parameter], **options: Any)
     try:
         import torchao.optim
     except ImportError as error:
-        text = f"optim.optimizer={name}: needs the package torchao; pip install 'rlx[torchao]', or set it to AdamW"
+        text = f"optim.optimizer={name}: needs the package torchao; pip install 'torchao>=0.18', or set it to AdamW"
         raise ImportError(text) from error
     kind: type[Optimizer] = getattr(torchao.optim, name)
     made: Optimizer = kind(parameters, bf16_stochastic_round=True, **options)  # type: ignore[call-arg]

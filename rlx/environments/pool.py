@@ -1,9 +1,9 @@
 """Environments in processes, so that none can stop or hang the sampler beside them.
 
 Note [whose fault it is]: a call that takes too long in Python ends in its process, and costs its own conversation alone. If code in C
-hangs, crashes or ends the process, the environments that live there are lost with it: conversations are state, and no call can be
-repeated. Each of them gets a Failure as the answer to its open or its next step. A reset that was open is tried once more elsewhere.
-More processes therefore lose less.
+hangs, crashes or ends the process, the environments that live there are lost with it. The process notes whose code is at work, so that
+conversation gets a Failure. The others begin again in another process, once: their reset and their turns are sent again, and must get
+the same answers as before. If nobody's code was at work, as when a thread crashes, all begin again.
 
 Note [one answer each]: every `reset` and `step` gets exactly one answer from `poll`, unless `end` comes before it.
 """
@@ -14,8 +14,9 @@ import json
 import math
 import selectors
 import socket
+import tempfile
 import time
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from rlx.environments.answers import decode, plain
@@ -32,6 +33,7 @@ FAREWELL_S = 2.0
 """Environments have this long to close with the pool [s]."""
 WRITE_BYTES = 1 << 15
 """Requests wait for each other up to this size, until the answers are polled."""
+NOTE_BYTES = 8
 MEMORY_KEY = "environment.memory_limit_gb"
 
 Answer = Reset | Observation | Failure
@@ -44,19 +46,26 @@ class _Process:
         lives: numbers of the conversations that live here.
         expected: "reset" or "step" by number, for requests without an answer.
         retiring: whether it gets no further conversations, because it ran out of memory once.
+        at_work: after its end, the number of the conversation whose code ran then; 0: of none.
     """
 
     def __init__(self, spec: EnvironmentSpec, memory_bytes: int):
         self.connection, theirs = socket.socketpair()
         self.connection.setblocking(False)  # nothing that a process does holds the sampler
+        # Holds the number of the conversation whose code is at work
+        self._note = tempfile.TemporaryFile()  # noqa: SIM115
         with theirs:
-            self._child = ChildProcess("rlx.environments.process", theirs.fileno(), (memory_bytes,), MEMORY_KEY)
+            shared = (self._note.fileno(),)
+            self._child = ChildProcess(
+                "rlx.environments.process", theirs.fileno(), (memory_bytes, *shared), MEMORY_KEY, shared
+            )
         self._lines, self._unsent = Lines(self.connection.fileno()), bytearray()
         self._limit_s = spec.limit_s + ANSWER_SLACK_S
         self._loaded, self._heard = False, time.monotonic()
         self.lives: set[int] = set()
         self.expected: dict[int, str] = {}
         self.retiring = False
+        self.at_work = 0
         self.send(json.dumps(asdict(spec)))
 
     @property
@@ -138,12 +147,42 @@ class _Process:
             self._child.wait(patience_s)
         how = self._child.end()
         self.connection.close()
+        self._note.seek(0)
+        self.at_work = int.from_bytes(self._note.read(NOTE_BYTES), "little")
+        self._note.close()
         return how
 
     @property
     def loaded(self) -> bool:
         """Whether the environment's code is there."""
         return self._loaded
+
+
+@dataclass
+class _Conversation:
+    """What a conversation was asked and answered, so that it can begin again.
+
+    Attributes:
+        number: its own, because keys come again.
+        key: of the pool's user.
+        lines: its requests: the reset, and steps.
+        answers: to them.
+        home: where its environment lives; None if it is to begin again with its next step, or has failed.
+        taken: answers of the environment that lives now; fewer than `answers` while it catches up.
+        was_lost: whether its first environment was lost with a process.
+        failure: answer to its next step.
+        has_failed: whether it has had a failure as an answer.
+    """
+
+    number: int
+    key: int
+    lines: list[str] = field(default_factory=list)
+    answers: list[Answer] = field(default_factory=list)
+    home: _Process | None = None
+    taken: int = 0
+    was_lost: bool = False
+    failure: Failure | None = None
+    has_failed: bool = False
 
 
 class EnvironmentPool:
@@ -160,12 +199,9 @@ class EnvironmentPool:
     def __init__(self, spec: EnvironmentSpec, processes: int, memory_limit_gb: float | None = None):
         self._spec, self._size, self._memory_bytes = spec, processes, int((memory_limit_gb or 0) * 1e9)
         self._processes: set[_Process] = set()
-        self._numbers = itertools.count()  # a conversation has a number of its own, because keys come again
-        self._key_of: dict[int, int] = {}
-        self._number_of: dict[int, int] = {}
-        self._home: dict[int, _Process] = {}
-        self._resets: dict[int, str] = {}  # requests of open resets that were sent once
-        self._lost: dict[int, Failure] = {}  # of conversations whose process ended between their steps
+        self._numbers = itertools.count(1)
+        self._of_number: dict[int, _Conversation] = {}
+        self._of_key: dict[int, _Conversation] = {}
         self._ready: list[tuple[int, Answer]] = []
 
     def __enter__(self) -> "EnvironmentPool":
@@ -182,25 +218,27 @@ class EnvironmentPool:
             row: see Environment.reset; numpy's values are sent as Python's.
         """
         self.end(key)
-        number = next(self._numbers)
-        self._key_of[number], self._number_of[key] = key, number
+        own = _Conversation(next(self._numbers), key)
+        self._of_number[own.number] = self._of_key[key] = own
         try:
-            line = json.dumps([number, "reset", row], default=_sendable)
+            own.lines.append(json.dumps([own.number, "reset", row], default=_sendable))
         except (TypeError, ValueError) as fault:
-            self._finish(number, Failure(f"its row cannot be sent to the environment: {fault}", "error"))
+            self._finish(own, Failure(f"its row cannot be sent to the environment: {fault}", "error"))
             return
-        self._resets[number] = line
-        self._begin(number, line)
+        self._begin(own)
 
     def step(self, key: int, turn: Turn) -> None:
         """Send a turn of a conversation that has its last answer; return at once."""
-        number = self._number_of[key]
-        if number in self._lost:
-            self._finish(number, self._lost.pop(number))
-        elif number in self._home:
-            self._home[number].ask(number, "step", json.dumps([number, "step", list(turn)]))
-        else:
+        own = self._of_key[key]
+        if own.has_failed:
             raise ValueError(f"conversation {key} has failed, expected one that goes on; begin it again with reset")
+        own.lines.append(json.dumps([own.number, "step", list(turn)]))
+        if own.failure is not None:
+            self._finish(own, own.failure)
+        elif own.home is None:
+            self._begin(own)
+        else:
+            own.home.ask(own.number, "step", own.lines[-1])
 
     def poll(self, timeout_s: float = 0.0) -> list[tuple[int, Answer]]:
         """Return the answers that are there by key; wait for the first one at most this long [seconds].
@@ -219,21 +257,16 @@ class EnvironmentPool:
 
     def end(self, key: int) -> None:
         """Forget a conversation, in whatever state it is; its environment is closed."""
-        number = self._number_of.pop(key, None)
-        if number is None:
+        own = self._of_key.pop(key, None)
+        if own is None:
             return
-        for known in (self._key_of, self._resets, self._lost):
-            known.pop(number, None)
+        del self._of_number[own.number]
         self._ready = [(each, answer) for each, answer in self._ready if each != key]
-        home = self._home.pop(number, None)
-        if home in self._processes:
-            home.send(json.dumps([number, "end", None]))
-            home.lives.discard(number)
-            self._retire(home)
+        self._leave_home(own)
 
     def close(self) -> None:
         """End all conversations and processes."""
-        for key in list(self._number_of):
+        for key in list(self._of_key):
             self.end(key)
         for process in self._processes:
             process.let_go()
@@ -241,14 +274,22 @@ class EnvironmentPool:
         for process in list(self._processes):
             self._remove(process, until - time.monotonic())
 
-    def _begin(self, number: int, line: str) -> None:
+    def _begin(self, own: _Conversation) -> None:
+        """Send the reset; the other requests follow when it is answered."""
         open_ones = [process for process in self._processes if not process.retiring]
         home = min(open_ones, key=lambda process: len(process.lives), default=None)
         if home is None or (home.lives and len(open_ones) < self._size):
             home = _Process(self._spec, self._memory_bytes)
             self._processes.add(home)
-        self._home[number] = home
-        home.ask(number, "reset", line)
+        own.home, own.taken = home, 0
+        home.ask(own.number, "reset", own.lines[0])
+
+    def _leave_home(self, own: _Conversation) -> None:
+        home, own.home = own.home, None
+        if home in self._processes and own.number in home.lives:
+            home.send(json.dumps([own.number, "end", None]))
+            home.lives.discard(own.number)
+            self._retire(home)
 
     def _exchange(self, wait_s: float) -> None:
         """Write and read what can be, and end processes that were silent for too long."""
@@ -288,28 +329,47 @@ class EnvironmentPool:
             self._lose(process, Failure(str(fault) if isinstance(fault, BadAnswer) else how, kind))
             return
         for number, answer in answers:
-            self._resets.pop(number, None)
-            if number in self._key_of:
-                self._finish(number, answer)
+            if number in self._of_number:
+                self._take(self._of_number[number], answer)
         self._retire(process)
 
-    def _finish(self, number: int, answer: Answer) -> None:
+    def _take(self, own: _Conversation, answer: Answer) -> None:
         if isinstance(answer, Failure):
-            self._home.pop(number, None)
-        self._ready.append((self._key_of[number], answer))
+            self._finish(own, answer)
+            return
+        if own.taken == len(own.answers):
+            own.answers.append(answer)
+            self._ready.append((own.key, answer))
+        elif answer != own.answers[own.taken]:
+            reason = "was lost with its process; begun again it answered otherwise than before, expected the same"
+            self._finish(own, Failure(f"{reason}. Draw random numbers from row['seed']", "crash"))
+            return
+        own.taken += 1
+        if own.taken < len(own.lines):
+            assert own.home is not None, "it has just answered"
+            own.home.ask(own.number, "step", own.lines[own.taken])
+
+    def _finish(self, own: _Conversation, failure: Failure) -> None:
+        own.has_failed = True
+        self._leave_home(own)
+        self._ready.append((own.key, failure))
 
     def _lose(self, process: _Process, failure: Failure) -> None:
-        """Answer for a process that has ended. See Note [whose fault it is]."""
-        beside = Failure(f"another conversation's call {failure.reason}, in the same process", "crash")
-        for number in sorted(process.lives & self._key_of.keys()):
-            self._home.pop(number, None)
-            again = self._resets.pop(number, None)
-            if again is not None:
-                self._begin(number, again)
-            elif number in process.expected:
-                self._finish(number, failure)
+        """Answer for a process that has ended, or begin again. See Note [whose fault it is]."""
+        beside = Failure(
+            f"another conversation's call {failure.reason}, in the same process, for the second time", "crash"
+        )
+        for number in sorted(process.lives & self._of_number.keys()):
+            own = self._of_number[number]
+            own.home, is_open = None, number in process.expected
+            if number == process.at_work or (own.was_lost and is_open):
+                self._finish(own, failure if process.at_work in (0, number) else beside)
+            elif own.was_lost:
+                own.failure = beside
             else:
-                self._lost[number] = beside
+                own.was_lost = True
+                if is_open:
+                    self._begin(own)
 
     def _retire(self, process: _Process) -> None:
         if process.retiring and not process.lives and process in self._processes:

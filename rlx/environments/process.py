@@ -13,7 +13,9 @@ import sys
 import time
 import traceback
 import types
-from collections.abc import Awaitable, Callable, Coroutine, Generator
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 from rlx.environments.answers import Nonsense, checked_observation, checked_reset, encode
@@ -22,6 +24,26 @@ from rlx.environments.spec import EnvironmentSpec, Factory
 from rlx.processes.child import OUT_OF_MEMORY, TooLong, end_with, interrupted_after, limit_memory
 from rlx.processes.lines import LONGEST_LINE
 from rlx.user_code import UserCodeError
+
+_number: ContextVar[int] = ContextVar("_number", default=0)
+"""Number of the conversation that a task works for; 0: of none."""
+_note = -1  # descriptor of the file in which the owner reads whose code was at work when this process ended
+
+
+@contextmanager
+def _at_work(limit_s: float) -> Iterator[None]:
+    """Note whose code runs, and raise TooLong if it runs for longer."""
+    _write(_number.get())
+    try:
+        with interrupted_after(limit_s, waiting_counts=True):
+            yield
+    finally:
+        _write(0)
+
+
+def _write(number: int) -> None:
+    if _note >= 0:
+        os.pwrite(_note, number.to_bytes(8, "little"), 0)
 
 
 class Raised(Exception):
@@ -37,7 +59,7 @@ def _interrupted(coroutine: Coroutine[Any, Any, Any], limit_s: float) -> Generat
     resume: Callable[[Any], Any] = coroutine.send
     value: Any = None
     while True:
-        with interrupted_after(limit_s, waiting_counts=True):
+        with _at_work(limit_s):
             try:
                 waits_for = resume(value)
             except StopIteration as end:
@@ -57,7 +79,7 @@ async def _awaited(waiting: Awaitable[Any]) -> Any:
 
 async def limited(limit_s: float, call: Callable[..., Any], *arguments: Any) -> Any:
     """Call a function, async or not. Raises TooLong after this time, also where the call swallows its cancellation."""
-    with interrupted_after(limit_s, waiting_counts=True):
+    with _at_work(limit_s):
         result = call(*arguments)
     if not inspect.isawaitable(result):
         return result
@@ -85,6 +107,7 @@ class EnvironmentServer:
 
     async def answer(self, number: int, kind: str, content: Any) -> None:
         """Handle one request and write its answer at once."""
+        _number.set(number)
         if kind == "end":
             await self._end(number)
             return
@@ -156,8 +179,9 @@ async def serve(connection: socket.socket) -> None:
 
 
 def main() -> None:
-    """Run with the arguments: descriptor of the connection, the worker's process id, bytes of memory (0: any)."""
-    descriptor, parent, memory_bytes = map(int, sys.argv[1:])
+    """Run with the arguments: descriptor of the connection, the worker's process id, bytes of memory (0: any), the note's descriptor."""
+    global _note  # set once, before any code of an environment runs
+    descriptor, parent, memory_bytes, _note = map(int, sys.argv[1:])
     end_with(parent)
     limit_memory(memory_bytes)
     try:

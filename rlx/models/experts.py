@@ -25,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 
 _LAYER = re.compile(r"\.(\d+)\.")
 _TOPK = (torch.topk, Tensor.topk)
+LEAVE_EXPERTS_ALONE = "set rollout.enable_rollout_routing_replay=False and actor.router_aux_loss_coef=0"
 
 
 class RoutingError(ValueError):
@@ -266,14 +267,16 @@ def _check(model: str, found: list[Router], blocks: Iterable[str]) -> None:
     with_experts = {int(layer[1]) for name in blocks if (layer := _LAYER.search(f"{name}."))}
     layers = [router.layer for router in found]
     if not with_experts and not found:
-        raise RoutingError(f"{model}: got a model without experts, expected a mixture of experts")
+        raise RoutingError(
+            f"{model}: got a model without experts, expected a mixture of experts; {LEAVE_EXPERTS_ALONE}"
+        )
     if sorted(with_experts) != layers or len({(router.experts, router.chosen) for router in found}) != 1:
         each = ", ".join(
             f"{router.name} ({type(router.module).__name__}, {router.chosen} of {router.experts})" for router in found
         )
         raise RoutingError(
             f"{model}: its experts cannot be recorded: got experts in the layers {sorted(with_experts)} and these choices by "
-            f"torch.topk: {each or 'none'}; expected one choice in each of these layers, of equally many experts"
+            f"torch.topk: {each or 'none'}; expected one choice in each of these layers, of equally many experts; {LEAVE_EXPERTS_ALONE}"
         )
 
 

@@ -68,7 +68,7 @@ def add_lora(model: "PreTrainedModel", config: ModelConfig, seed: int = 0) -> di
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:
-        raise ModelError(f"lora_rank={config.lora_rank} needs peft ({error}); pip install 'rlx[lora]'") from None
+        raise ModelError(f"lora_rank={config.lora_rank} needs peft ({error}); pip install 'peft>=0.17'") from None
 
     head, targets = _value_head(model), adapter_targets(model, config.target_modules)
     experts = expert_targets(model, config.target_modules)

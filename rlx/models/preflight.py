@@ -1,7 +1,7 @@
 """Check a model before workers load it, without reading or making weights."""
 
 from collections.abc import Collection
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
@@ -12,6 +12,7 @@ from rlx.config.schema import ModelConfig
 from rlx.config.schema.roles import TINY
 from rlx.errors import did_you_mean
 from rlx.models.adapter_folder import load_adapters
+from rlx.models.experts import LEAVE_EXPERTS_ALONE
 from rlx.models.loading import Head, ModelError, class_and_config, load_skeleton, why_not_shared
 from rlx.models.lora import adapter_targets, add_lora, expert_targets
 from rlx.models.tiny import make_tiny_config, make_tiny_tokenizer
@@ -43,6 +44,8 @@ def faults_of(
         sampler: that takes its weights, as `rollout.name` says; None: none does.
     """
     if model.path == TINY:  # it has no folder before the warm start
+        if _asks_nothing(model) and not needs_experts and max(together, default=1) == 1:
+            return []  # before transformers imports a model, which takes a second
         with TemporaryDirectory() as folder:
             make_tiny_config(model.tiny, make_tiny_tokenizer()).save_pretrained(Path(folder))
             return faults_of(replace(model, path=folder), head, together, processes, needs_experts, sampler)
@@ -77,8 +80,7 @@ def faults_of(
             load_adapters(skeleton, model)
         if needs_experts and not any(name.endswith(".experts") for name, _ in skeleton.named_modules()):
             faults.append(
-                f"got a {type(skeleton).__name__} without experts, expected a mixture of experts; set "
-                "rollout.enable_rollout_routing_replay=False and actor.router_aux_loss_coef=0"
+                f"got a {type(skeleton).__name__} without experts, expected a mixture of experts; {LEAVE_EXPERTS_ALONE}"
             )
     except ModelError as error:
         faults.append(str(error))
@@ -93,6 +95,14 @@ def _of_bytes_in_shards(model: ModelConfig) -> list[str]:
         f"quantization: got {model.quantization} with torch {torch.__version__}, whose FSDP2 shards no bytes, expected torch "
         f"{SHARDS_BYTES} or newer; set layer_offload=True, which leaves the base unsharded, or update torch"
     ]
+
+
+def _asks_nothing(model: ModelConfig) -> bool:
+    """Whether the keys that could be wrong for a model of this shape have their defaults."""
+    plain = ModelConfig()
+    free = ("path", "tiny", "enable_gradient_checkpointing", "enable_activation_offload", "activation_offload")
+    names = [each.name for each in fields(ModelConfig) if each.name not in free]
+    return all(getattr(model, name) == getattr(plain, name) for name in names)
 
 
 def _of_capped_scores(kernel: str, config: "PreTrainedConfig") -> list[str]:

@@ -1,9 +1,14 @@
 """Make `builtin:tiny`, a small transformer over bytes."""
 
+from typing import TYPE_CHECKING
+
 import torch
-from transformers import ByT5Tokenizer, PreTrainedTokenizerBase, Qwen3Config, Qwen3ForCausalLM
+from transformers import ByT5Tokenizer, PreTrainedTokenizerBase
 
 from rlx.config.schema import TinyModelConfig
+
+if TYPE_CHECKING:  # the driver needs the tokenizer only, and transformers takes a second to import a model
+    from transformers import Qwen3Config, Qwen3ForCausalLM
 
 ROLES = ("system", "user", "assistant")
 # One token per role and nothing between messages: tokens are bytes, so each character of a template costs compute. A tool speaks
@@ -27,8 +32,10 @@ def make_tiny_tokenizer() -> PreTrainedTokenizerBase:
     return ByT5Tokenizer(extra_ids=0, additional_special_tokens=markers, chat_template=CHAT_TEMPLATE)
 
 
-def make_tiny_config(config: TinyModelConfig, tokenizer: PreTrainedTokenizerBase) -> Qwen3Config:
+def make_tiny_config(config: TinyModelConfig, tokenizer: PreTrainedTokenizerBase) -> "Qwen3Config":
     """Return the model's config for this tokenizer."""
+    from transformers import Qwen3Config
+
     return Qwen3Config(
         vocab_size=len(tokenizer),
         hidden_size=config.hidden_size,
@@ -45,8 +52,10 @@ def make_tiny_config(config: TinyModelConfig, tokenizer: PreTrainedTokenizerBase
     )
 
 
-def make_tiny(config: TinyModelConfig) -> tuple[Qwen3ForCausalLM, PreTrainedTokenizerBase]:
+def make_tiny(config: TinyModelConfig) -> "tuple[Qwen3ForCausalLM, PreTrainedTokenizerBase]":
     """Return a Qwen3 model with fresh weights, fp32 on CPU, and its tokenizer; both depend on `config` alone."""
+    from transformers import Qwen3ForCausalLM
+
     tokenizer = make_tiny_tokenizer()
     model_config = make_tiny_config(config, tokenizer)
     with torch.random.fork_rng(devices=[]):

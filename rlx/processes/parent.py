@@ -19,9 +19,12 @@ class ChildProcess:
         theirs: the descriptor, inherited; the caller closes its own copy.
         arguments: whole numbers.
         memory_key: key of the configuration that limits its memory, for messages.
+        shared: other descriptors that it inherits.
     """
 
-    def __init__(self, module: str, theirs: int, arguments: tuple[int, ...], memory_key: str):
+    def __init__(
+        self, module: str, theirs: int, arguments: tuple[int, ...], memory_key: str, shared: tuple[int, ...] = ()
+    ):
         # The process gets the owner's whole import path. Processes share the cores, so each uses one thread.
         path = os.pathsep.join(folder or os.getcwd() for folder in sys.path)
         environment = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
@@ -31,7 +34,7 @@ class ChildProcess:
             stdin=subprocess.DEVNULL,
             stdout=2,  # the owner's output must not contain what a user's code prints
             env=environment,
-            pass_fds=(theirs,),
+            pass_fds=(theirs, *shared),
             start_new_session=True,  # the owner handles Ctrl-C, and processes that it starts can be killed too
         )
 

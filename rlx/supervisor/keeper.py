@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from rlx.program import program
 from rlx.supervisor import family, link
 from rlx.supervisor.policy import End, refusal
 
@@ -62,6 +63,11 @@ class Driver:
     def code(self) -> int | None:
         """Its exit code, or None while it runs."""
         return self._process.poll()
+
+    def wait(self, seconds: float) -> None:
+        """Wait for its end, but at most this long."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(seconds)
 
     def listen(self) -> None:
         """Take in what it has told since the last call."""
@@ -187,7 +193,7 @@ class Keeper:
         """Return after the driver's end. If Ray died first or the driver is frozen, return that; `close` then kills it."""
         passed_on = 0
         while driver.code is None:
-            time.sleep(TICK_S)
+            driver.wait(TICK_S)
             family.reap_orphans(driver.pid)
             driver.listen()
             for signum in self._signals[passed_on:]:
@@ -249,7 +255,7 @@ def resuming(overrides: Sequence[str], folder: str | None) -> str | None:
         return None
     given = [each for each in overrides if not each.startswith("trainer.resume_")]
     where = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={saved[-1]}"]
-    return f"rlx train {shlex.join([*given, *where])}"
+    return f"{program('train')} {shlex.join([*given, *where])}"
 
 
 def _where(end: End) -> str:

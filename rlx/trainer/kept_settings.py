@@ -16,6 +16,7 @@ import yaml
 
 from rlx.config.schema.tree import LEAVES, as_text
 from rlx.errors import storing
+from rlx.program import program
 from rlx.trainer.checkpoints import ResumeError
 
 FIRST = "config.yaml"
@@ -104,7 +105,7 @@ def changes(folder: Path, step: int, text: str) -> list[ChangedKey]:
     if refused:
         raise ResumeError(
             f"cannot go on in {folder} with another value of {'; '.join(refused)}. Set them back. A new run that begins with "
-            "the trained weights needs an exported checkpoint: python -m rlx.export"
+            f"the trained weights needs an exported checkpoint: {program('export')}"
         )
     return found
 

@@ -3,18 +3,23 @@
 It imports little itself: torch, transformers and the trainer take seconds, in which Ray mostly waits for its own processes.
 """
 
+import os
+import sys
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING
 
+from rlx.cluster import without_collection
 from rlx.config.machine import processes
 from rlx.config.schema import PPOConfig
 from rlx.config.schema.roles import sharded_roles
 
 if TYPE_CHECKING:
     from rlx.cluster.group import WorkerGroup
+
+IMPORT_NICENESS = 5  # Ray's processes come first: workers, which import for longer, wait for them
 
 
 def launch(config: PPOConfig, yaml: str) -> Path:
@@ -48,5 +53,7 @@ def start_workers(config: PPOConfig) -> "WorkerGroup":
 
 
 def _import_ahead(module: str) -> None:
-    with suppress(Exception):  # the import in the main thread says why it fails
+    if sys.platform == "linux":  # where this is about the thread alone
+        os.nice(IMPORT_NICENESS)
+    with suppress(Exception), without_collection():  # the import in the main thread says why it fails
         import_module(module)

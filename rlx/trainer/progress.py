@@ -26,6 +26,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rlx.errors import wrapped
+from rlx.program import program
 from rlx.trainer.metric_table import described
 from rlx.trainer.phases import PHASES
 from rlx.trainer.tracking import METRICS_FILE
@@ -109,7 +110,11 @@ def next_commands(folder: Path) -> list[str]:
     """Return the commands that one may want after a run, each with a comment."""
     found = [path for path in folder.glob("checkpoints/global_step_*") if path.name[12:].isdecimal()]
     saved = sorted(found, key=lambda path: int(path.name[12:]))
-    lines = [f"rlx export {shlex.quote(str(saved[-1]))} MODEL   # the policy as a Hugging Face folder"] if saved else []
+    lines = (
+        [f"{program('export')} {shlex.quote(str(saved[-1]))} MODEL   # the policy as a Hugging Face folder"]
+        if saved
+        else []
+    )
     if (folder / "tensorboard").exists():
         lines.append(f"tensorboard --logdir {shlex.quote(str(folder))}   # the curves")
     return lines
@@ -145,7 +150,8 @@ class StepTable:
         for column in self.columns:
             name = next((name for name in column.metrics if name in metrics), None)
             if name is not None and (of := described(name)) is not None and column.title not in PLAIN_TITLES:
-                parts.append(f"{column.title}: {of.meaning[0].lower()}{of.meaning[1:].rstrip('.')}")
+                begin = of.meaning[:1] if of.meaning[1:2].isupper() else of.meaning[:1].lower()  # KL stays KL
+                parts.append(f"{column.title}: {begin}{of.meaning[1:].rstrip('.')}")
         return "; ".join(parts)
 
     def row(self, step: int, metrics: Mapping[str, float]) -> str:
@@ -351,7 +357,7 @@ class Progress:
         first_validation: Mapping[str, float],
         last_validation: Mapping[str, float],
         folder: Path,
-        picture: Path,
+        picture: Path | None,
         restarts: Sequence[str] = (),
     ) -> None:
         """Show the closing panel: results, duration, and the folders of run and report.
@@ -371,7 +377,9 @@ class Progress:
             facts[label] = f"{first:.3f} -> {last:.3f}"
         facts |= {f"restart {number}": reason for number, reason in enumerate(restarts, start=1)}
         facts["wall time"] = duration(time.perf_counter() - self._started)
-        facts |= {"run": str(folder), "report": str(picture)}
+        facts["run"] = str(folder)
+        if picture is not None:
+            facts["report"] = str(picture)
         for name, part in (("metrics", METRICS_FILE), ("generations", "validation"), ("checkpoints", "checkpoints")):
             if (folder / part).exists():
                 facts[name] = str(folder / part)

@@ -16,6 +16,7 @@ from matplotlib.patheffects import withStroke
 from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 
 from rlx.errors import ExplainedError
+from rlx.program import program
 from rlx.trainer.phases import PHASES
 from rlx.trainer.progress import change
 from rlx.trainer.tracking import METRICS_FILE
@@ -255,7 +256,7 @@ PANELS = {
 
 def main() -> None:
     """Run the command."""
-    parser = argparse.ArgumentParser(prog="python -m rlx.trainer.report", description="Draw report.png of a run.")
+    parser = argparse.ArgumentParser(prog=program("report"), description="Draw report.png of a run.")
     parser.add_argument("run_dir", type=Path, help="the run's folder, which holds metrics.jsonl")
     run_dir: Path = parser.parse_args().run_dir
     if not (run_dir / METRICS_FILE).is_file():

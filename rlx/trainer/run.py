@@ -9,6 +9,7 @@ from rlx.config.schema import ModelConfig, PPOConfig
 from rlx.config.schema.roles import TINY, critic_settings, has_critic, roles_of
 from rlx.data.sampler import PromptSampler
 from rlx.errors import storing
+from rlx.program import program
 from rlx.supervisor import link
 from rlx.supervisor.stopping import Stopping
 from rlx.trainer.checkpoints import SUPERSEDED, newest_whole, read_driver_state, run_folder, set_aside_later
@@ -103,14 +104,23 @@ def _run(config: PPOConfig, yaml: str, prepared: Prepared, workers: WorkerGroup)
         with Stopping(config.trainer.save_on_sigterm_s) as stopping:
             link.tell(grace_s=config.trainer.save_on_sigterm_s + ENDING_S)
             trainer.fit(stopping)
-    from rlx.trainer.report import (
-        write_report,  # matplotlib takes half a second, which the first step need not wait for
-    )
-
-    with storing(folder):
-        picture = write_report(folder / METRICS_FILE, folder / "report.png")
+    picture = _picture(folder, progress)
     progress.summary(trainer.first_validation, trainer.last_validation, folder, picture, link.restarts())
     return folder
+
+
+def _picture(folder: Path, progress: Progress) -> Path | None:
+    """Draw the run's report. A picture that cannot be drawn does not fail a run that is done."""
+    try:
+        from rlx.trainer.report import write_report  # matplotlib takes half a second, for which no step need wait
+
+        with storing(folder):
+            return write_report(folder / METRICS_FILE, folder / "report.png")
+    except Exception as error:
+        progress.notice(
+            f"report.png was not drawn ({type(error).__name__}: {error}); to try again: {program('report')} {folder}"
+        )
+        return None
 
 
 def _set_aside_damaged(folder: Path, config: PPOConfig) -> list[str]:

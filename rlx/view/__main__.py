@@ -7,6 +7,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from rlx.program import program
 from rlx.view.page import ViewError, write_page
 
 DEFAULT_MB = 64
@@ -15,7 +16,7 @@ DEFAULT_MB = 64
 def main(arguments: list[str]) -> int:
     """Write the page, say where it is, and return the exit code."""
     parser = argparse.ArgumentParser(
-        prog="python -m rlx.view", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog=program("view"), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("run", type=Path, help="folder of the run, with transcripts/")
     parser.add_argument("--out", type=Path, help="the page (default: view.html in the run's folder)")
@@ -35,7 +36,7 @@ def main(arguments: list[str]) -> int:
     try:
         page = write_page(options.run, out, first, last, int(options.max_mb * 1e6))
     except ViewError as error:
-        print(f"python -m rlx.view: {error}", file=sys.stderr)
+        print(f"{program('view')}: {error}", file=sys.stderr)
         return 1
     print(f"{out}: {page.samples} samples of {page.steps} steps, {out.stat().st_size / 1e6:.1f} MB")
     if page.left_out:

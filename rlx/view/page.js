@@ -57,8 +57,9 @@ function draw() {
   byId("rows").replaceChildren(...shown.slice(first, last).map((i, k) => {
     const row = make("button", i === chosen.sample ? "row chosen" : "row");
     const failed = all.failed[i] ? `, ${all.failed[i]} failed` : "";
+    const calls = all.calls[i] ? ` · ${plural(all.calls[i], "call")}${failed}` : "";
     row.append(make("span", "", `reward ${number(all.reward[i])} · step ${all.step[i]} · group ${all.group[i]}.${all.sample[i]} · ` +
-      `${plural(all.turns[i], "turn")} · ${plural(all.calls[i], "call")}${failed}`));
+      `${plural(all.turns[i], "turn")}${calls}`));
     row.append(make("span", "title", visible(`${all.reason[i] ? `[${all.reason[i]}] ` : ""}${all.title[i]}`)));
     row.style.top = `${(first + k) * ROW}px`;
     row.dataset.sample = i;

@@ -11,7 +11,7 @@ import hashlib
 import html
 import json
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -139,8 +139,14 @@ def _summary(sample: Sample) -> tuple[Any, ...]:
         sum(bool(call.get("error")) for call in calls if isinstance(call, dict)),
         _short(math.fsum(turn.get("seconds") or 0.0 for turn in turns)),
         str(sample.get("reason") or ""),
-        " ".join(str(own[-1]["text"] if own else "").split())[:TITLE_LENGTH],
+        _title([" ".join(str(turn["text"]).split()) for turn in own]),
     )
+
+
+def _title(texts: Sequence[str]) -> str:
+    """Return all turns if they are short, such as guesses or moves, else the beginning of the last one."""
+    whole = " → ".join(texts)
+    return whole if len(whole) <= TITLE_LENGTH else texts[-1][:TITLE_LENGTH]
 
 
 def _tokens(sample: Sample) -> dict[str, Any]:

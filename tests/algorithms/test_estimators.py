@@ -54,6 +54,16 @@ def test_equal_rewards_teach_exactly_nothing(name, score):
     assert not ESTIMATORS[name](batch, AlgorithmConfig())["advantages"].any()
 
 
+@pytest.mark.parametrize("name", [name for name, needs in ADV_ESTIMATORS.items() if GROUPS in needs])
+def test_a_row_whose_environment_failed_at_once_leaves_its_group_as_it_is(name):
+    batch = columns()
+    batch["response_mask"][3] = False  # beside row 2, whose token rewards stay
+    found = ESTIMATORS[name](batch, AlgorithmConfig())["advantages"]
+    rest = [0, 1, 2, 4, 5]
+    without = {column: x[rest] for column, x in batch.items()}
+    assert torch.equal(found[rest], ESTIMATORS[name](without, AlgorithmConfig())["advantages"]) and not found[3].any()
+
+
 @pytest.mark.parametrize("name", ESTIMATORS)
 def test_a_group_of_one_and_rows_without_a_token_are_harmless(name):
     batch = {key: column[:3].clone() for key, column in columns().items()}

@@ -13,7 +13,7 @@ from rlx.benchmarks.sweep.run import CheckResult, outcomes_of
 from rlx.benchmarks.sweep.tiny_models import config_of, rows, tiny_model
 
 ROOT = Path(__file__).parents[2]
-FEATURES = ["packed", "value", "boundary", "lora", "hf sampler"]
+FEATURES = ["packed", "value", "boundary", "lora", "replay", "hf sampler"]
 DRAW = 0  # fixed, so that a change is not blamed for a type that it did not touch
 
 

@@ -182,6 +182,7 @@ def test_local_session_ignores_stale_addresses_and_keeps_out_of_the_home_folder(
             with session(config):
                 assert ray.cluster_resources()["CPU"] == 3
                 print(ray.get_runtime_context().get_session_name())
+                assert ray.get(ray.remote(lambda: os.nice(0)).remote()) == os.nice(0), "a worker waits for nobody"
             assert not ray.is_initialized()
         """,
         HOME=str(tmp_path),

@@ -1,10 +1,12 @@
-"""The recipes of docs/algorithms.md are configurations that can run, and say nothing without effect."""
+"""The recipes of docs/algorithms.md and the nightly tasks are configurations that can run, and say nothing without effect."""
 
 import re
 from pathlib import Path
 
 import pytest
 
+from rlx.benchmarks.learns import SEEDS, TASKS
+from rlx.config.machine import Machine
 from rlx.config.schema import ADV_ESTIMATORS, LOSS_MODES
 
 PAGE = (Path(__file__).parents[2] / "docs/algorithms.md").read_text()
@@ -21,3 +23,10 @@ def test_there_is_a_recipe_with_every_estimator_and_every_loss():
     every = " ".join(RECIPES.values())
     assert set(re.findall(r"adv_estimator=(\w+)", every)) == set(ADV_ESTIMATORS)
     assert {"vanilla", *re.findall(r"loss_mode=(\w+)", every)} == set(LOSS_MODES)
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_a_nightly_task_can_run_as_it_stands(verdict, name):
+    machine = Machine(gpus=0, cpus=4, packages=frozenset({"peft"}))
+    found = verdict([*TASKS[name].settings, *(f"{key}=7" for key in SEEDS)], machine)
+    assert not found.faults and not found.warnings

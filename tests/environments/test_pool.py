@@ -22,11 +22,6 @@ class Table:
     def reset(self, row):
         if row["prompt"] == "crash":
             os._exit(3)
-        if row["prompt"] == "crash once":
-            if not Path(row["extra_info"]).exists():
-                Path(row["extra_info"]).touch()
-                time.sleep(0.2)
-                os._exit(3)
         self.row, self.turns = row, 0
         return [{"role": "user", "content": str(row["prompt"])}]
 
@@ -43,6 +38,9 @@ class Table:
                     try: await asyncio.sleep(1000)
                     except asyncio.CancelledError: pass
             case "exit": os._exit(0)
+            case "exit later":
+                asyncio.get_running_loop().call_later(0.1, os._exit, 3)
+                await asyncio.sleep(1)
             case "segfault": ctypes.string_at(0)
             case "sys.exit": sys.exit("enough")
             case "raise": raise KeyError("k")
@@ -52,6 +50,8 @@ class Table:
             case "forge": os.write(int(sys.argv[1]), b"[0, 0]\\n"); time.sleep(5)
             case "no JSON": os.write(int(sys.argv[1]), b"\\x80pickle\\n"); time.sleep(5)
             case "sleep": await asyncio.sleep(0.3)
+        if turn.text == "clock":
+            return Observation([{"role": "user", "content": str(time.time())}])
         wrong = {"none": None, "NaN": {"messages": [], "reward": float("nan")}, "text": "fine", "fields": {"message": []},
             "reward": {"messages": [], "reward": "1"}, "role": {"messages": [{"content": "x"}]}, "empty": {"messages": []},
             "long": {"messages": [{"role": "user", "content": "y" * 2**20}]}, "object": {"messages": [], "done": True, "info": {"a": object()}},
@@ -134,29 +134,62 @@ def test_a_call_that_fails_costs_its_own_conversation_alone(make_pool, answers, 
 
 
 @pytest.mark.parametrize("text", ["hang in C", "exit", "segfault", "forge", "no JSON"])
-def test_a_process_that_ends_loses_those_that_live_there_and_no_others(make_pool, answers, monkeypatch, text):
+def test_a_process_that_ends_costs_the_conversation_at_work_and_no_other(make_pool, answers, monkeypatch, text):
+    """Conversations beside it begin again, with their turns so far: one at its next step, one whose step was open."""
     monkeypatch.setattr(rlx.environments.pool, "ANSWER_SLACK_S", 0.3)
-    pool = make_pool("Table", ENVIRONMENT, processes=2, limit_s=0.5)
-    begin(pool, answers, [0])
-    begin(pool, answers, [1])
-    begin(pool, answers, [2])  # beside 0 or 1
-    failure = step(pool, answers, text)
-    assert isinstance(failure, Failure) and failure.kind == ("timeout" if text == "hang in C" else "crash")
-    found = [step(pool, answers, "ok", key) for key in (1, 2)]
-    lost = [answer for answer in found if isinstance(answer, Failure)]
-    assert len(lost) <= 1 and all("another conversation's call" in answer.reason for answer in lost)
-    assert any(answer == Observation([{"role": "user", "content": "ok 1"}], 0.5) for answer in found)
+    pool = make_pool("Table", ENVIRONMENT, limit_s=0.5)
+    begin(pool, answers, range(3))
+    assert [step(pool, answers, "ok", key).messages[0]["content"] for key in (1, 2)] == ["ok 1"] * 2
+    pool.step(0, Turn(text, 0))
+    pool.step(1, Turn("ok", 1))
+    found = answers(pool, [0, 1])
+    assert isinstance(found[0], Failure) and found[0].kind == ("timeout" if text == "hang in C" else "crash")
+    again = [found[1], step(pool, answers, "ok", 2)]
+    assert [answer.messages[0]["content"] for answer in again] == ["ok 2"] * 2
     begin(pool, answers, [0])
     assert step(pool, answers, "ok") == Observation([{"role": "user", "content": "ok 1"}], 0.5)
 
 
-def test_a_reset_that_was_open_is_tried_once_more(make_pool, answers, tmp_path):
+def test_a_conversation_begins_again_once(make_pool, answers):
     pool = make_pool("Table", ENVIRONMENT)
-    pool.reset(0, {**ROW, "prompt": "crash once", "extra_info": str(tmp_path / "seen")})
+    begin(pool, answers, range(4))
+    for key in (0, 1):
+        assert step(pool, answers, "exit", key).reason == "ended its process (exit code 0)"
+        if key == 0:
+            assert step(pool, answers, "ok", 3).messages, "it has a second environment"
+    assert step(pool, answers, "ok", 2).messages, "it had lost none before its first step"
+    failure = step(pool, answers, "ok", 3)
+    assert failure.kind == "crash" and "another conversation's call ended its process" in failure.reason
+    with pytest.raises(ValueError, match="conversation 3 has failed"):
+        pool.step(3, Turn("ok", 2))
+
+
+def test_a_conversation_that_begins_again_must_get_the_same_answers(make_pool, answers):
+    pool = make_pool("Table", ENVIRONMENT)
+    begin(pool, answers, range(2))
+    step(pool, answers, "clock", 1)
+    step(pool, answers, "exit", 0)
+    failure = step(pool, answers, "ok", 1)
+    assert failure.kind == "crash" and "answered otherwise than before" in failure.reason
+
+
+def test_a_process_that_ends_by_itself_is_nobodys_fault(make_pool, answers):
+    """Here a timer that a conversation has left behind ends it while nobody's code is at work."""
+    pool = make_pool("Table", ENVIRONMENT)
+    begin(pool, answers, range(2))
+    pool.step(0, Turn("exit later", 0))
+    pool.step(1, Turn("sleep", 0))
+    found = answers(pool, range(2))
+    assert found[0].kind == "crash" and found[0].reason == "ended its process (exit code 3)", "it did so twice"
+    assert isinstance(found[1], Failure) or found[1].messages
+
+
+def test_a_reset_that_was_open_beside_another_is_tried_once_more(make_pool, answers):
+    pool = make_pool("Table", ENVIRONMENT)
+    pool.reset(0, {**ROW, "prompt": "crash"})
     pool.reset(1, ROW)
-    assert all(answer.messages for answer in answers(pool, [0, 1]).values())
-    pool.reset(2, {**ROW, "prompt": "crash"})
-    assert answers(pool, [2])[2] == Failure("ended its process (exit code 3)", "crash")
+    found = answers(pool, [0, 1])
+    assert found[0] == Failure("ended its process (exit code 3)", "crash") and found[1].messages
     pool.reset(3, {**ROW, "extra_info": object()})
     assert "cannot be sent" in answers(pool, [3])[3].reason
 
@@ -173,7 +206,8 @@ def test_nothing_waits_for_a_process_that_does_not_read(make_pool, answers, monk
     pool.reset(9, {**ROW, "prompt": "late"})
     assert time.monotonic() - before < 0.5
     found = answers(pool, [*range(8), 9])
-    assert all(isinstance(found[key], Failure) for key in range(8)) and found[9].messages[0]["content"] == "late"
+    assert found[0].kind == "timeout" and found[9].messages[0]["content"] == "late"
+    assert all(found[key].messages[0]["content"] == f"{'z' * 10**6} 1" for key in range(1, 8)), "in another process"
 
 
 def test_processes_end_with_the_pool(make_pool, answers):

@@ -262,6 +262,6 @@ def test_the_command_that_goes_on_from_the_newest_checkpoint(tmp_path):
     for step in (9, 10):
         (tmp_path / "checkpoints" / f"global_step_{step}").mkdir(parents=True)
     assert resuming(overrides, str(tmp_path)) == (
-        "rlx train 'data.train_files=a b.jsonl' trainer.resume_mode=resume_path "
+        "python -m rlx.main_ppo 'data.train_files=a b.jsonl' trainer.resume_mode=resume_path "
         f"trainer.resume_from_path={tmp_path}/checkpoints/global_step_10"
     )

@@ -1,5 +1,6 @@
 import io
 import logging
+import sys
 import time
 from pathlib import Path
 
@@ -220,12 +221,28 @@ def test_the_summary_tells_what_was_reached_and_where_things_lie(tmp_path: Path)
     assert "checkpoints" not in text
 
 
+@pytest.mark.parametrize("fault", ["no matplotlib", "a torn file"])
+def test_a_picture_that_cannot_be_drawn_fails_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str):
+    from rlx.trainer.run import _picture
+
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.5}\n' if fault == "no matplotlib" else "[\n")
+    if fault == "no matplotlib":
+        monkeypatch.setitem(sys.modules, "matplotlib.axes", None)
+        monkeypatch.delitem(sys.modules, "rlx.trainer.report", raising=False)
+    progress, stream = plain()
+    picture = _picture(tmp_path, progress)
+    progress.summary({}, {}, tmp_path, picture)
+    said = " ".join(stream.getvalue().split())
+    assert picture is None and f"python -m rlx.trainer.report {tmp_path}" in said.replace("! ", "")
+    assert ("matplotlib" if fault == "no matplotlib" else "line 1") in said
+
+
 def test_after_a_run_the_next_commands_are_named(tmp_path: Path):
     assert next_commands(tmp_path) == []
     for name in ("checkpoints/global_step_9", "checkpoints/global_step_10", "tensorboard"):
         (tmp_path / name).mkdir(parents=True)
     export, curves = next_commands(tmp_path)
-    assert export.startswith(f"rlx export {tmp_path}/checkpoints/global_step_10 MODEL ")
+    assert export.startswith(f"python -m rlx.export {tmp_path}/checkpoints/global_step_10 MODEL ")
     assert curves.startswith(f"tensorboard --logdir {tmp_path} ")
 
 

@@ -68,9 +68,20 @@ def test_one_turn_with_an_environment_changes_no_number(train, own, scored):
     assert len(read_transcripts(folder, 2)) == 32
 
 
+VLLM = [
+    "actor_rollout_ref.rollout.name=vllm",
+    "actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_memory_bytes=16777216",
+]
+
+
 @pytest.mark.slow
-def test_conversations_resume_exactly_and_are_kept(train, own):
+@pytest.mark.parametrize("sampler", ["hf", "vllm"])
+def test_conversations_resume_exactly_and_are_kept(train, own, sampler, request):
+    """In the middle of an epoch, with a critic over turns."""
+    if sampler == "vllm":
+        request.getfixturevalue("cpu_vllm")
     settings = [
+        *(VLLM if sampler == "vllm" else ()),
         "data.max_response_length=48",
         "trainer.save_freq=1",
         "trainer.total_training_steps=2",
@@ -82,7 +93,9 @@ def test_conversations_resume_exactly_and_are_kept(train, own):
     resumed, second = train(*settings, *resume_from(folder, 1))
     found, expected = ({n: x for n, x in results(m).items() if not n.endswith("_s")} for m in (second[2], whole[2]))
     assert found == expected
-    assert read_transcripts(resumed, 2) and 1 < expected["conversation/turns_mean"] < 3
+    kept = ("token_ids", "loss_mask", "advantages", "reward", "reason")
+    again, first = ([[own[name] for name in kept] for own in read_transcripts(run, 2)] for run in (resumed, folder))
+    assert len(again) == 32 and again == first and 1 < expected["conversation/turns_mean"] < 3
     assert expected["mismatch/turn_2/max_abs_log_prob"] < 1e-3
     assert (
         expected["conversation/failures"] > 0
@@ -97,9 +110,8 @@ def test_conversations_resume_exactly_and_are_kept(train, own):
 def test_processes_around_one_vllm_engine_have_the_same_conversations(train, own):
     """Only the first of them has environments; the trainer's log-probs of every turn are the sampler's."""
     options = [
-        "actor_rollout_ref.rollout.name=vllm",
+        *VLLM,
         "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
-        "actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_memory_bytes=16777216",
         "actor_rollout_ref.rollout.temperature=0.7",
         "actor_rollout_ref.rollout.multi_turn.max_assistant_turns=2",
         "data.max_response_length=48",

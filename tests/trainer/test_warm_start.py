@@ -17,6 +17,7 @@ from rlx.config.schema import (
 )
 from rlx.data.arithmetic import make_problems
 from rlx.models.tiny import make_tiny
+from rlx.trainer import imitation
 from rlx.trainer import warm_start as module
 from rlx.trainer.warm_start import warm_start
 
@@ -74,24 +75,26 @@ def test_what_does_not_change_the_model_keeps_its_folder(config):
 
 def test_accuracy_is_measured_on_problems_outside_both_splits(config):
     task = config.data.arithmetic
-    train, held_out = module._examples(config, make_tiny(TINY)[1])
+    train, held_out = imitation._examples(config, make_tiny(TINY)[1])
     prompts = {
         split: {example.turns[0][0] for example in examples}
         for split, examples in (("train", train), ("held out", held_out))
     }
     val = {
-        module._example(row, config.environment, make_tiny(TINY)[1]).turns[0][0] for row in make_problems(task, "val")
+        imitation._example(row, config.environment, make_tiny(TINY)[1]).turns[0][0]
+        for row in make_problems(task, "val")
     }
     given = {
-        module._example(row, config.environment, make_tiny(TINY)[1]).turns[0][0] for row in make_problems(task, "train")
+        imitation._example(row, config.environment, make_tiny(TINY)[1]).turns[0][0]
+        for row in make_problems(task, "train")
     }
     assert prompts["train"] == given
-    assert len(prompts["held out"]) == module.HELD_OUT
+    assert len(prompts["held out"]) == imitation.HELD_OUT
     assert not prompts["held out"] & (given | val)
 
 
 def test_only_the_solution_is_learned_and_padding_is_not():
-    ids, labels = module._padded([(((5, 6), (7, 1)),), (((8,), (9, 9, 9, 1)),)])
+    ids, labels = imitation._padded([(((5, 6), (7, 1)),), (((8,), (9, 9, 9, 1)),)])
     assert ids.tolist() == [[5, 6, 7, 1, 0], [8, 9, 9, 9, 1]]
     assert labels.tolist() == [[-100, -100, 7, 1, -100], [-100, 9, 9, 9, 1]]
 
@@ -126,7 +129,7 @@ def test_a_folder_that_cannot_be_written_costs_no_training(config, monkeypatch):
         raise OSError("read-only file system")
 
     monkeypatch.setattr(module.tempfile, "mkdtemp", full)
-    monkeypatch.setattr(module._Training, "run", lambda self: pytest.fail("it trained"))
+    monkeypatch.setattr(imitation._Training, "run", lambda self: pytest.fail("it trained"))
     with pytest.raises(OSError, match="read-only"):
         warm_start(config)
 

@@ -9,7 +9,7 @@ from html.parser import HTMLParser
 import pytest
 
 from rlx.view.__main__ import main
-from rlx.view.page import write_page
+from rlx.view.page import TITLE_LENGTH, write_page
 from rlx.view.transcripts import ViewError
 
 
@@ -146,3 +146,17 @@ def test_numbers_that_are_not_finite_are_kept_as_words(make_run):
     (own,) = parsed.unpacked("block0")
     assert (own["advantages"][5], own["gaps"][5]) == ("nan", "-inf")
     assert parsed.unpacked("index")["samples"]["reward"] == ["inf"]
+
+
+def test_the_list_shows_all_turns_if_they_are_short_else_the_last(make_run):
+    run = make_run(steps=1, groups=1, samples=2)
+    [path] = (run / "transcripts").iterdir()
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    for line, texts in zip(lines, (("16</s>", "24\n"), ("long " * 30, "24 it is " * 20)), strict=True):
+        line["turns"][0]["text"], line["turns"][2]["text"] = texts
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_page(run, run / "view.html")
+    assert Parsed(run / "view.html").unpacked("index")["samples"]["title"] == [
+        "16</s> → 24",
+        ("24 it is " * 20)[:TITLE_LENGTH],
+    ]

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
+from rlx.benchmarks.sweep.replay import replay_error
 from rlx.benchmarks.sweep.samplers import hf_error, vllm_error
 from rlx.benchmarks.sweep.trainer import TinyModel, saved_error, update_error
 from rlx.config.schema import ActivationOffloadConfig
@@ -13,12 +14,12 @@ class Feature(NamedTuple):
     """A column of the table.
 
     Args:
-        check: returns an error and a note.
+        check: returns an error, None if the model has nothing to compare, and a note.
         processes: of the group in which it runs.
         fresh: whether these start anew, without what others have imported.
     """
 
-    check: Callable[[TinyModel], tuple[float, str]]
+    check: Callable[[TinyModel], tuple[float | None, str]]
     processes: int = 1
     fresh: bool = False
 
@@ -57,6 +58,7 @@ FEATURES = {
     "disk": Feature(_offloaded(save="boundary", **DISK)),
     "all, disk": Feature(_offloaded(save="all", **DISK)),
     "lora": Feature(_trained(lora_rank=4)),
+    "replay": Feature(replay_error),
     "saved": Feature(saved_error),
     "hf sampler": Feature(hf_error),
     "vllm sampler": Feature(vllm_error, fresh=True),

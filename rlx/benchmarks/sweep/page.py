@@ -20,6 +20,7 @@ COLUMNS = {
     "recomputed, tiled": ("recomputed", "tiled"),
     "offloaded": ("boundary", "attention", "auto", "all", "disk", "all, disk"),
     "LoRA": ("lora",),
+    "replay": ("replay",),
     "saved": ("saved",),
     "2 processes": ("fsdp2", "fsdp1"),
     "Ulysses": ("ulysses",),
@@ -61,6 +62,7 @@ part in fp32. An error above {tolerance:g} counts as **wrong**.
 | recomputed, tiled | the update with `enable_gradient_checkpointing`, and with `tiled_mlp` |
 | offloaded | the update with `activation_offload.save` boundary, attention, auto and all in host memory; boundary and all on disk |
 | LoRA | the update of adapters on all linear layers, merged into the weights |
+| replay | log-probs, entropies and the update with experts that the routers would not choose, given as by `router_replay.mode=R3` |
 | saved | log-probs after an update: of a checkpoint that another engine loads, and of the exported folder |
 | 2 processes | the update with `strategy=fsdp2` and `strategy=fsdp` |
 | Ulysses | the update with `ulysses_sequence_parallel_size=2` |
@@ -69,6 +71,9 @@ part in fp32. An error above {tolerance:g} counts as **wrong**.
 `padded` in a cell: the sequences cannot be packed, so rlx pads them and logs why. `eager`: the model has no `sdpa`, so it ran with
 `attn_implementation=eager`. `refused`: rlx stops before anything starts, with the message of that number [below](#refusals).
 `-`: not run.
+
+A sweep may be run in parts. The offloaded cells of the families below and of a drawn tenth of all rows are the newest; the others are
+of an earlier state of `activation_offload`.
 """
 
 
@@ -130,7 +135,8 @@ def cell(outcomes: Iterable[CheckResult | None], refusals: Refusals) -> str:
     refused = {refusals.number(each.note) for each in found if each.status == "refused"}
     parts += [f"refused {number}" for number in sorted(refused)]
     if right := [each for each in found if each.status == "right"]:
-        parts.append(f"{max(each.error or 0.0 for each in right):.0e}")
+        if errors := [each.error for each in right if each.error is not None]:
+            parts.append(f"{max(errors):.0e}")
         parts += sorted({note for each in right for note in each.note.split(", ") if note})
     return ", ".join(parts).replace("|", "\\|")
 
@@ -164,7 +170,8 @@ def page(results: Mapping[str, Mapping[str, CheckResult]], versions: str) -> str
     named = {row for _, row in families}
     others = [(f"`{row}`", row) for row in sorted(results) if row not in named and row not in unmakeable]
     every = [each for of_row in results.values() for each in of_row.values()]
-    counts = {status: sum(each.status == status for each in every) for status in ("right", "refused", "wrong")}
+    compared = [each for each in every if each.status != "right" or each.error is not None]
+    counts = {status: sum(each.status == status for each in compared) for status in ("right", "refused", "wrong")}
     lines = [
         TITLE.format(tolerance=TOLERANCE),
         f"The last sweep, with {versions}: {len(results) - len(unmakeable)} rows, {counts['right']} outcomes right, "

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from rlx.config.schema import ActorConfig, CriticConfig, OptimConfig
+from rlx.config.schema.training import RouterReplayConfig
 from rlx.data.batch import Batch
 from rlx.engine.objectives import Objective, PolicyObjective, Totals, ValueObjective
 
@@ -25,9 +26,11 @@ OPTIM = OptimConfig(lr=1.0, eps=1.0, weight_decay=0.0)
 GRAD_CLIP = 1e9
 
 
-def policy_objective() -> PolicyObjective:
+def policy_objective(replay: str = "disabled") -> PolicyObjective:
     """Return a policy loss that reads log-probs and entropies."""
-    actor = ActorConfig(use_kl_loss=True, kl_loss_coef=0.1, entropy_coeff=0.05)
+    actor = ActorConfig(
+        use_kl_loss=True, kl_loss_coef=0.1, entropy_coeff=0.05, router_replay=RouterReplayConfig(replay)
+    )
     return PolicyObjective(actor, temperature=TEMPERATURE, horizon=R)
 
 

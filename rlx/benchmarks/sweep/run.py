@@ -26,7 +26,7 @@ class CheckResult:
 
     Args:
         status: right: the error is at most `TOLERANCE`. refused: before anything starts.
-        error: the largest difference to transformers alone; None if the check did not end.
+        error: the largest difference to transformers alone; None if the check did not end or had nothing to compare.
         note: the message of a refusal or failure, or a remark.
     """
 
@@ -170,6 +170,8 @@ def _check(folder: str, how: str) -> Any:
             return CheckResult("refused", None, str(refusal).replace(folder, "MODEL"))
         except BaseException as failure:
             return CheckResult("wrong", None, _said(failure).replace(folder, "MODEL"))
+        if error is None:
+            return CheckResult("right", None, note)
         return CheckResult("right" if error <= TOLERANCE else "wrong", error, ", ".join(filter(None, (remark, note))))
 
     return check

@@ -30,7 +30,9 @@ from rlx.benchmarks.sweep.reference import (
 from rlx.config.schema import FSDPConfig, MixedPrecisionConfig, ModelConfig
 from rlx.data.batch import Batch
 from rlx.engine.engine import Engine
+from rlx.engine.experts import ExpertOptions
 from rlx.engine.micro_batch import MicroBatchRule
+from rlx.engine.objectives import PolicyObjective, ValueObjective
 from rlx.models.loading import Head, load_model
 from rlx.models.preflight import faults_of
 from rlx.rollout.protocol import EngineError
@@ -90,7 +92,14 @@ def refusals() -> Iterator[None]:
         raise Refused(str(error)) from error
 
 
-def engine(made: TinyModel, head: Head = "lm", strategy: str = "fsdp2", together: int = 1, **changes: Any) -> Engine:
+def engine(
+    made: TinyModel,
+    head: Head = "lm",
+    strategy: str = "fsdp2",
+    together: int = 1,
+    experts: ExpertOptions | None = None,
+    **changes: Any,
+) -> Engine:
     """Return an engine for a tiny model, after the checks that come before workers start.
 
     Raises:
@@ -112,6 +121,7 @@ def engine(made: TinyModel, head: Head = "lm", strategy: str = "fsdp2", together
             total_steps=10,
             grad_clip=GRAD_CLIP,
             sequence_parallel=together,
+            experts=experts,
         )
 
 
@@ -122,18 +132,32 @@ def own_share(batch: Batch, together: int) -> range:
 
 
 def update_error(made: TinyModel, head: Head = "lm", figures: bool = True, **options: Any) -> tuple[float, str]:
-    """Return the largest error of figures, gradients and updated weights of an engine, and a note."""
-    trained = engine(made, head, **options)
-    return _error(made, trained, head, options.get("together", 1), figures)
+    """Return the largest error of figures and updated weights of an engine, and a note."""
+    trained, rows = engine(made, head, **options), own_share(made.batch, options.get("together", 1))
+    if head == "lm":
+        return compared(trained, made.batch, made.policy, policy_objective(), rows, figures)
+    return compared(trained, made.batch, made.value, value_objective(), rows, figures)
 
 
-def _error(made: TinyModel, trained: Engine, head: Head, together: int, figures: bool) -> tuple[float, str]:
-    wanted = made.policy if head == "lm" else made.value
-    rows = own_share(made.batch, together)
-    own = made.batch.rows(rows)
-    errors = [0.0]
+def compared(
+    trained: Engine,
+    batch: Batch,
+    wanted: Expected,
+    objective: PolicyObjective | ValueObjective,
+    rows: range = range(len(PROMPTS)),
+    figures: bool = True,
+) -> tuple[float, str]:
+    """Return the largest error of an engine's figures and of its weights after an update, and a note.
+
+    Args:
+        batch: of all processes.
+        rows: those of this process.
+        figures: whether to compare figures.
+    """
+    own, errors = batch.rows(rows), [0.0]
     if figures:
-        found = trained.log_probs(own, MICRO, TEMPERATURE) if head == "lm" else {"values": trained.values(own, MICRO)}
+        is_policy = objective.distribution is not None
+        found = trained.log_probs(own, MICRO, TEMPERATURE) if is_policy else {"values": trained.values(own, MICRO)}
         errors += [float((found[name] - x[rows.start : rows.stop]).abs().max()) for name, x in wanted.figures.items()]
     before = {name: x.clone() for name, x in trained.weights()}
     adapters = {}
@@ -141,7 +165,7 @@ def _error(made: TinyModel, trained: Engine, head: Head, together: int, figures:
         for name, adapter in trained.adapters.items():
             a = trained.root.get_submodule(name).lora_A.default.weight
             adapters[f"{name}.weight"] = (full(a), adapter.scale, adapter.transposed)
-    trained.update(own, MICRO, policy_objective() if head == "lm" else value_objective())
+    trained.update(own, MICRO, objective)
     changes = {name: x - before[name] for name, x in trained.weights()}
     errors.append(largest_difference(changes, wanted_changes(wanted, adapters)))
     note = "" if trained._forward.packs or not trained.model_config.use_remove_padding else "padded"

@@ -40,7 +40,7 @@ def cluster_answers(s: CheckContext) -> Faults:
 def nodes_need_a_cluster(s: CheckContext) -> Faults:
     """A run on several machines needs a cluster to join."""
     nodes = s.config.trainer.nnodes
-    if nodes > 1 and s.machine.cluster is None:
+    if nodes > 1 and s.machine.cluster is None and s.machine.name is None:
         remedy = f"start Ray on each machine and set RAY_ADDRESS (docs/cluster.md), or set {NODES}=1"
         got = f"{NODES}={nodes}, RAY_ADDRESS not set"
         expected = "RAY_ADDRESS=<host>:<port>"
@@ -63,14 +63,13 @@ def gpus_suffice(s: CheckContext) -> Faults:
         return
     nodes, per_node, offered = trainer.nnodes, trainer.n_gpus_per_node, s.machine.node_gpus
     if nodes > 1 and cluster is None:
-        nodes = 1  # `nodes_need_a_cluster` reports the missing cluster
+        nodes = 1  # all machines are like one that is named; `nodes_need_a_cluster` reports the missing cluster
     if sum(gpus >= per_node for gpus in offered) >= nodes:
         return
-    where = "this machine has" if cluster is None else f"the cluster at {cluster.address} has"
     best = max(offered, default=0)
     remedy = f"set {GPUS}={best}" if best and nodes == 1 else f"lower {GPUS} or {NODES}, or set trainer.device=cpu"
     found = " + ".join(map(str, offered)) or "0"  # per machine: 4 + 4 + 0
-    got = f"{GPUS}={per_node} on {nodes} machine(s); {where} {found} GPU(s)"
+    got = f"{GPUS}={per_node} on {nodes} machine(s); {s.machine.label} has {found} GPU(s)"
     expected = f"at least {per_node} GPU(s) on each of {nodes} machine(s)"
     yield s.fault("more GPUs are asked for than there are", expected, remedy, GPUS, NODES, DEVICE, got=got)
 
@@ -87,9 +86,9 @@ def packages_are_installed(s: CheckContext) -> Faults:
     nf4 = [f"{role.model_key}.quantization" for role in trained_roles(s.config) if role.model.quantization is not None]
     trackers = ["trainer.logger"] if "wandb" in s.config.trainer.logger else []
     needs = (
-        ("peft", adapters, "`pip install 'rlx[lora]'`, or set it to 0"),
-        ("torchao", torchao, "`pip install 'rlx[torchao]'`, or set it to AdamW"),
-        ("bitsandbytes", nf4, "`pip install 'rlx[nf4]'`, or set it to null"),
+        ("peft", adapters, "`pip install 'peft>=0.17'`, or set it to 0"),
+        ("torchao", torchao, "`pip install 'torchao>=0.18'`, or set it to AdamW"),
+        ("bitsandbytes", nf4, "`pip install 'bitsandbytes>=0.50'`, or set it to null"),
         ("wandb", trackers, "`pip install wandb`, or take wandb out of the list"),
         ("flash_attn", flash, "`pip install flash-attn --no-build-isolation`, or set it to sdpa"),
         ("liger_kernel", liger, "`pip install liger-kernel`, or set it to False"),

@@ -30,7 +30,7 @@ def memory_suffices(s: CheckContext) -> Iterator[Fault]:
     if on_host := [phase for phase in over if not phase.fits_host(REFUSED_FROM)]:
         most, count = max(on_host, key=lambda phase: phase.host), s.config.trainer.n_gpus_per_node
         got = f"{gb(most.host * count)} GB in {count} process(es), in {most.name}"
-        expected = f"at most the {gb(s.machine.host_bytes or 0)} GB of this machine; {margin}"
+        expected = f"at most the {gb(s.machine.host_bytes or 0)} GB of {s.machine.label}; {margin}"
         yield s.fault("states and activations do not fit into host memory", expected, remedy, CHECK, got=got)
 
 

@@ -136,7 +136,7 @@ def disk_warnings(s: CheckContext) -> Iterator[str]:
     forecast, count = MemoryForecast.of(s.config, s.machine), s.config.trainer.n_gpus_per_node
     for role in offloading_roles(s):
         folder, writes = role.model.activation_offload.directory, offload_options(role.model).uses_disk
-        is_known = s.machine.cluster is None and role.name not in forecast.unknown
+        is_known = s.machine.cluster is None and s.machine.name is None and role.name not in forecast.unknown
         if not writes or not is_known or folder is None or folder_problem(folder):
             continue
         needed = forecast.phase(f"update_{role.name}").disk * count

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from rlx.config.check.context import CheckContext, Faults
 from rlx.config.forecast.decoders import positions_of
 from rlx.config.machine import processes
+from rlx.config.schema import ARITHMETIC
 from rlx.config.schema.roles import ModelRole, has_critic, is_tiny, sharded_roles, trained_roles
 
 PROCESSES = "trainer.n_gpus_per_node"
@@ -104,6 +105,17 @@ def context_warnings(s: CheckContext) -> Iterator[str]:
                 "(max_position_embeddings in its config.json): lower data.max_response_length, or stretch its rotary embeddings by "
                 f"{role.model_key}.override_config (rope_parameters with rope_type yarn, say)"
             )
+
+
+def validation_warnings(s: CheckContext) -> Iterator[str]:
+    """Warn if a run on the user's rows is validated on generated problems."""
+    data, trainer = s.config.data, s.config.trainer
+    validates = trainer.val_before_train or trainer.test_freq > 0 or trainer.val_only
+    if validates and ARITHMETIC in data.val_files and ARITHMETIC not in data.train_files:
+        yield (
+            f"validation is on generated problems, {ARITHMETIC}, not on rows like those of data.train_files: set "
+            "data.val_files=held_out.jsonl, say, or trainer.val_before_train=False trainer.test_freq=-1"
+        )
 
 
 # Sampling, optimizer, model

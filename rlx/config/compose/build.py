@@ -14,6 +14,15 @@ from rlx.config.secrets import override_without_secrets
 from rlx.errors import did_you_mean
 
 MISSING = "???"  # in a YAML file: the user must give this value
+TORCH_DTYPES = {
+    "bfloat16": "bf16",
+    "float16": "fp16",
+    "half": "fp16",
+    "float32": "fp32",
+    "float": "fp32",
+    "float64": "fp64",
+}
+"""Torch's name of a type, in which verl's commands are written -> the name here."""
 
 
 def build(tree: dict[str, Any]) -> tuple[PPOConfig, list[Fault]]:
@@ -86,6 +95,8 @@ def _unknown(key: str, value: Any, faults: list[Fault]) -> None:
 
 def _leaf(key: str, value: Any, leaf: Leaf, faults: list[Fault]) -> Any:
     expected = describe_expected(leaf)
+    if leaf.info.choices is not None and "bf16" in leaf.info.choices and isinstance(value, str):
+        value = TORCH_DTYPES.get(value.removeprefix("torch."), value)
     if value == MISSING:
         faults.append(Fault(f"{key} has no value", "nothing", expected, f"add {key}=...", (key,)))
         return leaf.default

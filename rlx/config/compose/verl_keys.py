@@ -2,6 +2,8 @@
 
 _NO_NEED = "remove it: rlx needs no such key"
 _NO_PROFILER = "remove it: rlx starts no profiler; metrics have seconds and memory by phase"
+_TEXT_ALONE = "remove it: rlx trains on text"
+_PARTS_OF_A_SCORE = "use grpo, and let the reward function weigh the parts of a score"
 _READS_TEXTS = "remove it: the reward model reads texts if its tokenizer differs from the policy's"
 _COVARIANCE = ("clip_cov_ratio", "clip_cov_lb", "clip_cov_ub", "kl_cov_ratio", "ppo_kl_coef")
 _NO_COVARIANCE = (
@@ -27,8 +29,9 @@ REMEDIES: dict[str, str] = {
     **dict.fromkeys(("loss_mode=clip_cov", "loss_mode=kl_cov", *_COVARIANCE), _NO_COVARIANCE),
     "adv_estimator=dapo": "use grpo with actor.clip_ratio_high=0.28, algorithm.filter_groups.enable=True and "
     "reward.overlong_buffer.enable=True; DAPO's loss over tokens is the default",
-    "adv_estimator=gdpo": "use grpo, and let the reward function weigh the parts of a score",
+    **dict.fromkeys(("adv_estimator=gdpo", "reward_manager.name=gdpo", "gdpo_reward_keys"), _PARTS_OF_A_SCORE),
     "adv_estimator=optimal_token_baseline": "use opo; its baseline is for whole responses",
+    "calculate_sum_pi_squared": "remove it: opo, which is for optimal_token_baseline, does not need it",
     "use_pf_ppo": "remove it: every sample is learned from, none is drawn again by its score",
     "pf_ppo": "remove it: every sample is learned from, none is drawn again by its score",
     "loss_agg_mode=token-sum": "use seq-mean-token-sum; it differs only by a constant factor",
@@ -62,6 +65,13 @@ REMEDIES: dict[str, str] = {
     "critic.fsdp_config": "use critic.fsdp",
     "critic.model.tokenizer_path": "remove it: actor and critic read the same tokens",
     "critic.rollout_n": "remove it: actor_rollout_ref.rollout.n applies to the critic too",
+    "fsdp_config.ulysses_sequence_parallel_size": "set ulysses_sequence_parallel_size of the actor, reference or critic",
+    "fsdp_config.use_orig_params": _NO_NEED,
+    "strategy=fsdp_turbo": "use fsdp2",
+    "turbo_config": "remove it: each transformer layer is one FSDP unit, and enable_gradient_checkpointing recomputes it",
+    "ref.use_torch_compile": "remove it: actor_rollout_ref.actor.use_torch_compile is for the actor alone",
+    "policy_loss.tau_pos": "use actor_rollout_ref.actor.tau_pos",
+    "policy_loss.tau_neg": "use actor_rollout_ref.actor.tau_neg",
     "wrap_policy": "remove it: each transformer layer is one FSDP unit",
     "hybrid_engine": "remove it: actor, reference and sampler always share their processes",
     "reward_model.reward_manager": "use reward.reward_manager.name",
@@ -80,9 +90,9 @@ REMEDIES: dict[str, str] = {
     "profiler": _NO_PROFILER,
     "global_profiler": _NO_PROFILER,
     "apply_chat_template_kwargs": "remove it: put the setting into the prompt's system message or the chat template",
-    "freeze_vision_tower": "remove it: rlx trains on text",
-    "image_key": "remove it: rlx trains on text",
-    "video_key": "remove it: rlx trains on text",
+    **dict.fromkeys(("freeze_vision_tower", "image_key", "image_patch_size", "video_key"), _TEXT_ALONE),
+    "distillation": "remove it: rlx learns from rewards, not from a teacher's log-probs",
+    "data.trust_remote_code": "set actor_rollout_ref.model.trust_remote_code, for the tokenizer too",
     "checkpoint_engine": "remove it: the sampler takes the weights inside the process that trains them",
     "use_legacy_worker_impl": _NO_NEED,
     "use_reward_loop": _NO_NEED,
@@ -97,6 +107,7 @@ REMEDIES: dict[str, str] = {
     "multi_stage_wake_up": "remove it: vLLM always takes memory for weights first, for its cache after them",
     "nccl_timeout": "use trainer.hang_timeout_s",
     "entropy_from_logits_with_chunking": "remove it: entropy is always computed in chunks",
+    "entropy_checkpointing": "remove it: entropy is always computed in chunks, and keeps no softmax for backward",
     "external_lib": "remove it: install a package that registers its model with transformers, or use trust_remote_code",
     "exclude_modules": "name the modules to adapt in actor_rollout_ref.model.target_modules",
     "lora.rank": "use lora_rank of the model",
@@ -109,8 +120,8 @@ REMEDIES: dict[str, str] = {
     "rollout.load_format": "remove it: the actor's weights are sent before the first rollout",
     "rollout.layered_summon": "remove it: rlx always sends weights one by one",
     "rollout.max_model_len": "set data.max_prompt_length and data.max_response_length",
-    "rollout.prompt_length": "set data.max_prompt_length",
-    "rollout.response_length": "set data.max_response_length",
+    "actor_rollout_ref.rollout.prompt_length": "set data.max_prompt_length",
+    "actor_rollout_ref.rollout.response_length": "set data.max_response_length",
     "rollout.do_sample": "remove it: training rollouts are always sampled",
     "rollout.ignore_eos": "remove it: a response ends at EOS",
     "rollout.disable_log_stats": _NO_NEED,

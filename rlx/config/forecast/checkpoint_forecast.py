@@ -54,18 +54,21 @@ def _role_checkpoint(own: RoleMemory, config: PPOConfig, saved: CheckpointConfig
     return RoleCheckpoint(weights + state + exported, staged, moving, kept)
 
 
-def checkpoint_text(forecast: MemoryForecast, folder: Path) -> list[str]:
+def checkpoint_text(forecast: MemoryForecast, folder: Path | None) -> list[str]:
     """Return lines about disk and host memory; none if the run saves nothing, or its models are not known.
 
     Args:
         forecast: of the run.
-        folder: of its runs.
+        folder: of its runs; None: it is on another machine.
     """
     roles = role_checkpoints(forecast)
     if not roles:
         return []
     trainer = forecast.config.trainer
-    free = shutil.disk_usage(next(each for each in (folder, *folder.parents) if each.is_dir())).free
+    room = ""
+    if folder is not None:
+        free = shutil.disk_usage(next(each for each in (folder, *folder.parents) if each.is_dir())).free
+        room = f"; {gb(free)} GB are free for {folder}"
     by_role = ", ".join(f"{name} {gb(role.nbytes)}" for name, role in roles.items())
     keeps = "all are kept"
     if all(role.kept is not None for role in roles.values()):
@@ -74,7 +77,7 @@ def checkpoint_text(forecast: MemoryForecast, folder: Path) -> list[str]:
         keeps = f"up to {gb(most)} GB with the one that is written"
     copied = f"; copies go to {trainer.default_local_dir}" if "://" in (trainer.default_local_dir or "") else ""
     each = gb(sum(role.nbytes for role in roles.values()))
-    lines = [f"checkpoints: {each} GB each ({by_role}), {keeps}; {gb(free)} GB are free for {folder}{copied}"]
+    lines = [f"checkpoints: {each} GB each ({by_role}), {keeps}{room}{copied}"]
     on_machine = trainer.n_gpus_per_node / processes(forecast.config)
     if staged := on_machine * sum(role.staged for role in roles.values()):
         where = "the host memory of each machine, from where a thread writes them"

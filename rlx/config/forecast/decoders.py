@@ -9,6 +9,7 @@ from rlx.config.schema import ModelConfig, PPOConfig, TinyModelConfig
 from rlx.config.schema.roles import TINY, sharded_roles
 from rlx.offload.plan.decoder import Decoder, read_decoder
 
+ANSWER_S = 5.0  # for the hub to answer
 TINY_VOCABULARY = 262  # bytes, ByT5's three special tokens, one token per chat role
 
 Known = Decoder | str
@@ -76,10 +77,11 @@ def fetch_configs(config: PPOConfig) -> None:
     """Download the config.json of each hub model if possible; the run needs it anyway."""
     for path in {role.model.path or "" for role in sharded_roles(config)} - {TINY}:
         if config_file(path) is None and not Path(path).expanduser().exists():
-            from huggingface_hub import hf_hub_download
+            from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
 
-            # Loading the model reports it.
-            with suppress(OSError, ValueError):
+            # Loading the model reports it. Without a network the download alone would try for 20 s.
+            with suppress(Exception):
+                get_hf_file_metadata(hf_hub_url(path, "config.json"), timeout=ANSWER_S)
                 hf_hub_download(path, "config.json")
 
 

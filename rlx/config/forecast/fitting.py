@@ -98,12 +98,18 @@ def _of_states(forecast: MemoryForecast, roles: list[ModelRole]) -> Iterator[Cha
     if rollout.name == "vllm" and not rollout.free_cache_engine:
         yield Change(f"{ROLLOUT}.free_cache_engine", True)
     for role in roles:
+        if role.model.lora_rank > 0 and role.fsdp.model_dtype == "fp32" and role.strategy == "fsdp2":
+            yield Change(f"{role.fsdp_key}.model_dtype", "bf16")  # of the frozen weights; adapters stay in fp32
+    for role in roles:
         if not role.model.layer_offload and _can_stream(forecast, role):
             yield Change(f"{role.model_key}.layer_offload", True)
     for name, applies in (("optimizer_offload", [r for r in roles if r.trained]), ("param_offload", roles[::-1])):
         for role in applies:
             if not getattr(role.fsdp, name) and not role.fsdp.offload_policy:
                 yield Change(f"{role.fsdp_key}.{name}", True)
+    together = next((size for size in (8, 4, 2) if forecast.config.trainer.n_gpus_per_node % size == 0), 1)
+    if rollout.name == "vllm" and rollout.tensor_model_parallel_size < together:
+        yield Change(f"{ROLLOUT}.tensor_model_parallel_size", together)
 
 
 def _can_stream(forecast: MemoryForecast, role: ModelRole) -> bool:

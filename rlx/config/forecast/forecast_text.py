@@ -49,7 +49,7 @@ def verdict_text(forecast: MemoryForecast) -> str:
     where = f"{count * nodes} {'GPU(s)' if forecast.on_device else 'CPU process(es)'}"
     limited = [phase for phase in forecast.phases() if phase.limit]
     if not limited or forecast.unknown:
-        return f"valid for {where}; its memory is not known here"
+        return f"the memory of {where} cannot be predicted here"
     misfits = [phase for phase in limited if not phase.fits()]
     tightest = max(misfits or limited, key=lambda phase: phase.peak / (phase.limit or 1))
     if misfits and tightest.peak <= (tightest.limit or 0):

@@ -189,15 +189,8 @@ def reference_role(config: PPOConfig) -> ModelRole:
 
 def reward_model(config: RewardModelConfig) -> ModelConfig:
     """Return the model to load as reward model; it is never trained, so nothing is recomputed."""
-    source = config.model
-    return ModelConfig(
-        path=source.path,
-        trust_remote_code=source.trust_remote_code,
-        override_config=source.override_config,
-        attn_implementation=source.attn_implementation,
-        layer_offload=source.layer_offload,
-        enable_gradient_checkpointing=False,
-    )
+    own = {name: value for name, value in vars(config.model).items() if name != "fsdp_config"}
+    return ModelConfig(**own, enable_gradient_checkpointing=False)
 
 
 def reward_role(config: PPOConfig) -> ModelRole:

@@ -67,7 +67,7 @@ class FSDPConfig:
     forward_prefetch: bool = key(False, "Gather the next layer's parameters during the current one's forward.")
     model_dtype: str = key(
         "fp32",
-        "Type of stored parameters, and of optimizer state unless optim.master_weights keeps fp32.",
+        "Type of stored parameters, and of optimizer state unless optim.master_weights keeps fp32. Torch's names do too: bfloat16.",
         choices=DTYPES,
     )
     mixed_precision: MixedPrecisionConfig = group(MixedPrecisionConfig, "Types while computing.")

@@ -7,10 +7,13 @@ import functools
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import nn
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FullyShardedDataParallel
 
 NamedLayer = tuple[str, nn.Module]
 _FLAG = "gradient_checkpointing"
@@ -122,8 +125,7 @@ def _is_of_torch(module: nn.Module) -> bool:
 
 def _inside_fsdp1(module: nn.Module) -> nn.Module:
     """Return the module that FSDP1 wraps, if it does: its forward runs with the parameters gathered."""
-    inside: nn.Module = module.module if is_fsdp1(module) else module
-    return inside
+    return module.module if is_fsdp1(module) else module
 
 
 @functools.cache
@@ -136,7 +138,7 @@ def fsdp_kinds() -> tuple[type, ...]:
     return FullyShardedDataParallel, FSDPModule
 
 
-def is_fsdp1(module: nn.Module) -> bool:
+def is_fsdp1(module: nn.Module) -> TypeGuard[FullyShardedDataParallel]:
     """Whether a module is one of FSDP1's wrappers."""
     return isinstance(module, fsdp_kinds()[:1])
 

@@ -156,5 +156,7 @@ def _library() -> Any:
     try:
         import bitsandbytes.functional
     except ImportError as error:
-        raise QuantizationError(f"quantization=nf4 needs bitsandbytes ({error}); pip install 'rlx[nf4]'") from None
+        raise QuantizationError(
+            f"quantization=nf4 needs bitsandbytes ({error}); pip install 'bitsandbytes>=0.50'"
+        ) from None
     return bitsandbytes.functional

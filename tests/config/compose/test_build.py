@@ -49,6 +49,9 @@ def test_nothing_given_is_the_defaults():
         (f"{CORRECTION}.rollout_rs_threshold", ["0.9_1.1", 2], ("0.9_1.1", "2.0")),
         (f"{CORRECTION}.rollout_rs", "token_k1", ("token_k1",)),
         (f"{CORRECTION}.rollout_rs", None, None),
+        ("actor_rollout_ref.actor.fsdp_config.model_dtype", "bfloat16", "bf16"),
+        ("actor_rollout_ref.actor.fsdp_config.mixed_precision.reduce_dtype", "torch.float32", "fp32"),
+        ("actor_rollout_ref.rollout.dtype", "float16", "fp16"),
     ],
 )
 def test_values_of_the_right_type_are_read(key: str, given: object, read: object):

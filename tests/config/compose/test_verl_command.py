@@ -3,6 +3,8 @@
 import re
 from pathlib import Path
 
+import pytest
+
 from rlx.config.check.validate import Verdict
 from rlx.config.compose.command_line import compose
 from rlx.config.machine import Machine
@@ -66,24 +68,52 @@ def test_the_experiment_of_that_name_is_the_command_of_verl():
     assert compose(["experiment=gsm8k_grpo_8gpu"]).config == compose(words).config
 
 
-EXAMPLES = (Path(__file__).parent / "verl_examples.txt").read_text().splitlines()
+EXAMPLES = (Path(__file__).parent / "verl_examples.txt").read_text()
+SCRIPTS = {name: int(number) for number, name in re.findall(r"^(\d+) ([\w./]+)$", EXAMPLES, re.MULTILINE)}
 GENERIC = ("look for its name", "did you mean", "or another value that is allowed")
+DATA, MODEL_FOLDER = "a data file does not exist", "the model folder does not exist or has no config.json"
+LACKING = {DATA, MODEL_FOLDER, "several machines need a Ray cluster to join", "a file of your own does not exist"}
+RUN_AS_THEY_ARE = {
+    "cispo_trainer/run_qwen3_8b_fsdp",
+    "gmpo_trainer/run_qwen3_8b_fsdp",
+    "grpo_trainer/run_qwen3_30b_a3b_fsdp",
+    "grpo_trainer/run_qwen3_8b_fsdp",
+    "gspo_trainer/run_qwen3_8b_fsdp",
+    "ppo_trainer/run_qwen3_8b_fsdp",
+    "reinforce_plus_plus_trainer/run_qwen3_8b_fsdp",
+    "remax_trainer/run_qwen2.5_math_7b_sync_fsdp",
+    "remax_trainer/run_qwen3_8b_fsdp",
+    "rloo_trainer/run_qwen3_8b_fsdp",
+    "tuning/scaling/run_qwen2_5_72b_fsdp",
+}
+NEAR_ENOUGH = {"did you mean bf16?"}
 
 
-def test_every_key_of_the_examples_of_verl_is_known_or_answered():
-    given = [line for line in EXAMPLES if not line.startswith("#")]
-    assert len(given) > 100
-    faults = {override: compose([override, "experiment=arithmetic"]).faults for override in given}
-    unanswered = {
-        override: fault.remedy
-        for override, found in faults.items()
-        for fault in found
-        if any(words in fault.remedy for words in GENERIC)
-    }
-    assert unanswered == {"actor_rollout_ref.actor.fsdp_config.model_dtype=bfloat16": "did you mean bf16?"}, (
-        "the one that is near enough"
-    )
-    assert sum(not found for found in faults.values()) > 0.7 * len(given), "most of them are keys of rlx"
+def overrides_of(script: int) -> list[str]:
+    """What the script of this number passes."""
+    found = []
+    for numbers, override in re.findall(r"^([\d,-]+) ([^ =]+=.*)$", EXAMPLES, re.MULTILINE):
+        spans = [[int(end) for end in span.split("-")] for span in numbers.split(",")]
+        if any(span[0] <= script <= span[-1] for span in spans):
+            found.append(override)
+    return found
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_script_of_verl_lacks_only_what_the_machine_lacks_or_is_answered(verdict, script):
+    overrides = overrides_of(SCRIPTS[script])
+    assert len(overrides) > 25
+    found = verdict(overrides, Machine(gpus=8, cpus=64, packages=frozenset({"peft", "wandb"}), vllm="0.26.0"))
+    faults = [fault for fault in found.faults if fault.what not in LACKING]
+    unanswered = [str(fault) for fault in faults if any(words in fault.remedy for words in GENERIC)]
+    assert [text for text in unanswered if not any(near in text for near in NEAR_ENOUGH)] == []
+    assert (script in RUN_AS_THEY_ARE) == (not faults), [fault.what for fault in faults]
+
+
+def test_older_keys_of_the_examples_are_known_or_answered():
+    faults = [fault for override in overrides_of(0) for fault in compose([override]).faults]
+    assert len(faults) > 10
+    assert [fault for fault in faults if any(words in fault.remedy for words in GENERIC)] == []
 
 
 def test_what_verl_alone_has_is_answered():

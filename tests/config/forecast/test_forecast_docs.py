@@ -79,5 +79,4 @@ def test_the_table_is_what_a_run_prints(tmp_path: Path):
 
 def test_the_refusal_is_what_two_gpus_get(tmp_path: Path):
     _, (fault,) = on_eight(2, tmp_path)
-    what, *rest = fault.splitlines()
-    assert "\n".join(f"    {line}" for line in (what, *rest)) in PAGE
+    assert f"```text\n{fault}\n```" in PAGE
