@@ -87,14 +87,6 @@ def faults_of(
     return faults
 
 
-def _asks_nothing(model: ModelConfig) -> bool:
-    """Whether the keys that could be wrong for a model of this shape have their defaults."""
-    plain = ModelConfig()
-    free = ("path", "tiny", "enable_gradient_checkpointing", "enable_activation_offload", "activation_offload")
-    names = [each.name for each in fields(ModelConfig) if each.name not in free]
-    return all(getattr(model, name) == getattr(plain, name) for name in names)
-
-
 def _of_bytes_in_shards(model: ModelConfig) -> list[str]:
     """Refuse a quantised base that FSDP2 of older releases would shard: it takes bytes for parameters that want gradients."""
     if model.quantization is None or model.layer_offload or torch.__version__ >= SHARDS_BYTES:
@@ -103,6 +95,14 @@ def _of_bytes_in_shards(model: ModelConfig) -> list[str]:
         f"quantization: got {model.quantization} with torch {torch.__version__}, whose FSDP2 shards no bytes, expected torch "
         f"{SHARDS_BYTES} or newer; set layer_offload=True, which leaves the base unsharded, or update torch"
     ]
+
+
+def _asks_nothing(model: ModelConfig) -> bool:
+    """Whether the keys that could be wrong for a model of this shape have their defaults."""
+    plain = ModelConfig()
+    free = ("path", "tiny", "enable_gradient_checkpointing", "enable_activation_offload", "activation_offload")
+    names = [each.name for each in fields(ModelConfig) if each.name not in free]
+    return all(getattr(model, name) == getattr(plain, name) for name in names)
 
 
 def _of_capped_scores(kernel: str, config: "PreTrainedConfig") -> list[str]:

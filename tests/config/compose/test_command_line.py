@@ -60,7 +60,9 @@ def flat(tree: dict, prefix: str = "") -> set[str]:
     found: set[str] = set()
     for name, value in tree.items():
         key = f"{prefix}{name}"
-        found |= {key} if key in LEAVES or not isinstance(value, dict) else flat(value, f"{key}.")  # some keys hold a table
+        found |= (
+            {key} if key in LEAVES or not isinstance(value, dict) else flat(value, f"{key}.")
+        )  # some keys hold a table
     return found
 
 
