@@ -49,7 +49,7 @@ def test_every_socket_of_a_run_is_on_loopback_and_its_folder_private(untrained: 
             time.sleep(0.5)
         family = [psutil.Process(driver.pid), *psutil.Process(driver.pid).children(recursive=True)]
         seen = open_addresses(family)
-        assert len(seen) > 5, seen
+        assert len(seen) > 3, seen  # Ray alone has as many
         strangers = [each for each in seen if not each.startswith(("127.0.0.1 ", "::ffff:127.0.0.1 ", "::1 "))]
         assert not strangers
         (raylet,) = [process for process in family if process.name() == "raylet"]

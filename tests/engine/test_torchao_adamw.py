@@ -10,7 +10,7 @@ from torch.optim import AdamW
 from rlx.config.schema import OptimConfig
 from rlx.engine.optimizer import build_optimizer, configure
 
-pytest.importorskip("torchao", reason="optional package: pip install 'rlx[torchao]'")
+pytest.importorskip("torchao", reason="optional package: pip install torchao")
 pytestmark = pytest.mark.slow  # torch.compile builds its kernel
 
 COUNT = 1 << 16
