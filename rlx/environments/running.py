@@ -39,7 +39,7 @@ class Pool(Protocol):
         ...
 
     def flush(self) -> None:
-        """Write what was begun and sent; environments need not work before."""
+        """Let environments work on what was begun and sent; without it they may wait for `poll`."""
         ...
 
     def poll(self, timeout_s: float) -> list[tuple[int, Reset | Observation | Failure]]:
@@ -174,7 +174,7 @@ class _Run:
                 break
             while self._waiting and len(self._open) < (self._bounds.open or len(self._rows)):
                 self._begin(self._waiting.popleft())
-            self._to_pool("flush")
+            self._to_pool("flush")  # environments work while the sampler does
             if self._sampled:
                 self._take_turns(self._rollout.step())
             if not self._sampled or not (self._options.in_waves or step % self._options.listen_every):
@@ -206,7 +206,6 @@ class _Run:
             turn = run.conversation.add_turn(completion, text)
             run.text, run.asked = text, time.monotonic()
             self._to_pool("step", key, turn)
-        self._to_pool("flush")  # environments work while others are sampled
 
     def _listen(self) -> None:
         """Take the answers that have arrived; in waves wait for all of them."""

@@ -278,7 +278,7 @@ def test_nothing_waits_for_a_process_that_does_not_read(make_pool, answers, monk
     for key in range(1, 8):
         pool.step(key, Turn("z" * 10**6, 0))
     pool.reset(9, {**ROW, "prompt": "late"})
-    assert time.monotonic() - before < 0.5
+    assert time.monotonic() - before < 30, "the code in C never ends, nor would a write that waits for it"
     found = answers(pool, [*range(8), 9])
     assert found[0].kind == "timeout" and found[9].messages[0]["content"] == "late"
     assert all(found[key].messages[0]["content"] == f"{'z' * 10**6} 1" for key in range(1, 8)), "in another process"
