@@ -105,9 +105,17 @@ def test_a_model_too_large_for_the_sampler_of_one_gpu_is_shared_by_several(capsy
     (tmp_path / "config.json").write_text(json.dumps(SHAPES["qwen2.5-32b"]))
     command = ["--on", "8xh100", f"actor_rollout_ref.model.path={tmp_path}"]
     assert main(command) == 2
-    shared = "actor_rollout_ref.rollout.tensor_model_parallel_size=8"
+    shared = "actor_rollout_ref.rollout.tensor_model_parallel_size=2"  # the smallest that suffices
     assert shared in capsys.readouterr().err
     assert main([*command, shared, "actor_rollout_ref.actor.fsdp_config.optimizer_offload=True"]) == 0
+
+
+def test_vllm_is_given_as_many_processes_as_divide_the_heads(capsys, tmp_path: Path):
+    (tmp_path / "config.json").write_text(json.dumps(SHAPES["qwen2-7b"]))  # 28 heads
+    command = ["--on", "8xrtx4090", f"actor_rollout_ref.model.path={tmp_path}"]
+    assert main(command) == 2
+    remedy = "".join(capsys.readouterr().err.split())
+    assert "tensor_model_parallel_size=" in remedy and "tensor_model_parallel_size=8" not in remedy
 
 
 def test_check_does_not_plan_the_memory_of_a_host_for_gpus(

@@ -26,6 +26,7 @@ from rlx.supervisor.link import tell
 _PROBE_S = 10.0
 _LOOK_S = 0.3
 # By the end of the program's or script's name; the raylet ends when one of its agents does.
+MONITOR = "the autoscaler's monitor"
 RAY_PROCESSES = {
     "/gcs_server": "the gcs_server",
     "/raylet": "the raylet",
@@ -33,11 +34,12 @@ RAY_PROCESSES = {
     "ray::RuntimeEnvAgent": "the runtime environment agent",
     "/dashboard.py": "the dashboard",
     "/log_monitor.py": "the log monitor",
-    "/monitor.py": "the autoscaler's monitor",
+    "/monitor.py": MONITOR,
 }
 NEEDED_PROCESSES = {"the gcs_server", "the raylet", "the dashboard agent", "the runtime environment agent"}
 
 _WEB_SERVER = "ray.dashboard.optional_deps"
+_METRICS = "RAY_enable_metrics_collection"
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +85,7 @@ def session(config: PPOConfig) -> Iterator[None]:
     finally:
         tell(daemons={}, helpers={}, head=None)  # their end is no loss from now on
         with _uninterrupted():
-            _shutdown()
+            _shutdown(started_here=address == "local")
             if folder:
                 shutil.rmtree(folder, ignore_errors=True)
 
@@ -128,7 +130,7 @@ def _set_local_environment() -> None:
     Ray would write a token to the home folder, where two runs that start at the same time would overwrite each other's.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_enable_metrics_collection", "0")  # its port would be open to other machines
+    os.environ.setdefault(_METRICS, "0")  # its port would be open to other machines
     os.environ.setdefault("RAY_worker_niceness", "0")  # 15: workers would wait for everything else on the machine
     os.environ.setdefault("RAY_prestart_worker_first_driver", "0")  # a process per core, most of which nothing uses
     named = os.environ.get("RAY_AUTH_TOKEN") or os.environ.get("RAY_AUTH_TOKEN_PATH")
@@ -140,7 +142,8 @@ def _start_here(folder: Path, options: dict[str, Any]) -> None:
     """Start Ray on this machine; raise RuntimeError, after which a restart may help, if one of its processes does not come up."""
     options = {"include_dashboard": False, **options}
     try:
-        with nullcontext() if options["include_dashboard"] else _without_web_server():
+        wants_more = options["include_dashboard"] is not False or os.environ[_METRICS] != "0"
+        with nullcontext() if wants_more else _without_web_server():
             ray.init(address="local", _temp_dir=str(folder), **options)
     except (TypeError, ValueError):
         raise  # an option is wrong
@@ -182,7 +185,7 @@ def _parts_of_ray(address: str) -> dict[str, Any]:
     for process in psutil.Process().children(recursive=True):
         try:
             program = [part.strip() for part in process.cmdline()[:3]]
-        except psutil.NoSuchProcess:
+        except psutil.Error:
             continue
         for end, name in RAY_PROCESSES.items():
             if any(part.endswith(end) for part in program):
@@ -233,11 +236,12 @@ def _probe(address: str) -> None:
         ) from None
 
 
-def _shutdown() -> None:
+def _shutdown(started_here: bool) -> None:
     """End Ray and wait until its processes have ended; older versions of Ray, such as 2.52, cannot wait."""
-    for pid in _parts_of_ray("local")["helpers"].values():  # asked to end, the monitor takes a second
-        with suppress(psutil.NoSuchProcess):
-            psutil.Process(pid).kill()
+    monitor = _parts_of_ray("local")["helpers"].get(MONITOR) if started_here else None
+    if monitor is not None:  # asked to end, it takes a second
+        with suppress(psutil.Error):
+            psutil.Process(monitor).kill()
     waits = "wait_for_processes" in inspect.signature(ray.shutdown).parameters
     ray.shutdown(**({"wait_for_processes": True} if waits else {}))
 

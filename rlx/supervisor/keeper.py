@@ -118,8 +118,15 @@ class Driver:
 
     def missed(self) -> list[str]:
         """Return in words which of Ray's dispensable processes have ended since the last call."""
-        helpers = self.facts.get("helpers", {}).items()
-        dead = {f"{name} of Ray (pid {pid})" for name, pid in helpers if family.is_dead(pid)}
+
+        def of_those_told() -> set[str]:
+            helpers = self.facts.get("helpers", {}).items()
+            return {f"{name} of Ray (pid {pid})" for name, pid in helpers if family.is_dead(pid)}
+
+        dead = of_those_told()
+        if dead - self._mourned:
+            self.listen()  # it may have told meanwhile that it ends Ray
+            dead = of_those_told()
         new, self._mourned = dead - self._mourned, dead
         return sorted(new)
 

