@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from rlx.errors import ExplainedError, did_you_mean
 
-TEMPLATE_LIMIT_S = 10.0  # for one chat: a template is a program that comes with a model
+TEMPLATE_LIMIT_S, TEMPLATE_CHAT_S = 10.0, 0.2  # of a call, and more for each chat: a template is a program of a model
 
 
 class UserCodeError(ExplainedError, ValueError):

@@ -118,7 +118,7 @@ def grpo(scores: Tensor, mask: Tensor, group_id: Tensor, norm_by_std: bool) -> T
 
     A_i = r_i - mean(r), with `norm_by_std` divided by (the group's unbiased standard deviation + GRPO_EPS), as verl does;
     the paper leaves the estimator open; without it they are Dr. GRPO's. A group of one, or of equal scores, gives 0. Rows
-    without response tokens count in their group.
+    without response tokens count in their group; the registered estimator makes each a group of its own before, see `_outcome`.
 
     Source: GRPO, arXiv:2402.03300, section 4.1.2; Dr. GRPO, arXiv:2503.20783, section 3.
     """

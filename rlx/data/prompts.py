@@ -13,7 +13,7 @@ from rlx.data import gsm8k
 from rlx.data.arithmetic import make_problems
 from rlx.data.batch import Batch, left_padded
 from rlx.data.files import DataError, ListRows, Rows, open_rows
-from rlx.user_code import DATASET, TEMPLATE_LIMIT_S, UserCodeError, load_callable, time_limit
+from rlx.user_code import DATASET, TEMPLATE_CHAT_S, TEMPLATE_LIMIT_S, UserCodeError, load_callable, time_limit
 
 PLAIN_SOURCE = "answer"
 """The data source of rows with `data.answer_key` that name none."""
@@ -188,7 +188,8 @@ class PromptDataset:
     def _tokenise(self, contents: list[Content]) -> list[list[int]]:
         chats = [content for content in contents if not isinstance(content, str)]
         texts = [content for content in contents if isinstance(content, str)]
-        with time_limit(TEMPLATE_LIMIT_S + 0.2 * len(chats)):  # a template is a program that came with the model
+        # A template is a program that came with the model
+        with time_limit(TEMPLATE_LIMIT_S + TEMPLATE_CHAT_S * len(chats)):
             template: Any = self._tokenizer.apply_chat_template
             ids = template(chats, add_generation_prompt=True, return_dict=False) if chats else []
         of_chats, of_texts = iter(ids), iter(self._tokenise_texts(texts))

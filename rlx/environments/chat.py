@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from rlx.environments.protocol import Message
 from rlx.errors import ExplainedError
 from rlx.rollout.protocol import Completion
-from rlx.user_code import TEMPLATE_LIMIT_S, time_limit
+from rlx.user_code import TEMPLATE_CHAT_S, TEMPLATE_LIMIT_S, time_limit
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -143,12 +143,15 @@ class Chat:
     def _tail(self, gap: Gap, added: list[Message], after: str) -> str:
         """Return the part of `after`, the text of all messages, behind the words of the turn.
 
-        A text that begins with all that the model has read and said rewrites nothing. Otherwise the template writes the turn in
-        words of its own, for example calls of tools, and its text without the new messages shows which.
+        A text that begins with all that the model has read and said, and closes the turn there, rewrites nothing. Otherwise the
+        template or the environment writes the turn in other words, for example calls of tools, and the template's text without
+        the new messages shows which.
         """
         self._require_content(gap, added)
-        if gap.before and after.startswith(gap.before + gap.said):
-            return after[len(gap.before) + len(gap.said) :]
+        words, closing = gap.before + gap.said, self._closing()
+        # The template may write words of its own for an empty turn; a closing without letters may be part of a longer turn.
+        if gap.before and gap.said and closing.strip() and after.startswith(words + closing):
+            return after[len(words) :]
         return self._tail_by_rendering(gap, added, after)
 
     def _tail_by_rendering(self, gap: Gap, added: list[Message], after: str) -> str:
@@ -206,7 +209,8 @@ class Chat:
 
     def _texts(self, chats: list[list[Message]], tools: Tools, prompt: bool = False) -> list[str]:
         """Return the template's text of each chat."""
-        with time_limit(TEMPLATE_LIMIT_S):  # a template is a program that came with the model
+        # A template is a program that came with the model
+        with time_limit(TEMPLATE_LIMIT_S + TEMPLATE_CHAT_S * len(chats)):
             return self._tokenizer.apply_chat_template(
                 chats, tools=tools or None, tokenize=False, add_generation_prompt=prompt
             )

@@ -3,7 +3,7 @@
 Note [whose fault it is]: a call that takes too long in Python ends in its process, and costs its own conversation alone. If code in C
 hangs, crashes or ends the process, the environments that live there are lost with it. The process notes whose code is at work, so that
 conversation gets a Failure. The others begin again in another process, once: their reset and their turns are sent again, and must get
-the same answers as before. If nobody's code was at work, as when a thread crashes, all begin again.
+the same answers as before, but for `info`. If nobody's code was at work, as when a thread crashes, all begin again.
 
 Note [one answer each]: every `reset` and `step` gets exactly one answer from `poll`, unless `end` comes before it.
 """
@@ -12,12 +12,13 @@ import contextlib
 import itertools
 import json
 import math
+import os
 import selectors
 import socket
 import tempfile
 import time
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, BinaryIO
 
 from rlx.environments.answers import decode, plain
 from rlx.environments.protocol import Failure, Observation, Reset, Turn
@@ -26,7 +27,6 @@ from rlx.processes.lines import BadAnswer, Lines
 from rlx.processes.parent import LOAD_LIMIT_S, ChildProcess
 from rlx.user_code import UserCodeError
 
-"""Longest start of a process with the import of its environment [s]."""
 ANSWER_SLACK_S = 5.0
 """A process answers at most this long after a call's limit, also on a busy machine [s]."""
 FAREWELL_S = 2.0
@@ -45,6 +45,7 @@ class _Process:
     Attributes:
         lives: numbers of the conversations that live here.
         expected: "reset" or "step" by number, for requests without an answer.
+        loaded: whether the environment's code is there.
         retiring: whether it gets no further conversations, because it ran out of memory once.
         at_work: after its end, the number of the conversation whose code ran then; 0: of none.
     """
@@ -52,8 +53,7 @@ class _Process:
     def __init__(self, spec: EnvironmentSpec, memory_bytes: int):
         self.connection, theirs = socket.socketpair()
         self.connection.setblocking(False)  # nothing that a process does holds the sampler
-        # Holds the number of the conversation whose code is at work
-        self._note = tempfile.TemporaryFile()  # noqa: SIM115
+        self._note = _note_file()  # holds the number of the conversation whose code is at work
         with theirs:
             shared = (self._note.fileno(),)
             self._child = ChildProcess(
@@ -61,7 +61,7 @@ class _Process:
             )
         self._lines, self._unsent = Lines(self.connection.fileno()), bytearray()
         self._limit_s = spec.limit_s + ANSWER_SLACK_S
-        self._loaded, self._heard = False, time.monotonic()
+        self.loaded, self._heard = False, time.monotonic()
         self.lives: set[int] = set()
         self.expected: dict[int, str] = {}
         self.retiring = False
@@ -71,7 +71,7 @@ class _Process:
     @property
     def deadline(self) -> float:
         """The time at which it has been silent for too long."""
-        if not self._loaded:
+        if not self.loaded:
             return self._heard + LOAD_LIMIT_S
         return self._heard + self._limit_s if self.expected else math.inf
 
@@ -82,7 +82,7 @@ class _Process:
 
     def ask(self, number: int, kind: str, line: str) -> None:
         """Send a request that gets an answer."""
-        if self._loaded and not self.expected:
+        if self.loaded and not self.expected:
             self._heard = time.monotonic()
         self.lives.add(number)
         self.expected[number] = kind
@@ -96,9 +96,8 @@ class _Process:
 
     def flush(self) -> None:
         """Write what waits, or as much of it as the process takes now."""
-        with contextlib.suppress(
-            BlockingIOError, ConnectionError
-        ):  # the next `receive` raises if the process has ended
+        # The next `receive` raises if the process has ended
+        with contextlib.suppress(BlockingIOError, ConnectionError):
             while self._unsent:
                 sent = self.connection.send(self._unsent)
                 del self._unsent[:sent]
@@ -115,7 +114,7 @@ class _Process:
         self._heard = time.monotonic()
         answers = []
         for record in records:
-            if not self._loaded:
+            if not self.loaded:
                 self._take_greeting(record)
                 continue
             number, answer = decode(record, self.expected)
@@ -129,7 +128,7 @@ class _Process:
     def _take_greeting(self, record: Any) -> None:
         match record:
             case [None, str()]:
-                self._loaded = True
+                self.loaded = True
             case [str(fault), str(trace)]:
                 raise UserCodeError(f"{fault}\n{trace}".rstrip())
             case _:
@@ -151,11 +150,6 @@ class _Process:
         self.at_work = int.from_bytes(self._note.read(NOTE_BYTES), "little")
         self._note.close()
         return how
-
-    @property
-    def loaded(self) -> bool:
-        """Whether the environment's code is there."""
-        return self._loaded
 
 
 @dataclass
@@ -255,6 +249,11 @@ class EnvironmentPool:
                 ready, self._ready = self._ready, []
                 return ready
 
+    def flush(self) -> None:
+        """Write the requests that wait, so that environments work before the next `poll`; return at once."""
+        for process in self._processes:
+            process.flush()
+
     def end(self, key: int) -> None:
         """Forget a conversation, in whatever state it is; its environment is closed."""
         own = self._of_key.pop(key, None)
@@ -295,8 +294,7 @@ class EnvironmentPool:
 
     def _exchange(self, wait_s: float) -> None:
         """Write and read what can be, and end processes that were silent for too long."""
-        for process in self._processes:
-            process.flush()
+        self.flush()
         with selectors.DefaultSelector() as selector:
             for process in self._processes:
                 selector.register(process.connection, process.wants, process)
@@ -342,7 +340,7 @@ class EnvironmentPool:
         if own.taken == len(own.answers):
             own.answers.append(answer)
             self._ready.append((own.key, answer))
-        elif answer != own.answers[own.taken]:
+        elif _without_info(answer) != _without_info(own.answers[own.taken]):
             reason = "was lost with its process; begun again it answered otherwise than before, expected the same"
             self._finish(own, Failure(f"{reason}. Draw random numbers from row['seed']", "crash"))
             return
@@ -380,6 +378,18 @@ class EnvironmentPool:
     def _remove(self, process: _Process, patience_s: float = 0.0) -> str:
         self._processes.discard(process)
         return process.end(patience_s)
+
+
+def _without_info(answer: Answer) -> Answer:
+    """Return the part of an answer that the model or the loss sees; `info` may hold measured seconds, which never come again."""
+    return replace(answer, info={}) if isinstance(answer, Observation) else answer
+
+
+def _note_file() -> BinaryIO:
+    """Return a file in memory, or else a temporary one; so a full disk does not matter on Linux."""
+    if hasattr(os, "memfd_create"):
+        return open(os.memfd_create("rlx-note"), "r+b", buffering=0)
+    return tempfile.TemporaryFile(buffering=0)
 
 
 def _sendable(value: Any) -> Any:

@@ -14,7 +14,7 @@ import time
 import traceback
 import types
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from typing import Any
 
@@ -43,7 +43,8 @@ def _at_work(limit_s: float) -> Iterator[None]:
 
 def _write(number: int) -> None:
     if _note >= 0:
-        os.pwrite(_note, number.to_bytes(8, "little"), 0)
+        with suppress(OSError):  # without a note nobody is at fault, as on a full disk
+            os.pwrite(_note, number.to_bytes(8, "little"), 0)
 
 
 class Raised(Exception):

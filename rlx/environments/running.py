@@ -38,6 +38,10 @@ class Pool(Protocol):
         """Send a turn."""
         ...
 
+    def flush(self) -> None:
+        """Let environments work on what was begun and sent; without it they may wait for `poll`."""
+        ...
+
     def poll(self, timeout_s: float) -> list[tuple[int, Reset | Observation | Failure]]:
         """Return the answers that have arrived; wait for the first at most so long."""
         ...
@@ -170,6 +174,7 @@ class _Run:
                 break
             while self._waiting and len(self._open) < (self._bounds.open or len(self._rows)):
                 self._begin(self._waiting.popleft())
+            self._to_pool("flush")  # environments work while the sampler does
             if self._sampled:
                 self._take_turns(self._rollout.step())
             if not self._sampled or not (self._options.in_waves or step % self._options.listen_every):

@@ -36,8 +36,8 @@ def informative(batch: Batch, scores: Scores, metric: str) -> list[int]:
     """Return the rows of prompts whose samples differ in `metric`, in order.
 
     The metric is acc (`Scores.right`), score (of the reward function), seq_reward or seq_final_reward (scores of the batch), or
-    a number that reward functions report. A sample without the number differs from no other. Raises SelectionError if nobody
-    reports such a number.
+    a number that reward functions report. A sample without the number, or without a response token because its environment
+    failed before the first turn, differs from no other. Raises SelectionError if nobody reports such a number.
     """
     named = {"acc": scores.right(), "score": scores.scores}
     named |= dict.fromkeys(("seq_reward", "seq_final_reward"), batch["scores"])
@@ -48,8 +48,9 @@ def informative(batch: Batch, scores: Scores, metric: str) -> list[int]:
             f"{', '.join(named)}"
         )
     groups, found = batch["group_id"].tolist(), defaultdict[int, set[float]](set)
-    for group, value in zip(groups, named[metric].tolist(), strict=True):
-        if not math.isnan(value):
+    answered = batch["response_mask"].any(dim=1).tolist()  # the others have no advantage, see `algorithms.advantages`
+    for group, value, counts in zip(groups, named[metric].tolist(), answered, strict=True):
+        if counts and not math.isnan(value):
             found[group].add(value)
     return [row for row, group in enumerate(groups) if len(found[group]) > 1]
 

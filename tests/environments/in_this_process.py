@@ -57,6 +57,9 @@ class Pool:
         except Exception as fault:
             self._answers.append((key, Failure(str(fault), "error")))
 
+    def flush(self):
+        pass
+
     def poll(self, timeout_s):
         answers, self._answers = list(self._answers), deque()
         return [answer for answer in answers if answer[0] in self.open]

@@ -5,6 +5,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from rlx.config.schema import PPOConfig
+from rlx.environments import chat as chat_module
 from rlx.environments.chat import Chat, Gap, RewrittenHistory, UnusableTemplate
 from rlx.environments.conversation import Conversation
 from rlx.environments.role import require_usable_template
@@ -81,6 +82,30 @@ def test_a_turn_that_the_template_writes_in_other_words_is_found_by_rendering_it
     said = {"role": "assistant", "content": " hi ", "tool_calls": [{"function": {"name": "add"}}]}
     (found,) = chat.between([Gap([USER, said], [USER], [], 1, before, " hi [ add ]")])
     assert tokenizer.decode(found.token_ids) == ".<|user|>go<|assistant|>"
+
+
+@pytest.mark.parametrize("closing", ["</s>.", "\n", ""])
+@pytest.mark.parametrize("said", ["", "hi"])
+def test_words_that_the_template_or_the_environment_adds_to_a_turn_do_not_follow_it(tokenizer, said, closing):
+    """The template writes an empty thought for an empty turn, the environment a remark behind a turn."""
+    tokenizer.chat_template = (
+        "{%- for m in messages -%}{{ '<|' + m.role + '|>' }}"
+        "{%- if m.role == 'assistant' -%}{{ (m.content or '<think></think>') + '" + closing + "' }}"
+        "{%- else -%}{{ m.content }}{%- endif -%}{%- endfor -%}"
+        "{%- if add_generation_prompt -%}{{ '<|assistant|>' }}{%- endif -%}"
+    )
+    chat = Chat(tokenizer)
+    before = chat.first([([USER], [])])[0].text
+    for content in (said, f"{said}\n(no number was found)"):
+        turn = {"role": "assistant", "content": content}
+        (found,) = chat.between([Gap([USER, turn], [USER], [], 99, before, said)])
+        assert tokenizer.decode(found.token_ids) == f"{closing}<|user|>go<|assistant|>"
+
+
+def test_a_large_batch_of_chats_has_more_time(tokenizer, monkeypatch):
+    monkeypatch.setattr(chat_module, "TEMPLATE_LIMIT_S", 1e-6)
+    found = Chat(tokenizer).first([([USER], [])] * 200)
+    assert [own.text for own in found] == ["<|user|>go<|assistant|>"] * 200
 
 
 def test_without_a_template_contents_follow_one_another(tokenizer):

@@ -1,6 +1,7 @@
 """What environments can do to a run: nothing. Rows live and fail on their own."""
 
 import os
+import tempfile
 import time
 
 import numpy as np
@@ -8,6 +9,7 @@ import psutil
 import pytest
 
 import rlx.environments.pool
+from rlx.environments import process
 from rlx.environments.protocol import Failure, Observation, Turn
 from rlx.user_code import UserCodeError
 
@@ -38,8 +40,11 @@ class Table:
                     try: await asyncio.sleep(1000)
                     except asyncio.CancelledError: pass
             case "exit": os._exit(0)
-            case "exit later":
-                asyncio.get_running_loop().call_later(0.1, os._exit, 3)
+            case "exit later" | "exit later once":
+                once = Path(__file__).with_name("exited")
+                if turn.text == "exit later" or not once.exists():
+                    once.touch()
+                    asyncio.get_running_loop().call_later(0.1, os._exit, 3)
                 await asyncio.sleep(1)
             case "segfault": ctypes.string_at(0)
             case "sys.exit": sys.exit("enough")
@@ -70,6 +75,27 @@ class Table:
     def close(self):
         if self.row.get("extra_info"): Path(self.row["extra_info"]).write_text("closed")
 """
+TOOLS = '''
+import os
+
+def double(x: int) -> int:
+    """Double a number.
+
+    Args:
+        x: the number.
+    """
+    return 2 * x
+
+def leave(code: int) -> int:
+    """End the process.
+
+    Args:
+        code: of its exit.
+    """
+    os._exit(code)
+
+tools = [double, leave]
+'''
 ROW = {"prompt": "p", "data_source": "d", "ground_truth": "1", "extra_info": None, "seed": 5}
 
 
@@ -112,6 +138,28 @@ def test_the_last_environment_of_a_process_is_closed_at_once(make_pool, answers,
     while not seen.exists() and time.monotonic() < until:
         time.sleep(0.01)
     assert seen.exists(), "without another poll"
+
+
+def test_environments_work_before_the_next_poll_once_requests_are_flushed(make_pool, answers, tmp_path):
+    pool, seen = make_pool("Table", ENVIRONMENT), tmp_path / "exited"
+    begin(pool, answers, range(2))
+    pool.step(0, Turn("exit later once", 0))
+    pool.flush()
+    until = time.monotonic() + 60
+    while not seen.exists() and time.monotonic() < until:
+        time.sleep(0.01)
+    assert seen.exists(), "without a poll"
+
+
+def test_a_full_disk_stops_no_environment(make_pool, answers, monkeypatch, tmp_path):
+    """The note of whose code is at work lies in memory; without it a run goes on."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "none"))
+    pool = make_pool("Table", ENVIRONMENT)
+    begin(pool, answers, [0])
+    assert step(pool, answers, "ok").messages[0]["content"] == "ok 1"
+    with open("/dev/full", "wb") as full:
+        monkeypatch.setattr(process, "_note", full.fileno())
+        process._write(1)
 
 
 def test_a_call_that_fails_costs_its_own_conversation_alone(make_pool, answers, capfd):
@@ -184,15 +232,30 @@ def test_a_conversation_that_begins_again_must_get_the_same_answers(make_pool, a
     assert failure.kind == "crash" and "answered otherwise than before" in failure.reason
 
 
-def test_a_process_that_ends_by_itself_is_nobodys_fault(make_pool, answers):
+def test_a_conversation_begins_again_though_its_tools_take_another_time(make_pool, answers):
+    pool = make_pool("tools", TOOLS, tool_format="tags")
+    for key in range(2):
+        pool.reset(key, {**ROW, "prompt": [{"role": "user", "content": "p"}]})
+    answers(pool, range(2))
+    first = step(pool, answers, "<double>21</double>", 1)
+    assert first.messages[0]["content"] == "42" and first.info["calls"][0]["seconds"] > 0
+    assert step(pool, answers, "<leave>3</leave>", 0).reason == "ended its process (exit code 3)"
+    assert step(pool, answers, "<double>4</double>", 1).messages[0]["content"] == "8"
+
+
+def test_a_process_that_ends_by_itself_is_nobodys_fault(make_pool, answers, tmp_path):
     """Here a timer that a conversation has left behind ends it while nobody's code is at work."""
     pool = make_pool("Table", ENVIRONMENT)
     begin(pool, answers, range(2))
-    pool.step(0, Turn("exit later", 0))
+    pool.step(0, Turn("exit later once", 0))
     pool.step(1, Turn("sleep", 0))
     found = answers(pool, range(2))
-    assert found[0].kind == "crash" and found[0].reason == "ended its process (exit code 3)", "it did so twice"
-    assert isinstance(found[1], Failure) or found[1].messages
+    assert (tmp_path / "exited").exists()
+    for key, text in enumerate(["exit later once 1", "sleep 1"]):
+        assert found[key] == Observation([{"role": "user", "content": text}], 0.5), "as if no process had ended"
+    begin(pool, answers, [2])
+    twice = step(pool, answers, "exit later", 2)
+    assert twice == Failure("ended its process (exit code 3)", "crash"), "it did so in both of its processes"
 
 
 def test_a_reset_that_was_open_beside_another_is_tried_once_more(make_pool, answers):
@@ -215,7 +278,7 @@ def test_nothing_waits_for_a_process_that_does_not_read(make_pool, answers, monk
     for key in range(1, 8):
         pool.step(key, Turn("z" * 10**6, 0))
     pool.reset(9, {**ROW, "prompt": "late"})
-    assert time.monotonic() - before < 0.5
+    assert time.monotonic() - before < 30, "the code in C never ends, nor would a write that waits for it"
     found = answers(pool, [*range(8), 9])
     assert found[0].kind == "timeout" and found[9].messages[0]["content"] == "late"
     assert all(found[key].messages[0]["content"] == f"{'z' * 10**6} 1" for key in range(1, 8)), "in another process"

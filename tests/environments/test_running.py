@@ -1,5 +1,6 @@
 """The running of conversations: bounds, failures, seeds, order."""
 
+import time
 from dataclasses import replace
 
 import pytest
@@ -179,6 +180,39 @@ class Echo:
         time.sleep(0.01)
         return Observation([{"role": "user", "content": turn.text}], float(turn.index), turn.index == 2)
 """
+
+
+WRITES = """
+from pathlib import Path
+from rlx.environments.protocol import Observation
+
+class Writes:
+    def reset(self, row):
+        return row["prompt"]
+
+    def step(self, turn):
+        Path(__file__).with_name("stepped").touch()
+        return Observation([], 1.0, True)
+"""
+
+
+def test_environments_work_while_the_sampler_goes_on_with_a_wave(tokenizer, make_pool, tmp_path):
+    seen = []
+
+    class Waits(Sampler):
+        """Waits in its second step for the environment of the first."""
+
+        def step(self):
+            until = time.monotonic() + 60
+            while len(self._open) == 1 and not (tmp_path / "stepped").exists() and time.monotonic() < until:
+                time.sleep(0.01)
+            seen.append((tmp_path / "stepped").exists())
+            return super().step()
+
+    rows = [ConversationRow({"prompt": PROMPT}, seed, [7, 8]) for seed in range(2)]
+    options = ConversationOptions(Chat(tokenizer), Sampling(30, stop_token_ids=(1,)), BOUNDS, in_waves=True)
+    run_conversations(Waits(tokenizer, lambda request: ("hi", True)), make_pool("Writes", WRITES), rows, options)
+    assert seen == [False, True]
 
 
 class FailsOnce(Sampler):

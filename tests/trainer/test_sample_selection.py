@@ -45,6 +45,13 @@ def test_prompts_are_kept_whose_samples_differ():
     )
 
 
+def test_a_sample_without_a_response_makes_no_prompt_informative():
+    """Its environment failed before the first turn, so it has no advantage, and the three others have equal scores."""
+    batch, scores = part([1.0, 1.0, 1.0, 0.0, 1.0, 1.0, 0.0, 0.0], lengths=[2, 2, 2, 0, 2, 2, 2, 0])
+    for metric in ("acc", "score", "seq_reward"):
+        assert sample_selection.informative(batch, scores, metric) == [4, 5, 6, 7]
+
+
 def test_the_reward_functions_own_accuracy_counts():
     batch, scores = part([0.7, 0.8], prompts=1, acc=[0.0, 1.0])
     assert sample_selection.informative(batch, scores, "acc") == [0, 1]
