@@ -14,7 +14,7 @@ from rlx.cluster import stay_on_this_machine
 from rlx.cluster.errors import end_of
 from rlx.config.check.folders import runs_folder
 from rlx.config.check.validate import check
-from rlx.config.choices import chosen
+from rlx.config.choices import chosen, why_fewer
 from rlx.config.compose.command_line import Composed, compose
 from rlx.config.describe import help_text
 from rlx.config.faults import numbered
@@ -96,8 +96,10 @@ def _check_and_run(overrides: Sequence[str], options: DriverOptions) -> int:
         machine = options.on or inspect_machine(join_cluster(composed.partial, until_done))
         fetch_configs(composed.partial)
         if more := chosen(overrides, composed, machine):
+            if not composed.faults:
+                chose = f"chosen for this command and machine; set a key to choose yourself:\n    {'  '.join(more)}"
+                print(wrapped(chose + why_fewer(composed, more)))
             composed = compose([*overrides, *more])
-            print(wrapped(f"chosen for this command and machine; set a key to choose yourself:\n    {'  '.join(more)}"))
         composed = with_nodes(composed, machine)
         checked = check(composed, machine)
         tried = check_user_code(composed.partial, composed.broken, machine)
