@@ -33,7 +33,7 @@ from rlx.supervisor.stopping import Terminated
 from rlx.trainer.launch import launch
 from rlx.trainer.user_code_check import check_user_code
 
-DONE, FAILED, FAULTY, INTERRUPTED, TERMINATED = 0, 1, 2, 130, 143
+DONE, FAILED, FAULTY, INTERRUPTED, PIPE_CLOSED, TERMINATED = 0, 1, 2, 130, 141, 143
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -44,18 +44,21 @@ def main(arguments: Sequence[str]) -> int:
 
     Returns:
         The exit code. 0: done. 1: the run failed, with its first cause on the last line of standard error. 2: the configuration
-        has faults, all of them listed. 130: Ctrl-C. 143: SIGTERM.
+        has faults, all of them listed. 130: Ctrl-C. 141: the reader
+        of standard output ended first. 143: SIGTERM.
     """
-    if "--help" in arguments or "-h" in arguments:
-        print(help_text())
-        return DONE
     try:
+        if "--help" in arguments or "-h" in arguments:
+            print(help_text())
+            return DONE
         options, overrides = read_options(arguments)
         return _check_and_run(overrides, options)
     except KeyboardInterrupt:
         return INTERRUPTED
     except Terminated:
         return TERMINATED
+    except BrokenPipeError:  # the reader of the output has ended, as in `rlx check --tree | head`
+        return PIPE_CLOSED
     except ValueError as error:
         print(f"rlx: {error}", file=sys.stderr)
         return FAULTY

@@ -151,3 +151,10 @@ def test_no_file_can_be_damaged_unnoticed_and_no_pickle_is_read(checkpoint, tmp_
         extra.unlink()
     assert damages > 30 and not ran.exists() and not (tmp_path / "out").exists()
     assert main([str(folder), str(tmp_path / "out")]) == 0, "it is whole again"
+
+
+def test_a_step_that_does_not_exist_is_named_with_those_that_do(tmp_path, capsys):
+    for step in (100, 20):
+        (tmp_path / f"global_step_{step}").mkdir()
+    assert main([str(tmp_path / "global_step_30"), str(tmp_path / "out")]) == 2
+    assert f"global_step_30: does not exist; {tmp_path} has global_step_20, global_step_100" in capsys.readouterr().err
