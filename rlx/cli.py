@@ -36,7 +36,9 @@ class Command(NamedTuple):
 
 TRAINING = ("psutil", "hydra", "ray", "transformers", "pyarrow", "rich")
 COMMANDS = {
-    "train": Command("rlx.main_ppo", "train by PPO, GRPO and related algorithms; without arguments a tiny model", (), TRAINING),
+    "train": Command(
+        "rlx.main_ppo", "train by PPO, GRPO and related algorithms; without arguments a tiny model", (), TRAINING
+    ),
     "check": Command(
         "rlx.driver", "check a configuration and predict its memory; starts nothing", ("--check",), TRAINING
     ),
