@@ -93,6 +93,9 @@ def test_a_folder_in_use_is_not_overwritten(checkpoint, tmp_path, capsys):
 
 def test_what_is_no_checkpoint_is_named(tmp_path, capsys):
     assert main([str(tmp_path / "nowhere"), str(tmp_path / "out")]) == 2
+    assert f"{tmp_path / 'nowhere'}: does not exist" in capsys.readouterr().err
+    (tmp_path / "empty").mkdir()
+    assert main([str(tmp_path / "empty"), str(tmp_path / "out")]) == 2
     assert "checkpoint.json" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
