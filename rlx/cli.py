@@ -36,7 +36,9 @@ class Command(NamedTuple):
 
 TRAINING = ("psutil", "hydra", "ray", "transformers", "pyarrow", "rich")
 COMMANDS = {
-    "train": Command("rlx.main_ppo", "train by PPO, GRPO and their kin; without arguments a tiny model", (), TRAINING),
+    "train": Command(
+        "rlx.main_ppo", "train by PPO, GRPO and related algorithms; without arguments a tiny model", (), TRAINING
+    ),
     "check": Command(
         "rlx.driver", "check a configuration and predict its memory; starts nothing", ("--check",), TRAINING
     ),
@@ -65,6 +67,16 @@ def versions() -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command. Returns 2 if there is no such command, or a package is missing; a command that ends raises SystemExit."""
+    try:
+        code = _main(arguments)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # the reader of the output has ended, as in `rlx --help | head -1`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for what Python flushes at its end
+        return 141
+
+
+def _main(arguments: Sequence[str] | None) -> int:
     name, *rest = [*(sys.argv[1:] if arguments is None else arguments), ""]
     if name in ("", "-h", "--help", "help"):
         print(usage())

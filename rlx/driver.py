@@ -16,7 +16,7 @@ from rlx.cluster import stay_on_this_machine
 from rlx.cluster.errors import end_of
 from rlx.config.check.folders import runs_folder
 from rlx.config.check.validate import check
-from rlx.config.choices import chosen
+from rlx.config.choices import chosen, why_fewer
 from rlx.config.compose.command_line import Composed, compose
 from rlx.config.describe import help_text
 from rlx.config.faults import numbered
@@ -35,7 +35,7 @@ from rlx.supervisor.stopping import Terminated
 from rlx.trainer.launch import launch
 from rlx.trainer.user_code_check import check_user_code
 
-DONE, FAILED, FAULTY, INTERRUPTED, TERMINATED = 0, 1, 2, 130, 143
+DONE, FAILED, FAULTY, INTERRUPTED, PIPE_CLOSED, TERMINATED = 0, 1, 2, 130, 141, 143
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -46,18 +46,21 @@ def main(arguments: Sequence[str]) -> int:
 
     Returns:
         The exit code. 0: done. 1: the run failed, with its first cause on the last line of standard error. 2: the configuration
-        has faults, all of them listed. 130: Ctrl-C. 143: SIGTERM.
+        has faults, all of them listed. 130: Ctrl-C. 141: the reader
+        of standard output ended first. 143: SIGTERM.
     """
-    if "--help" in arguments or "-h" in arguments:
-        print(help_text())
-        return DONE
     try:
+        if "--help" in arguments or "-h" in arguments:
+            print(help_text())
+            return DONE
         options, overrides = read_options(arguments)
         return _check_and_run(overrides, options)
     except KeyboardInterrupt:
         return INTERRUPTED
     except Terminated:
         return TERMINATED
+    except BrokenPipeError:  # the reader of the output has ended, as in `rlx check --tree | head`
+        return PIPE_CLOSED
     except ValueError as error:
         print(f"rlx: {error}", file=sys.stderr)
         return FAULTY
@@ -98,8 +101,10 @@ def _check_and_run(overrides: Sequence[str], options: DriverOptions) -> int:
         machine = options.on or inspect_machine(join_cluster(composed.partial, until_done))
         fetch_configs(composed.partial)
         if more := chosen(overrides, composed, machine):
+            if not composed.faults:
+                chose = f"chosen for this command and machine; set a key to choose yourself:\n    {'  '.join(more)}"
+                print(wrapped(chose + why_fewer(composed, more)))
             composed = compose([*overrides, *more])
-            print(wrapped(f"chosen for this command and machine; set a key to choose yourself:\n    {'  '.join(more)}"))
         composed = with_nodes(composed, machine)
         checked = check(composed, machine)
         tried = check_user_code(composed.partial, composed.broken, machine)

@@ -56,6 +56,8 @@ def export(
 def _local(checkpoint: str, role: str) -> Iterator[Path]:
     """Yield the local folder of a role; one in object storage is downloaded to a temporary folder."""
     if "://" not in checkpoint:
+        if not Path(checkpoint).exists():
+            raise ValueError(_missing(Path(checkpoint)))
         folder = Path(checkpoint) / role
         yield folder if folder.is_dir() else Path(checkpoint)
         return
@@ -63,6 +65,13 @@ def _local(checkpoint: str, role: str) -> Iterator[Path]:
     with tempfile.TemporaryDirectory() as folder:
         remote.download(role if remote.has(f"{role}/{MANIFEST}") else "", Path(folder) / role)
         yield Path(folder) / role
+
+
+def _missing(checkpoint: Path) -> str:
+    """Return the message for a folder that does not exist, with the steps that are beside it."""
+    steps = sorted(checkpoint.parent.glob("global_step_*"), key=lambda step: (len(step.name), step.name))
+    there = ", ".join(step.name for step in steps) or "no folder global_step_N"
+    return f"{checkpoint}: does not exist; {checkpoint.parent} has {there}"
 
 
 def main(arguments: list[str] | None = None) -> int:

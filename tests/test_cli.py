@@ -42,6 +42,13 @@ def test_messages_name_the_program_as_it_was_called():
         assert done.stderr.startswith(f"usage: {name or 'python -m rlx.trainer.report'} ")
 
 
+@pytest.mark.parametrize("words", ["--help", "check --help", "check --tree trainer.device=cpu", "train --help"])
+def test_a_reader_that_ends_first_leaves_no_traceback(words: str):
+    command = f"set -o pipefail; {sys.executable} -m rlx.cli {words} | true"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, cwd=ROOT, timeout=120)
+    assert "Error" not in done.stderr and "Traceback" not in done.stderr, done.stderr
+
+
 def test_an_unknown_command_is_named(capsys: pytest.CaptureFixture[str]):
     assert cli.main(["trian"]) == 2
     assert re.search(r"got 'trian', expected one of train, check", capsys.readouterr().err)

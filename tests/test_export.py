@@ -93,6 +93,9 @@ def test_a_folder_in_use_is_not_overwritten(checkpoint, tmp_path, capsys):
 
 def test_what_is_no_checkpoint_is_named(tmp_path, capsys):
     assert main([str(tmp_path / "nowhere"), str(tmp_path / "out")]) == 2
+    assert f"{tmp_path / 'nowhere'}: does not exist" in capsys.readouterr().err
+    (tmp_path / "empty").mkdir()
+    assert main([str(tmp_path / "empty"), str(tmp_path / "out")]) == 2
     assert "checkpoint.json" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
@@ -151,3 +154,10 @@ def test_no_file_can_be_damaged_unnoticed_and_no_pickle_is_read(checkpoint, tmp_
         extra.unlink()
     assert damages > 30 and not ran.exists() and not (tmp_path / "out").exists()
     assert main([str(folder), str(tmp_path / "out")]) == 0, "it is whole again"
+
+
+def test_a_step_that_does_not_exist_is_named_with_those_that_do(tmp_path, capsys):
+    for step in (100, 20):
+        (tmp_path / f"global_step_{step}").mkdir()
+    assert main([str(tmp_path / "global_step_30"), str(tmp_path / "out")]) == 2
+    assert f"global_step_30: does not exist; {tmp_path} has global_step_20, global_step_100" in capsys.readouterr().err

@@ -4,23 +4,30 @@ Only for a command that names a model and no experiment file; a key that it sets
 """
 
 from collections.abc import Sequence
+from contextlib import suppress
+from itertools import islice
+from pathlib import Path
 
 from rlx.config.compose.command_line import MODEL_KEY, Composed, compose
 from rlx.config.forecast.memory_forecast import MemoryForecast
 from rlx.config.machine import Machine, on_accelerator
-from rlx.config.schema import ActorConfig, PPOConfig
+from rlx.config.schema import ActorConfig, DataConfig, PPOConfig
 
 ACTOR, ROLLOUT, PROCESSES = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "trainer.n_gpus_per_node"
 TOKENS, ROWS = f"{ACTOR}.ppo_max_token_len_per_gpu", f"{ACTOR}.ppo_micro_batch_size_per_gpu"
 BY_TOKENS = f"{ACTOR}.use_dynamic_bsz"
 ESTIMATOR, BATCH, MINI_BATCH = "algorithm.adv_estimator", "data.train_batch_size", f"{ACTOR}.ppo_mini_batch_size"
-GRPO = {ESTIMATOR: "grpo", f"{ROLLOUT}.n": "8", BATCH: "128", MINI_BATCH: "64"}
+FILES = "data.train_files"
+GRPO = {ESTIMATOR: "grpo", f"{ROLLOUT}.n": "8"}
+PROMPTS, MINI_PROMPTS = 128, 64
 """Sizes with which a first run shows within some steps whether it learns."""
 MOST_TOKENS, LEAST_TOKENS = 65_536, 1024
 
 
 def chosen(arguments: Sequence[str], composed: Composed, machine: Machine) -> list[str]:
     """Return overrides to add to a command line; empty if it leaves nothing open.
+
+    A command with faults gets them too, else rules would report what the choices answer. Its tokens are the default's.
 
     Args:
         arguments: overrides of the command line.
@@ -29,32 +36,62 @@ def chosen(arguments: Sequence[str], composed: Composed, machine: Machine) -> li
     """
     given = composed.set_keys
     has_file = any(argument.lstrip("+").startswith("experiment=") for argument in arguments)
-    if composed.faults or has_file or MODEL_KEY not in given:
+    if has_file or MODEL_KEY not in given:
         return []
     found: dict[str, str] = {}
     if PROCESSES not in given:
         found[PROCESSES] = str(_per_machine(composed, machine))
     if ESTIMATOR not in given and not any(key.startswith("critic.") for key in given):
         found |= {key: value for key, value in GRPO.items() if key not in given} | _sizes(composed)
-    if "data.train_files" in given and not given & {"data.val_files", "trainer.val_before_train", "trainer.test_freq"}:
+    if FILES in given and not given & {"data.val_files", "trainer.val_before_train", "trainer.test_freq"}:
         found["trainer.val_before_train"] = "False"  # the default files are problems of the generated task
     if not given & {TOKENS, ROWS, BY_TOKENS}:
         found[BY_TOKENS] = "True"
-        found[TOKENS] = str(_tokens([*arguments, *_texts(found)], machine))
+        if not composed.faults:  # a forecast needs every value
+            found[TOKENS] = str(_tokens([*arguments, *_texts(found)], machine))
     return _texts(found)
 
 
+def why_fewer(composed: Composed, choices: Sequence[str]) -> str:
+    """Return a sentence if the chosen batch is smaller than usual because the training files have few rows, else nothing."""
+    rows = _rows(composed.partial.data)
+    is_chosen = any(choice.startswith(f"{BATCH}=") for choice in choices)
+    return f"\n{FILES} has {rows} row(s): a batch is no larger" if is_chosen and rows < PROMPTS else ""
+
+
 def _sizes(composed: Composed) -> dict[str, str]:
-    """Return the size of a batch or mini-batch that fits to the one that is given alone, both in prompts."""
-    given = composed.set_keys
-    prompts, mini = composed.partial.data.train_batch_size, composed.partial.actor_rollout_ref.actor.ppo_mini_batch_size
-    if BATCH in given and MINI_BATCH not in given:
-        usual = int(GRPO[MINI_BATCH])
-        return {MINI_BATCH: str(usual if prompts % usual == 0 else prompts)}
-    if MINI_BATCH in given and BATCH not in given:
-        usual = int(GRPO[BATCH])
-        return {BATCH: str(usual if usual % mini == 0 else mini)}
-    return {}
+    """Return the sizes of batch and mini-batch that are open, both in prompts; the batch is no larger than the data."""
+    given, config = composed.set_keys, composed.partial
+    batch, mini = config.data.train_batch_size, config.actor_rollout_ref.actor.ppo_mini_batch_size
+    sizes: dict[str, str] = {}
+    if BATCH not in given:
+        batch = min(PROMPTS, _rows(config.data))
+        if MINI_BATCH in given:
+            batch = max(batch - batch % mini, mini)
+        sizes[BATCH] = str(batch)
+    if MINI_BATCH not in given:
+        sizes[MINI_BATCH] = str(batch if batch % MINI_PROMPTS else MINI_PROMPTS)
+    return sizes
+
+
+def _rows(data: DataConfig) -> int:
+    """Return the number of training rows, counted no further than a usual batch; that number too if they cannot be counted."""
+    count = 0
+    with suppress(Exception):  # the data's own reader says later what is wrong with a file
+        for file in data.train_files if data.custom_cls.path is None else ():
+            path = Path(file).expanduser()
+            if path.suffix == ".parquet":
+                from pyarrow.parquet import read_metadata
+
+                count += read_metadata(path).num_rows
+            elif path.suffix == ".jsonl":
+                with path.open("rb") as lines:
+                    count += sum(1 for _ in islice(filter(bytes.strip, lines), PROMPTS))
+            else:
+                return PROMPTS
+        most = data.train_max_samples
+        return min(PROMPTS, count if most < 0 else min(count, most)) or PROMPTS
+    return PROMPTS
 
 
 def _per_machine(composed: Composed, machine: Machine) -> int:

@@ -4,10 +4,12 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from rlx.config.check.validate import check
-from rlx.config.choices import chosen
+from rlx.config.choices import chosen, why_fewer
 from rlx.config.compose.command_line import compose
 from rlx.config.machine import Cluster, Machine
 from rlx.driver import main
@@ -29,7 +31,7 @@ def machine(gpus: int, gb: int) -> Machine:
 @pytest.fixture
 def command(tmp_path: Path) -> list[str]:
     (tmp_path / "config.json").write_text(json.dumps(SMALL))
-    (tmp_path / "rows.jsonl").write_text("{}")
+    (tmp_path / "rows.jsonl").write_text("{}\n" * 200)
     return [f"{MODEL}={tmp_path}", f"data.train_files={tmp_path}/rows.jsonl", "data.answer_key=answer"]
 
 
@@ -61,7 +63,7 @@ def test_a_key_of_the_command_is_never_changed(command):
 
 @pytest.mark.parametrize(
     ("given", "prompts", "mini"),
-    [("data.train_batch_size=32", 32, 32), ("data.train_batch_size=256", 256, 64), (f"{MINI}=48", 48, 48)],
+    [("data.train_batch_size=32", 32, 32), ("data.train_batch_size=256", 256, 64), (f"{MINI}=48", 96, 48)],
 )
 def test_a_size_of_the_command_keeps_grpo(command, given, prompts, mini):
     found = choices([*command, given], machine(1, 80))
@@ -69,6 +71,42 @@ def test_a_size_of_the_command_keeps_grpo(command, given, prompts, mini):
     assert whole.config.algorithm.adv_estimator == "grpo" and whole.config.data.train_batch_size == prompts
     assert whole.config.actor_rollout_ref.actor.ppo_mini_batch_size == mini
     assert check(whole, machine(1, 80)).faults == ()
+
+
+@pytest.mark.parametrize(
+    ("rows", "given", "prompts", "mini"),
+    [(2, "", 2, 2), (100, "", 100, 100), (64, "", 64, 64), (100, f"{MINI}=64", 64, 64), (100, f"{MINI}=30", 90, 30)],
+)
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_a_batch_is_no_larger_than_the_data(command, tmp_path, rows, given, prompts, mini, kind):
+    if kind == "jsonl":
+        (tmp_path / "few.jsonl").write_text('{"prompt": "", "answer": ""}\n\n' * rows)
+    else:
+        pq.write_table(pa.table({"prompt": [""] * rows}), tmp_path / "few.parquet")
+    composed = compose([*command, f"data.train_files={tmp_path}/few.{kind}", *([given] if given else [])])
+    more = chosen([], composed, machine(0, 0))
+    found = dict(text.split("=", 1) for text in more)
+    assert found["data.train_batch_size"] == str(prompts)
+    assert given or found[MINI] == str(mini)
+    assert f"has {rows} row(s)" in why_fewer(composed, more)
+
+
+def test_many_rows_and_files_that_are_no_data_leave_the_usual_batch(command, tmp_path):
+    composed = compose(command)
+    assert choices(command, machine(0, 0))["data.train_batch_size"] == "128"
+    assert why_fewer(composed, chosen(command, composed, machine(0, 0))) == ""
+    (tmp_path / "broken.parquet").write_text("no parquet")
+    for file in ("broken.parquet", "none.jsonl", "data.csv"):
+        broken = [*command, f"data.train_files={tmp_path}/{file}"]
+        assert choices(broken, machine(0, 0))["data.train_batch_size"] == "128"
+
+
+def test_a_mistyped_key_is_the_only_fault(command, capsys: pytest.CaptureFixture[str]):
+    here = ("trainer.device=cpu", "actor_rollout_ref.rollout.name=hf")
+    assert main(["--check", *command, *here, "data.max_prompt_lenght=512"]) == 2
+    printed = capsys.readouterr()
+    assert "1 fault(s) in the configuration" in printed.err and "data.max_prompt_length" in printed.err
+    assert "chosen" not in printed.out
 
 
 def test_a_head_without_gpus_takes_no_process_from_the_others(command):

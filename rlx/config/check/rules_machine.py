@@ -16,6 +16,7 @@ from rlx.config.check.folders import (
 )
 from rlx.config.schema import ARITHMETIC
 from rlx.config.schema.roles import TINY, has_critic, is_tiny, sharded_roles, trained_roles
+from rlx.program import program
 
 GPUS, NODES, LEAST = "trainer.n_gpus_per_node", "trainer.nnodes", "trainer.min_nodes"
 DEVICE = "trainer.device"
@@ -162,6 +163,9 @@ def data_files_exist(s: CheckContext) -> Faults:
                 what, remedy = "there is no such built-in task", f"set {key}={ARITHMETIC}"
             elif not Path(file).expanduser().is_file():
                 what, remedy = "a data file does not exist", correct_path(key)
+                folder = Path(file).parent
+                if folder.name == "gsm8k":
+                    remedy = f"run `{program('gsm8k')} --out {folder}`, or {remedy}"
             elif Path(file).suffix not in DATA_KINDS:
                 what, remedy = "a data file is of an unknown kind", "convert it to Parquet or JSON lines"
             else:

@@ -7,9 +7,8 @@ from rlx.config.faults import Fault
 from rlx.config.forecast.fitting import remedies
 from rlx.config.forecast.forecast_text import gb
 from rlx.config.forecast.memory_forecast import MemoryForecast
-from rlx.config.forecast.phase import Phase
+from rlx.config.forecast.phase import REFUSED_FROM, Phase
 
-REFUSED_FROM = 1.1  # times the usable memory; measured runs were within 3 % of the formulas (docs/planning.md)
 CHECK = "trainer.memory_check"
 
 
@@ -22,7 +21,7 @@ def memory_suffices(s: CheckContext) -> Iterator[Fault]:
     if not over:
         return
     remedy = f"{remedies(forecast, is_least=True)}; {CHECK}=warn runs all the same"
-    margin = f"{CHECK}=refuse refuses a run that is {REFUSED_FROM - 1:.0%} above that"
+    margin = f"a run that needs over {(REFUSED_FROM - 1) * 100:.0f} % more than that is refused"
     if of_device := [phase for phase in over if not phase.fits_device(REFUSED_FROM)]:
         what = f"the run does not fit into {'device' if forecast.on_device else 'host'} memory"
         expected = f"at most {usable(forecast, of_device)} GB; {margin}"

@@ -1,7 +1,7 @@
 """Print the memory forecast: a short table at the start of a run, a long one for `--check`."""
 
 from rlx.config.forecast.memory_forecast import LENGTH_STEP, MemoryForecast
-from rlx.config.forecast.phase import Phase
+from rlx.config.forecast.phase import REFUSED_FROM, Phase
 from rlx.offload.plan.hardware import PROFILES
 from rlx.offload.plan.text_table import aligned
 
@@ -44,18 +44,23 @@ def long_text(forecast: MemoryForecast) -> str:
 
 
 def verdict_text(forecast: MemoryForecast) -> str:
-    """Return the last line of `rlx check`: the processes, and the phase that is nearest to its memory."""
-    count, nodes = forecast.config.trainer.n_gpus_per_node, forecast.config.trainer.nnodes
-    where = f"{count * nodes} {'GPU(s)' if forecast.on_device else 'CPU process(es)'}"
+    """Return the last line of `rlx check`: the processes, and the largest phase that does not fit, or the one nearest to its limit."""
+    trainer = forecast.config.trainer
+    where = f"{trainer.n_gpus_per_node * trainer.nnodes} {'GPU(s)' if forecast.on_device else 'CPU process(es)'}"
     limited = [phase for phase in forecast.phases() if phase.limit]
     if not limited or forecast.unknown:
         return f"the memory of {where} cannot be predicted here"
-    misfits = [phase for phase in limited if not phase.fits()]
-    tightest = max(misfits or limited, key=lambda phase: phase.peak / (phase.limit or 1))
-    if misfits and tightest.peak <= (tightest.limit or 0):
-        return f"may not fit {where}: {tightest.name} takes {gb(tightest.host)} GB of host memory"
-    fits = "may not fit" if misfits else "fits"
-    return f"{fits} {where}: {tightest.name} takes {gb(tightest.peak)} of {gb(tightest.limit or 0)} GB"
+    refused = forecast.oversized(is_least=True, margin=REFUSED_FROM) if trainer.memory_check == "refuse" else []
+    over, margin = refused or forecast.oversized(), REFUSED_FROM if refused else 1.0
+    verb = "does not fit" if refused else "may not fit" if over else "fits"
+    if on_device := [phase for phase in over if not phase.fits_device(margin)]:
+        shown = max(on_device, key=lambda phase: phase.peak)  # the one that the fault names first
+    elif over:
+        most = max(over, key=lambda phase: phase.host)
+        return f"{verb} {where}: {most.name} takes {gb(most.host * trainer.n_gpus_per_node)} GB of host memory"
+    else:
+        shown = max(limited, key=lambda phase: phase.peak / (phase.limit or 1))
+    return f"{verb} {where}: {shown.name} takes {gb(shown.peak)} of {gb(shown.limit or 0)} GB"
 
 
 def gb(nbytes: float) -> str:

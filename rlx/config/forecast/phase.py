@@ -2,6 +2,8 @@
 
 from typing import NamedTuple
 
+REFUSED_FROM = 1.1  # times the usable memory; measured runs were within 3 % of the formulas (docs/planning.md)
+
 
 class Phase(NamedTuple):
     """The most memory that one process needs in a phase [bytes]."""

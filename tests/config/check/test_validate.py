@@ -552,6 +552,12 @@ CASES = [
     ("data_files_exist", "data.train_files=[]", ["data.train_files is empty"], "data.train_files"),
     ("data_files_exist", "data.val_files=builtin:geometry", ["there is no such built-in task"], "builtin:arithmetic"),
     ("data_files_exist", "data.train_files=[/no/a.parquet,/no/b.jsonl]", ["a data file does not exist"] * 2, "correct"),
+    (
+        "data_files_exist",
+        "data.train_files=/no/gsm8k/a.parquet",
+        ["a data file does not exist"],
+        "gsm8k --out /no/gsm8k`",
+    ),
     ("data_files_exist", f"data.train_files={__file__}", ["a data file is of an unknown kind"], "Parquet"),
     ("user_code_exists", "custom_reward_function.path=/no/file.py", ["a file of your own"], "correct"),
     ("user_code_exists", "data.custom_cls.path=/no/file.py data.custom_cls.name=X", ["a file of your own"], "correct"),
