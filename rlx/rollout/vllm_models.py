@@ -81,12 +81,8 @@ def with_needs(options: dict[str, Any], config: "PreTrainedConfig", device: torc
     # vLLM refuses it beside a "+rotary_embedding" of the user.
     plain = {}
     if device.type == "cpu":
-        given = options.get("compilation_config") or {}
-        if not isinstance(given, Mapping):
-            raise ValueError(
-                f"actor_rollout_ref.rollout.engine_kwargs.vllm.compilation_config: got {given!r}, expected a mapping for an lfm2 "
-                "on CPU, to which custom_ops is added; write {mode: N} instead of N"
-            )
+        given = options.get("compilation_config")
+        given = {"mode": given} if isinstance(given, int) else given or {}  # vLLM takes a number as the mode
         operators = list(dict.fromkeys([*given.get("custom_ops", ()), "-rotary_embedding"]))
         plain = {"compilation_config": {**given, "custom_ops": operators}}
     return {**options, **plain, "hf_overrides": {**widths, **options["hf_overrides"]}}

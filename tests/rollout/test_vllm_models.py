@@ -24,6 +24,6 @@ def test_options_of_the_user_stay_beside_the_operators_of_lfm2():
     assert alone["compilation_config"] == {"custom_ops": ["-rotary_embedding"]}
 
 
-def test_a_number_cannot_hold_the_operators():
-    with pytest.raises(ValueError, match="compilation_config: got 3, expected a mapping"):
-        with_needs({"compilation_config": 3, "hf_overrides": {}}, LFM2, torch.device("cpu"))
+def test_a_number_is_the_mode():
+    found = with_needs({"compilation_config": 0, "hf_overrides": {}}, LFM2, torch.device("cpu"))
+    assert found["compilation_config"] == {"mode": 0, "custom_ops": ["-rotary_embedding"]}
