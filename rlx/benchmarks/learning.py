@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from statistics import mean, stdev
 from typing import NamedTuple
@@ -58,7 +59,7 @@ Curves = Mapping[tuple[int, str], Sequence[Curve]]
 
 def train(folder: Path, overrides: Sequence[str]) -> None:
     """Do one run in a process of its own, unless it has finished before. Raises RuntimeError if it fails."""
-    if (folder / "report.png").exists():  # drawn last
+    if (folder / METRICS_FILE).exists():  # copied last
         return
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -72,8 +73,9 @@ def train(folder: Path, overrides: Sequence[str]) -> None:
             f"{' '.join(command)} ended with exit code {done.returncode}; see {folder / 'output.log'}, which ends in:\n"
             + "\n".join((folder / "output.log").read_text().splitlines()[-10:])
         )
-    for name in (METRICS_FILE, "report.png"):
-        shutil.copy(made.with_name(name), folder / name)
+    with suppress(FileNotFoundError):  # not every run can draw it
+        shutil.copy(made.with_name("report.png"), folder / "report.png")
+    shutil.copy(made, folder / METRICS_FILE)
 
 
 def read(folder: Path) -> Curve:

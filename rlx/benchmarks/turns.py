@@ -2,7 +2,8 @@
 
 One sampler with random weights generates the same number of tokens in three ways: conversations whose tool answers after 0 to
 `--tool-s` seconds, at random; conversations whose tool answers at once; and one response per prompt. Tools run in environment
-processes. The table shows tokens per second, how full the sampler was, and ratios of the ways. Turns have equal lengths.
+processes. The table shows tokens per second, the steps of the sampler and the seconds in them, how full it was, and ratios of the
+ways. Turns have equal lengths.
 """
 
 import os
@@ -114,6 +115,28 @@ def make_rollout(options: Namespace, folder: str, device: torch.device) -> Rollo
     return rollout
 
 
+class CountedSteps:
+    """Counts the steps of a sampler, and the seconds in them, while it is open."""
+
+    def __init__(self, rollout: Any) -> None:
+        self._rollout, self._step = rollout, rollout.step
+        self.steps, self.step_s = 0, 0.0
+
+    def __enter__(self) -> "CountedSteps":
+        self._rollout.step = self._counted
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        del self._rollout.step
+
+    def _counted(self) -> list[tuple[int, Completion]]:
+        start = time.perf_counter()
+        stopped: list[tuple[int, Completion]] = self._step()
+        self.step_s += time.perf_counter() - start
+        self.steps += 1
+        return stopped
+
+
 class TurnsOfOneLength:
     """A sampler whose requests all stop after `tokens` tokens, as if by a stop token."""
 
@@ -167,7 +190,9 @@ def one_way(
     if longest_s is None:
         ids = tokenizer(prompts)["input_ids"]
         start = time.perf_counter()
-        answers = rollout.generate([Request(tuple(own), seed, sampling) for own, seed in zip(ids, seeds, strict=True)])
+        requests = [Request(tuple(own), seed, sampling) for own, seed in zip(ids, seeds, strict=True)]
+        with CountedSteps(rollout) as counted:
+            answers = rollout.generate(requests)
         seconds, waited = time.perf_counter() - start, 0.0
         tokens = sum(len(answer.token_ids) for answer in answers)
     else:
@@ -186,11 +211,13 @@ def one_way(
             run_conversations(sampler, pool, few, asked)  # the processes have started
             rollout.take_load()
             start = time.perf_counter()
-            ran = run_conversations(sampler, pool, rows, asked)
+            with CountedSteps(rollout) as counted:
+                ran = run_conversations(sampler, pool, rows, asked)
             seconds, waited = time.perf_counter() - start, ran.waited_s
         require_whole(ran.conversations, options)
         tokens = sum(sum(conversation.sampled) for conversation in ran.conversations)
-    return {"tokens_per_s": tokens / seconds, "seconds": seconds, "waited_s": waited, **rollout.take_load()}
+    figures = {"tokens_per_s": tokens / seconds, "seconds": seconds, "step_s": counted.step_s, "steps": counted.steps}
+    return {**figures, "waited_s": waited, **rollout.take_load()}
 
 
 def require_whole(conversations: Iterable[Any], options: Namespace) -> None:
@@ -208,10 +235,13 @@ def show(options: Namespace, figures: dict[str, dict[str, float]]) -> None:
     print(
         f"{options.trajectories} trajectories of {options.turns} turns of {options.tokens} tokens, max_num_seqs {options.max_num_seqs}"
     )
-    names = ("tokens_per_s", "seconds", "waited_s", "running_mean", "busy_share", "tail_s")
+    names = ("tokens_per_s", "seconds", "step_s", "steps", "waited_s", "running_mean", "busy_share", "tail_s")
     print(f"{'':>14}" + "".join(f"{name:>14}" for name in names))
     for way, own in figures.items():
-        print(f"{way:>14}" + "".join(cell(own.get(name), 0 if name == "tokens_per_s" else 2, 14) for name in names))
+        print(
+            f"{way:>14}"
+            + "".join(cell(own.get(name), 0 if name in ("tokens_per_s", "steps") else 2, 14) for name in names)
+        )
     rate = {way: own["tokens_per_s"] for way, own in figures.items()}
     print(f"slow / instant tools: {rate['slow tools'] / rate['instant tools']:.3f}")
     print(f"instant tools / single turn: {rate['instant tools'] / rate['single turn']:.3f}")

@@ -78,8 +78,14 @@ def with_needs(options: dict[str, Any], config: "PreTrainedConfig", device: torc
     # Keys of transformers' former configuration, which vLLM still reads.
     widths = {name: config.hidden_size for name in ("block_dim", "conv_dim") if not hasattr(config, name)}
     # This model passes a rotation its heads in a dimension of their own, which vLLM's kernel for CPU takes for one head.
-    plain = {"compilation_config": {"custom_ops": ["-rotary_embedding"]}} if device.type == "cpu" else {}
-    return {**plain, **options, "hf_overrides": {**widths, **options["hf_overrides"]}}
+    # vLLM refuses it beside a "+rotary_embedding" of the user.
+    plain = {}
+    if device.type == "cpu":
+        given = options.get("compilation_config")
+        given = {"mode": given} if isinstance(given, int) else given or {}  # vLLM takes a number as the mode
+        operators = list(dict.fromkeys([*given.get("custom_ops", ()), "-rotary_embedding"]))
+        plain = {"compilation_config": {**given, "custom_ops": operators}}
+    return {**options, **plain, "hf_overrides": {**widths, **options["hf_overrides"]}}
 
 
 def zeros_of(parameters: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:

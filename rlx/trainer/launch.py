@@ -3,8 +3,6 @@
 It imports little itself: torch, transformers and the trainer take seconds, in which Ray mostly waits for its own processes.
 """
 
-import os
-import sys
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
@@ -18,8 +16,6 @@ from rlx.config.schema.roles import sharded_roles
 
 if TYPE_CHECKING:
     from rlx.cluster.group import WorkerGroup
-
-IMPORT_NICENESS = 5  # Ray's processes come first: workers, which import for longer, wait for them
 
 
 def launch(config: PPOConfig, yaml: str) -> Path:
@@ -53,7 +49,5 @@ def start_workers(config: PPOConfig) -> "WorkerGroup":
 
 
 def _import_ahead(module: str) -> None:
-    if sys.platform == "linux":  # where this is about the thread alone
-        os.nice(IMPORT_NICENESS)
     with suppress(Exception), without_collection():  # the import in the main thread says why it fails
         import_module(module)

@@ -9,8 +9,11 @@ import torch
 
 from rlx.benchmarks.sweep.page import COLUMNS, FAMILIES, RESULTS, joined, page, read_results, write_results
 from rlx.benchmarks.sweep.reference import largest_difference, lora_change, step_of
+from rlx.benchmarks.sweep.replay import replay_error
 from rlx.benchmarks.sweep.run import CheckResult, outcomes_of
-from rlx.benchmarks.sweep.tiny_models import config_of, rows, tiny_model
+from rlx.benchmarks.sweep.tiny_models import config_of, rows, tiny_model, write_tiny
+from rlx.benchmarks.sweep.trainer import TinyModel
+from rlx.models.experts import _Choice
 
 ROOT = Path(__file__).parents[2]
 FEATURES = ["packed", "value", "boundary", "lora", "replay", "hf sampler"]
@@ -56,6 +59,13 @@ def test_outcomes_tell_what_happened():
     found = outcomes_of("bert: no decoder", ["packed"])["packed"]
     assert found.status == "refused" and "is_decoder=true" in found.note
     assert outcomes_of("musicgen", ["packed"])["packed"].status == "not makeable"
+
+
+def test_a_replay_without_effect_is_noticed(tmp_path, monkeypatch):
+    write_tiny(tmp_path, config_of("qwen3_moe"), torch.float64)
+    monkeypatch.setattr(_Choice, "_given", None)  # routers keep their own choice, in the reference too
+    with pytest.raises(AssertionError, match="other experts change log-probs by 0e\\+00 only"):
+        replay_error(TinyModel(tmp_path, torch.float64, "sdpa"))
 
 
 def test_weights_are_large_enough_for_masks_and_positions_to_matter():

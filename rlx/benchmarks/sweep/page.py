@@ -9,7 +9,8 @@ import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from rlx.benchmarks.sweep.run import TOLERANCE, CheckResult
+from rlx.benchmarks.sweep.reference import TOLERANCE
+from rlx.benchmarks.sweep.run import CheckResult
 
 RESULTS = Path("docs/models.json")
 # Columns of the page: the features of the sweep that each joins.
@@ -62,7 +63,7 @@ part in fp32. An error above {tolerance:g} counts as **wrong**.
 | recomputed, tiled | the update with `enable_gradient_checkpointing`, and with `tiled_mlp` |
 | offloaded | the update with `activation_offload.save` boundary, attention, auto and all in host memory; boundary and all on disk |
 | LoRA | the update of adapters on all linear layers, merged into the weights |
-| replay | log-probs, entropies and the update with experts that the routers would not choose, given as by `router_replay.mode=R3` |
+| replay | log-probs, entropies and the update with experts that the routers would not choose, given as by `router_replay.mode=R3`; where K is below E, they must change log-probs by more than {tolerance:g} |
 | saved | log-probs after an update: of a checkpoint that another engine loads, and of the exported folder |
 | 2 processes | the update with `strategy=fsdp2` and `strategy=fsdp` |
 | Ulysses | the update with `ulysses_sequence_parallel_size=2` |

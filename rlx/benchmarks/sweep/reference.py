@@ -24,6 +24,7 @@ TEMPERATURE = 0.7
 # With this epsilon a step is a smooth function of the gradient, so that the change of the weights tells the gradient.
 OPTIM = OptimConfig(lr=1.0, eps=1.0, weight_decay=0.0)
 GRAD_CLIP = 1e9
+TOLERANCE = 1e-3  # largest error of a right outcome
 
 
 def policy_objective(replay: str = "disabled") -> PolicyObjective:

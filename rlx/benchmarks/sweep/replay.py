@@ -3,14 +3,18 @@
 import torch
 from torch import Tensor
 
-from rlx.benchmarks.sweep.reference import Expected, expected, logits_of, policy_objective
+from rlx.benchmarks.sweep.reference import TOLERANCE, Expected, expected, logits_of, policy_objective
 from rlx.benchmarks.sweep.trainer import TinyModel, compared, engine, refusals
 from rlx.engine.experts import ExpertOptions
 from rlx.models.experts import ExpertRouting, Pass, recorded
 
 
 def replay_error(made: TinyModel) -> tuple[float | None, str]:
-    """Return the error of log-probs, entropies and an update with experts of other tokens; None for a model without experts."""
+    """Return the error of log-probs, entropies and an update with experts of other tokens; None for a model without experts.
+
+    Raises:
+        AssertionError: the reference's log-probs are those of the routers' own choice, so that its experts were not replaced.
+    """
     plain = made.model("lm")
     if not any(name.endswith(".experts") for name, _ in plain.named_modules()):
         return None, "no experts"
@@ -33,6 +37,11 @@ def replay_error(made: TinyModel) -> tuple[float | None, str]:
 
     plain.register_forward_pre_hook(replay)
     wanted = expected(plain, batch, objective)
+    effect = float((wanted.figures["log_probs"] - made.policy.figures["log_probs"]).abs().max())
+    # The engine has the reference's hooks, so agreement alone would not show that either replaces anything.
+    assert effect > TOLERANCE or routing.chosen == routing.experts, (
+        f"other experts change log-probs by {effect:.0e} only"
+    )
     used: dict[str, Tensor] = {"differing_experts_used": torch.zeros_like(wanted.figures["log_probs"])}
     trained = engine(made, experts=ExpertOptions(replays=True))
     return compared(trained, batch, Expected(wanted.figures | used, wanted.gradients), objective)

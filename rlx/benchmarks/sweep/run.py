@@ -14,9 +14,9 @@ from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 from rlx.benchmarks.sweep.features import FEATURES
+from rlx.benchmarks.sweep.reference import TOLERANCE
 
 LIMIT_S = 120
-TOLERANCE = 1e-3
 Status = Literal["right", "refused", "wrong", "not makeable"]
 
 
