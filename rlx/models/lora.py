@@ -2,7 +2,7 @@
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -65,32 +65,13 @@ def add_lora(model: "PreTrainedModel", config: ModelConfig, seed: int = 0) -> di
     """
     if config.lora_rank < 1:
         raise ModelError(f"lora_rank: got {config.lora_rank}, expected at least 1 to add adapters")
-    try:
-        from peft import LoraConfig, inject_adapter_in_model
-    except ImportError as error:
-        raise ModelError(f"lora_rank={config.lora_rank} needs peft ({error}); pip install 'peft>=0.17'") from None
-
     head, targets = _value_head(model), adapter_targets(model, config.target_modules)
     experts = expert_targets(model, config.target_modules)
     if experts and config.lora.use_dora:
         raise ModelError(
             f"lora.use_dora: got True with experts as targets ({experts[0]}), which have LoRA alone; set it to False"
         )
-    # peft takes the dense layers of some mixtures of experts for experts. In a dictionary it does not know the model's type.
-    hidden = nn.ModuleDict({"model": model})
-    own_names = [f"model.{name}" for name in targets]
-    lora_config = LoraConfig(
-        r=config.lora_rank,
-        lora_alpha=config.lora_alpha,
-        target_modules=own_names,
-        target_parameters=[f"model.{name}" for name in experts] or None,
-        use_dora=config.lora.use_dora,
-        use_rslora=config.lora.use_rslora,
-    )
-    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*fan_in_fan_out.*")  # peft corrects it by itself for each layer
-        torch.default_generator.manual_seed(seed)  # not those of GPUs, which fork_rng would not restore
-        inject_adapter_in_model(lora_config, hidden, ADAPTER)
+    _inject(model, config, targets, experts, seed)
     for name in head:
         module = model.get_submodule(name).requires_grad_(True)
         module.to(adapter_dtype(next(module.parameters()).dtype))
@@ -108,6 +89,31 @@ def add_lora(model: "PreTrainedModel", config: ModelConfig, seed: int = 0) -> di
         for part in (getattr(layer, part) for part in ADAPTER_PARTS if hasattr(layer, part)):
             part.to(adapter_dtype(getattr(layer.get_base_layer(), adapters[name].parameter).dtype))
     return adapters
+
+
+def _inject(
+    model: "PreTrainedModel", config: ModelConfig, targets: Collection[str], experts: Collection[str], seed: int
+) -> None:
+    """Let peft put its layers around linear layers and experts, with fresh adapters from a seed."""
+    try:
+        from peft import LoraConfig, inject_adapter_in_model
+    except ImportError as error:
+        raise ModelError(f"lora_rank={config.lora_rank} needs peft ({error}); pip install 'peft>=0.17'") from None
+    # peft takes the dense layers of some mixtures of experts for experts. In a dictionary it does not know the model's type.
+    hidden = nn.ModuleDict({"model": model})
+    own_names = [f"model.{name}" for name in targets]
+    lora_config = LoraConfig(
+        r=config.lora_rank,
+        lora_alpha=config.lora_alpha,
+        target_modules=own_names,
+        target_parameters=[f"model.{name}" for name in experts] or None,
+        use_dora=config.lora.use_dora,
+        use_rslora=config.lora.use_rslora,
+    )
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*fan_in_fan_out.*")  # peft corrects it by itself for each layer
+        torch.default_generator.manual_seed(seed)  # not those of GPUs, which fork_rng would not restore
+        inject_adapter_in_model(lora_config, hidden, ADAPTER)
 
 
 def adapted_experts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

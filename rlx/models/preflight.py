@@ -18,7 +18,7 @@ from rlx.models.lora import adapter_targets, add_lora, expert_targets
 from rlx.models.tiny import make_tiny_config, make_tiny_tokenizer
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 SHARDS_BYTES = "2.13"  # of torch, https://github.com/pytorch/pytorch/issues/185239
 
@@ -67,13 +67,7 @@ def faults_of(
                 "enable_gradient_checkpointing=False"
             )
         if model.lora_rank > 0:
-            adapter_targets(skeleton, model.target_modules)
-            experts = expert_targets(skeleton, model.target_modules)
-            if experts and sampler == "vllm" and model.sends_adapters:
-                faults.append(
-                    f"target_modules: got experts ({experts[0]}) with vLLM, which takes no adapters of theirs in peft's form; set "
-                    "lora.merge=True, which sends merged weights, or rollout.name=hf"
-                )
+            faults += _of_targets(skeleton, model, sampler)
         if model.lora_rank > 0 and model.lora_adapter_path is not None:
             with torch.device("meta"):
                 add_lora(skeleton, model)
@@ -85,6 +79,18 @@ def faults_of(
     except ModelError as error:
         faults.append(str(error))
     return faults
+
+
+def _of_targets(skeleton: "PreTrainedModel", model: ModelConfig, sampler: str | None) -> list[str]:
+    """Refuse adapters of experts that the sampler cannot take; raise ModelError if a target does not exist."""
+    adapter_targets(skeleton, model.target_modules)
+    experts = expert_targets(skeleton, model.target_modules)
+    if not experts or sampler != "vllm" or not model.sends_adapters:
+        return []
+    return [
+        f"target_modules: got experts ({experts[0]}) with vLLM, which takes no adapters of theirs in peft's form; set "
+        "lora.merge=True, which sends merged weights, or rollout.name=hf"
+    ]
 
 
 def _of_bytes_in_shards(model: ModelConfig) -> list[str]:
