@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-pytest.importorskip("vllm")
+pytest.importorskip("vllm", reason="its model classes are looked up in vLLM")
 from rlx.rollout.vllm_models import with_needs
 
 LFM2 = SimpleNamespace(model_type="lfm2", hidden_size=64, conv_dim=64)
