@@ -99,7 +99,7 @@ def _check_and_run(overrides: Sequence[str], options: DriverOptions) -> int:
     # The cluster is joined once for both check and run, because joining takes seconds.
     with ExitStack() as until_done:
         machine = options.on or inspect_machine(join_cluster(composed.partial, until_done))
-        fetch_configs(composed.partial)
+        of_hub = fetch_configs(composed.partial)
         if more := chosen(overrides, composed, machine):
             if not composed.faults:
                 chose = f"chosen for this command and machine; set a key to choose yourself:\n    {'  '.join(more)}"
@@ -108,12 +108,13 @@ def _check_and_run(overrides: Sequence[str], options: DriverOptions) -> int:
         composed = with_nodes(composed, machine)
         checked = check(composed, machine)
         tried = check_user_code(composed.partial, composed.broken, machine)
-        faults = (*checked.faults, *tried.faults)
+        # Another machine may have the model of a check.
+        faults = (*checked.faults, *tried.faults, *(() if options.check else of_hub))
         if options.tree and not composed.faults:
             print(composed.yaml)
         if options.check and not composed.faults:
             _print_plan(composed, machine)
-        for warning in (*checked.warnings, *tried.warnings):
+        for warning in (*checked.warnings, *tried.warnings, *(of_hub if options.check else ())):
             print(wrapped(f"warning: {warning}"), file=sys.stderr, flush=True)
         if faults:
             print(

@@ -49,13 +49,3 @@ def test_a_process_has_one_start(temporary):
         assert start_of(process.pid) is None
     assert start_of(os.getpid()) == start_of(os.getpid()) is not None
     assert machine_identity() == machine_identity()
-
-
-def test_small_folders_are_in_shared_memory_if_it_has_room(temporary, tmp_path_factory, monkeypatch):
-    memory = tmp_path_factory.mktemp("memory")
-    monkeypatch.setattr(scratch, "_MEMORY", memory)
-    with scratch.scratch_folder("test", memory_bytes=1) as small, scratch.scratch_folder("test", 1 << 60) as large:
-        assert (Path(small).parent, Path(large).parent) == (memory, temporary)
-        monkeypatch.setattr(scratch, "start_of", lambda pid: None)
-        scratch.remove_scratch()
-        assert not Path(small).exists() and not Path(large).exists()

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from rlx.offload.benchmark.device import clean_up, clock, name_of, peak_bytes, reset_peak, used_bytes
+from rlx.offload.autotune.profile_key import device_name
+from rlx.offload.benchmark.device import clean_up, clock, peak_bytes, reset_peak, used_bytes
 from rlx.offload.plan.shapes import SHAPES
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ def chosen_device(given: str | None = None) -> torch.device:
 
 def title(device: torch.device) -> str:
     """Return the device and the version of torch, such as "NVIDIA H200, torch 2.11.0"."""
-    return f"{name_of(device)}, torch {torch.__version__}"
+    return f"{device_name(device)}, torch {torch.__version__}"
 
 
 def cell(value: float | None, digits: int, width: int = 10) -> str:
@@ -62,7 +63,7 @@ def peak_beside(work: Callable[[], T], device: torch.device) -> tuple[T, int]:
 def write_json(options: Namespace, device: torch.device, figures: Mapping[str, Any]) -> None:
     """Write the figures with the device and the version of torch to the file of `--json`, if it was given."""
     if options.json is not None:
-        text = json.dumps({"device": name_of(device), "torch": torch.__version__, **figures}, indent=2)
+        text = json.dumps({"device": device_name(device), "torch": torch.__version__, **figures}, indent=2)
         options.json.write_text(f"{text}\n")
 
 

@@ -3,72 +3,31 @@
 python -m rlx.benchmarks.grpo_step --each actor_rollout_ref.model.use_shared_prefix=False,True [key=value ...]
 
 Model and prompts are made on the spot. Each value of the key gets a run of `--steps` steps in a process of its own, one after
-the other. Responses have `--response` tokens but for a rare one that samples EOS. The table shows the median over all steps
+the other. All responses have `--response` tokens. The table shows the median over all steps
 but the first of each phase, and of other figures of a run. Further overrides hold for every run.
 """
 
-import json
 import statistics
 import subprocess
 import sys
 import tempfile
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from random import Random
-from string import ascii_lowercase
-from typing import TYPE_CHECKING
 
-import torch
-
-from rlx.benchmarks.common import benchmark_parser, cell, chosen_device, title, write_json, write_random_model
+from rlx.benchmarks.common import benchmark_parser, cell, chosen_device, title, write_json
+from rlx.benchmarks.race.inputs import write_inputs
 from rlx.offload.plan.shapes import SHAPES
 from rlx.trainer.report import read_metrics
 from rlx.trainer.tracking import METRICS_FILE
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
 PHASE = "timing_s/"
 OTHERS = ("actor/tokens_saved", "actor/grad_norm", "response_length/mean", "perf/peak_memory_gb")
-REWARD = "def score(data_source, solution_str, ground_truth, extra_info=None): return len(set(solution_str)) / 64\n"
-
-
-def byte_tokenizer() -> "PreTrainedTokenizerBase":
-    """Return a tokenizer with a token for each byte; other ids of the model decode to nothing."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    special = ["<|pad|>", "<|end|>"]
-    tokens = [*special, *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    made = Tokenizer(models.BPE({token: number for number, token in enumerate(tokens)}, merges=[]))
-    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=made, pad_token=special[0], eos_token=special[1])
-
-
-def write_inputs(folder: Path, options: Namespace, device: torch.device) -> list[str]:
-    """Write model, prompts of exactly `--prompt` tokens and a reward function; return the overrides that name them."""
-    longest, random = options.prompt + options.response, Random(0)
-    write_random_model(folder / "model", options.shape, device, max_position_embeddings=longest)
-    byte_tokenizer().save_pretrained(folder / "model")
-    with (folder / "prompts.jsonl").open("w") as file:
-        for _ in range(options.prompts * options.steps):
-            text = "".join(random.choices(ascii_lowercase, k=options.prompt))
-            row = {"prompt": text, "data_source": "random", "reward_model": {"style": "rule", "ground_truth": ""}}
-            file.write(json.dumps(row) + "\n")
-    (folder / "reward.py").write_text(REWARD)
-    return [
-        f"actor_rollout_ref.model.path={folder / 'model'}",
-        f"data.train_files={folder / 'prompts.jsonl'}",
-        f"data.val_files={folder / 'prompts.jsonl'}",
-        f"custom_reward_function.path={folder / 'reward.py'}",
-        "custom_reward_function.name=score",
-    ]
 
 
 def settings(options: Namespace) -> list[str]:
-    """Return the overrides of every run but those of its inputs."""
-    tokens = 8 * (options.prompt + options.response)
+    """Return the overrides of every run but those of its inputs. verl knows them too."""
+    tokens = options.micro_batch * (options.prompt + options.response)
     policy = "actor_rollout_ref"
     return [
         "algorithm.adv_estimator=grpo",
@@ -77,7 +36,7 @@ def settings(options: Namespace) -> list[str]:
         f"data.max_response_length={options.response}",
         f"{policy}.rollout.n={options.samples}",
         f"{policy}.rollout.max_num_seqs={options.prompts * options.samples}",
-        f"{policy}.actor.ppo_mini_batch_size={options.prompts}",
+        f"{policy}.actor.ppo_mini_batch_size={options.prompts // options.updates}",
         f"{policy}.actor.use_dynamic_bsz=True",
         f"{policy}.actor.ppo_max_token_len_per_gpu={tokens}",
         f"{policy}.actor.use_kl_loss=True",
@@ -86,13 +45,34 @@ def settings(options: Namespace) -> list[str]:
         "trainer.val_before_train=False",
         "trainer.test_freq=-1",
         "trainer.save_freq=-1",
-        "trainer.logger=[console,jsonl]",
     ]
+
+
+def add_work(parser: ArgumentParser) -> None:
+    """Add the options that say how much work a step is."""
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen2-0.5b")
+    for name, default, meaning in (
+        ("--prompts", 8, "of a step"),
+        ("--samples", 8, "responses to a prompt"),
+        ("--prompt", 4096, "tokens of a prompt"),
+        ("--response", 512, "tokens of a response"),
+        ("--updates", 1, "optimizer steps of a step"),
+        ("--micro-batch", 8, "responses of a forward"),
+        ("--steps", 4, "of each run, at least 2"),
+    ):
+        parser.add_argument(name, type=int, default=default, help=f"{meaning} (default %(default)s)")
 
 
 def run(folder: Path, overrides: Sequence[str]) -> dict[int, dict[str, float]]:
     """Do one run and return its metrics by step. Raises RuntimeError if it fails."""
-    command = [sys.executable, "-m", "rlx.main_ppo", *overrides, f"trainer.default_local_dir={folder}"]
+    command = [
+        sys.executable,
+        "-m",
+        "rlx.main_ppo",
+        *overrides,
+        "trainer.logger=[console,jsonl]",
+        f"trainer.default_local_dir={folder}",
+    ]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
     made = next(folder.rglob(METRICS_FILE), None)
     if done.returncode or made is None:
@@ -120,12 +100,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Run the command."""
     parser = benchmark_parser("grpo_step", __doc__)
     parser.add_argument("--each", required=True, metavar="KEY=VALUE,VALUE", help="the key, and its value in each run")
-    parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen2-0.5b")
-    parser.add_argument("--prompts", type=int, default=8, help="of a step (default 8)")
-    parser.add_argument("--samples", type=int, default=8, help="responses to a prompt (default 8)")
-    parser.add_argument("--prompt", type=int, default=4096, help="tokens of a prompt (default 4096)")
-    parser.add_argument("--response", type=int, default=512, help="most tokens of a response (default 512)")
-    parser.add_argument("--steps", type=int, default=4, help="of each run, at least 2 (default 4)")
+    add_work(parser)
     options, overrides = parser.parse_known_args(arguments)
     key, _, values = options.each.partition("=")
     if not values or options.steps < 2:

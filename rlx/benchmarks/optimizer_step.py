@@ -39,7 +39,8 @@ from rlx.data.batch import Batch
 from rlx.engine.engine import Engine
 from rlx.engine.micro_batch import MicroBatchRule
 from rlx.engine.objectives import PolicyObjective
-from rlx.offload.benchmark.device import clock, name_of, used_bytes
+from rlx.offload.autotune.profile_key import device_name
+from rlx.offload.benchmark.device import clock, used_bytes
 from rlx.offload.benchmark.modes import PEERS
 from rlx.offload.plan.shapes import SHAPES
 
@@ -250,7 +251,7 @@ def main() -> int:
         return 0
     options.out.mkdir(parents=True, exist_ok=True)
     print(
-        f"{options.shape} on {name_of(device)}; seconds of the step and by phase, and GB: parts of the largest phase, peaks by "
+        f"{options.shape} on {device_name(device)}; seconds of the step and by phase, and GB: parts of the largest phase, peaks by "
         "phase, what torch reserved of the device, the arena's host memory, the process"
     )
     print(header())

@@ -107,7 +107,7 @@ def measure(config: PPOConfig, requests: int, cycles: int, rounds: int) -> Figur
     rank, prompts = int(os.environ["RANK"]), make_prompts(config, requests)
     together = settings.tensor_model_parallel_size
     mine = prompts.rows(list(range(rank // together, requests, int(os.environ["WORLD_SIZE"]) // together)))
-    show(figures, measure_throughput(worker, settings, mine, rounds))
+    show(figures, measure_throughput(worker, mine, rounds))
     show(figures, measure_mismatch(worker, config, mine))
     show(figures, measure_cycles(worker, mine, cycles))
     roles(worker)[1].sampler.close()
@@ -145,7 +145,7 @@ def measure_sync(worker: Worker, settings: RolloutConfig, rounds: int) -> Figure
     }
 
 
-def measure_throughput(worker: Worker, settings: RolloutConfig, prompts: Batch, rounds: int) -> Figures:
+def measure_throughput(worker: Worker, prompts: Batch, rounds: int) -> Figures:
     """Measure tokens per second of this process through rlx and of the same engine called directly, taking turns."""
     _, rollout = roles(worker)
     sampler, sampling = rollout.sampler, rollout.sampling["train"]
@@ -153,7 +153,7 @@ def measure_throughput(worker: Worker, settings: RolloutConfig, prompts: Batch, 
     if not isinstance(sampler, HFRollout):
         rows = zip(prompts["prompt_ids"], prompts["prompt_mask"], prompts["seed"].tolist(), strict=True)
         requests = [Request(tuple(ids[mask].tolist()), seed, sampling) for ids, mask, seed in rows]
-        ways["vllm"] = sampler.engine.direct(requests, settings.seed_requests)
+        ways["vllm"] = sampler.engine.direct(requests, sampler.has_seeds)
         ways["vllm_unseeded"] = sampler.engine.direct(requests, seeded=False)
     samples = ways["rlx"]()
     tokens = int(samples["response_mask"].sum())

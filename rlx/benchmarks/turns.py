@@ -11,8 +11,8 @@ import statistics
 import sys
 import tempfile
 import time
-from argparse import Namespace
-from collections.abc import Iterable
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -45,18 +45,23 @@ PLAIN_TEMPLATE = (
 TOOL_SPEEDS = {"instant tools": 0.0, "slow tools": 1.0, "single turn": None}
 
 
-def main(arguments: list[str]) -> int:
-    """Measure, print and return the exit code."""
-    parser = benchmark_parser("turns", __doc__ or "")
+def add_trajectories(parser: ArgumentParser) -> None:
+    """Add the options that say which trajectories are sampled."""
     parser.add_argument(
         "--shape", choices=sorted(SHAPES), default="qwen2-0.5b", help="of the model (default qwen2-0.5b)"
     )
-    parser.add_argument("--sampler", choices=["hf", "vllm"], default="vllm", help="default vllm")
     parser.add_argument("--trajectories", type=int, default=2048, help="default 2048")
     parser.add_argument("--turns", type=int, default=4, help="of a trajectory (default 4)")
     parser.add_argument("--tokens", type=int, default=256, help="of a turn (default 256)")
     parser.add_argument("--max-num-seqs", type=int, default=512, help="requests decoded at once (default 512)")
     parser.add_argument("--tool-s", type=float, default=2.0, help="longest seconds of a slow tool (default 2)")
+
+
+def main(arguments: list[str]) -> int:
+    """Measure, print and return the exit code."""
+    parser = benchmark_parser("turns", __doc__ or "")
+    add_trajectories(parser)
+    parser.add_argument("--sampler", choices=["hf", "vllm"], default="vllm", help="default vllm")
     parser.add_argument("--processes", type=int, default=2, help="of tools (default 2)")
     parser.add_argument(
         "--listen-every", type=int, default=1, help="steps from one look at the tools' answers to the next (default 1)"
@@ -64,7 +69,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument(
         "--unseeded", action="store_true", help="vLLM: no random generator per request, which is faster"
     )
-    parser.set_defaults(rounds=1)
+    parser.set_defaults(rounds=1, gpu_memory_utilization=0.6)
     options = parser.parse_args(arguments)
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29512"}
     for name, value in alone.items():
@@ -83,14 +88,14 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def make_tokenizer(size: int) -> "PreTrainedTokenizerFast":
-    """Return a tokenizer whose token n is the word `wn`; it encodes and decodes as fast as those of real models."""
+def make_tokenizer(size: int, others: Mapping[int, str] | None = None) -> "PreTrainedTokenizerFast":
+    """Return a tokenizer whose token n is the word `wn`, or that of `others`; it encodes and decodes as fast as those of real models."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import WhitespaceSplit
     from transformers import PreTrainedTokenizerFast
 
-    words = Tokenizer(WordLevel({f"w{n}": n for n in range(size)}, unk_token="w2"))
+    words = Tokenizer(WordLevel({(others or {}).get(n, f"w{n}"): n for n in range(size)}, unk_token="w2"))
     words.pre_tokenizer = WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", eos_token="w1", unk_token="w2")
     tokenizer.chat_template = PLAIN_TEMPLATE
@@ -104,7 +109,7 @@ def make_rollout(options: Namespace, folder: str, device: torch.device) -> Rollo
         name=options.sampler,
         max_num_seqs=options.max_num_seqs,
         seed_requests=not options.unseeded,
-        gpu_memory_utilization=0.6,
+        gpu_memory_utilization=options.gpu_memory_utilization,
         engine_kwargs=EngineKwargsConfig(vllm={"block_size": 32} if on_cpu and options.sampler == "vllm" else {}),
     )
     model = ModelConfig(path=folder)

@@ -30,7 +30,7 @@ from rlx.data.batch import Batch, left_padded
 from rlx.engine.engine import Engine
 from rlx.engine.forward import Distribution
 from rlx.engine.micro_batch import MicroBatchRule
-from rlx.engine.objectives import Share, Totals
+from rlx.engine.objectives import Objective, Share, Totals
 from rlx.models.tiny import make_tiny
 from rlx.offload.benchmark.device import clock
 
@@ -52,19 +52,10 @@ MODELS = {  # weights -> the model of experiment=arithmetic_1gpu, and one that a
 ROWS, HELD_OUT = 64, 256
 
 
-class Imitation:
+class Imitation(Objective):
     """The objective whose loss is the mean negative log-prob of the response tokens."""
 
-    columns: tuple[str, ...] = ()
     distribution = Distribution(1.0, False)
-
-    def mask(self, batch: Batch) -> Tensor:
-        """As `Objective.mask`."""
-        return batch["response_mask"]
-
-    def denominator(self, mask_BR: Tensor) -> Tensor:
-        """As `Objective.denominator`."""
-        return mask_BR.sum()
 
     def share(self, outputs: dict[str, Tensor], batch: Batch, totals: Totals) -> Share:
         """As `Objective.share`."""
@@ -87,14 +78,22 @@ def batch_of(rows: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase) -> 
     )
 
 
-def batches(tokenizer: PreTrainedTokenizerBase, seed: int) -> Iterator[Batch]:
+def batches(tokenizer: PreTrainedTokenizerBase, seed: int, rows: int) -> Iterator[Batch]:
     """Yield endless batches of training problems."""
     problems, rng = make_problems(ArithmeticConfig(train_size=4096), "train"), random.Random(seed)
     while True:
-        yield batch_of(rng.sample(problems, ROWS), tokenizer)
+        yield batch_of(rng.sample(problems, rows), tokenizer)
 
 
-def train(form: str, model: TinyModelConfig, lr: float, steps: int, device: torch.device) -> dict[str, Any]:
+def train(
+    form: str,
+    model: TinyModelConfig,
+    lr: float,
+    steps: int,
+    device: torch.device,
+    rows: int = ROWS,
+    held_out_rows: int = HELD_OUT,
+) -> dict[str, Any]:
     """Return held-out log-probs `before` and `after`, the `way` from first to last weights, and the mean `share` of a step."""
     fsdp, changes = UPDATE_FORMS[form]
     with tempfile.TemporaryDirectory(prefix="rlx-updates-") as folder:
@@ -104,8 +103,8 @@ def train(form: str, model: TinyModelConfig, lr: float, steps: int, device: torc
         optim = OptimConfig(lr=lr, weight_decay=0.0, allow_lossy_updates=True, **changes)
         strategy = STRATEGIES.get(form, "fsdp2")
         engine = Engine(ModelConfig(path=folder), fsdp, strategy=strategy, device=device, optim=optim, name=form)
-    held_out = batch_of(make_problems(ArithmeticConfig(val_size=HELD_OUT), "val"), tokenizer)
-    rule, data = MicroBatchRule(rows=HELD_OUT), batches(tokenizer, model.seed)
+    held_out = batch_of(make_problems(ArithmeticConfig(val_size=held_out_rows), "val"), tokenizer)
+    rule, data = MicroBatchRule(rows=held_out_rows), batches(tokenizer, model.seed, rows)
 
     def likelihood() -> float:
         found = engine.log_probs(held_out, rule, 1.0, with_entropy=False)["log_probs"]

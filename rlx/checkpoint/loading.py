@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorStorageMetadata
 
-from rlx.checkpoint.manifest import CheckpointError
+from rlx.checkpoint.manifest import CheckpointError, few
 
 MOST_NAMED = 3
 MASTER_ENDING = ".master"  # ends the names of fp32 copies of weights
@@ -126,8 +126,7 @@ def _require_same(state: Mapping[str, Tensor], metadata: Metadata, folder: Path,
         elif any(offset < 0 for chunk in chunks for offset in chunk.offsets):
             faults.append(f"{name}: a piece lies outside of it")
     if faults:
-        more = f"; and {len(faults) - MOST_NAMED} more" if len(faults) > MOST_NAMED else ""
-        raise CheckpointError(f"{folder} does not fit: {'; '.join(faults[:MOST_NAMED])}{more}")
+        raise CheckpointError(f"{folder} does not fit: {few(faults, MOST_NAMED)}")
 
 
 def _overlap(one: ChunkStorageMetadata, other: ChunkStorageMetadata) -> bool:

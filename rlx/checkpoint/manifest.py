@@ -11,7 +11,7 @@ forgery. Nothing that is read from a checkpoint is executed, so a forged file ca
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,6 +35,11 @@ class CheckpointError(ExplainedError, ValueError):
 
 class OtherVersionError(CheckpointError):
     """Another version of rlx wrote a part, so that the checkpoint may be whole although this version cannot read it."""
+
+
+def few(faults: Sequence[str], most: int = 3) -> str:
+    """Join faults; of many only the first ones."""
+    return "; ".join(faults[:most]) + (f"; and {len(faults) - most} more" if len(faults) > most else "")
 
 
 class FileEntry(NamedTuple):

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 class WorkerGroup:
     """Worker processes in the slots of a placement, one rank each.
 
-    The processes begin to import the worker class at once; `build` makes a worker in each. It has a method
+    The processes start in the background; `load` waits for them, and `build` makes a worker in each. It has a method
     `call(role, method, *args)`. If a call fails anywhere, the whole group ends and `WorkerFailure` names the first cause.
 
     Args:
@@ -37,9 +37,6 @@ class WorkerGroup:
         worker_class: importable class of the workers, or `module:Class`, which this process need not import.
         meshes: role -> distribution of batches over the ranks; without one each rank gets a share of its own.
         hang_timeout_s: seconds without progress on any rank after which a call counts as failed [s].
-
-    Raises:
-        WorkerFailure: a process did not start.
     """
 
     def __init__(
@@ -62,12 +59,20 @@ class WorkerGroup:
         self._processes = [
             actor.options(**placement.options(slot)).remote(rank) for rank, slot in enumerate(placement.slots)
         ]
+        self._worker_class = worker_class
+        self._loading: list[Any] = []
+
+    def load(self) -> None:
+        """Wait until the processes have started, and let them import the worker class in the background.
+
+        Raises:
+            WorkerFailure: a process did not start.
+        """
         try:
-            self._locations = dict(
-                enumerate(self._collect([p.location.remote() for p in self._processes], "worker", "start"))
-            )
+            located = self._collect([p.location.remote() for p in self._processes], "worker", "start")
+            self._locations = dict(enumerate(located))
             self._set_environment()
-            self._loading = [p.load.remote(worker_class) for p in self._processes]
+            self._loading = [p.load.remote(self._worker_class) for p in self._processes]
         except BaseException:
             self.close()
             raise
@@ -76,9 +81,11 @@ class WorkerGroup:
         """Make a worker in each process, with the same arguments on all ranks, and return the group.
 
         Raises:
-            WorkerFailure: the worker class cannot be imported, or its constructor raised.
+            WorkerFailure: a process did not start, the worker class cannot be imported, or its constructor raised.
         """
         try:
+            if not self._loading:
+                self.load()
             self._collect(self._loading, "worker", "import")
             shared = ray.put(arguments)
             self._collect([p.build.remote(shared) for p in self._processes], "worker", "__init__")

@@ -5,6 +5,7 @@ import importlib
 import logging
 import os
 import socket
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -99,6 +100,10 @@ class WorkerProcess:
         of the node's address, and NCCL chooses its own.
         """
         os.environ.update(environment)
+        if "torch" in sys.modules:  # in a fork of rlx.cluster.template torch has read its number of threads already
+            first = os.environ["OMP_NUM_THREADS"].partition(",")[0]  # OpenMP takes a number for each level of nesting
+            if first.strip().isdecimal():
+                sys.modules["torch"].set_num_threads(int(first))
         interface = _interface_of(ray.util.get_node_ip_address() if several_nodes else LOOPBACK)
         if interface:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)

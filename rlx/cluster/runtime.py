@@ -10,8 +10,9 @@ import socket
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import psutil
 import ray
 
 from rlx.cluster.errors import ClusterError, WorkerFailure, one_line
+from rlx.cluster.template import template
 from rlx.config.schema import PPOConfig
 from rlx.errors import ExplainedError, did_you_mean, storing
 from rlx.supervisor.link import tell
@@ -26,7 +28,6 @@ from rlx.supervisor.link import tell
 _PROBE_S = 10.0
 _LOOK_S = 0.3
 # By the end of the program's or script's name; the raylet ends when one of its agents does.
-MONITOR = "the autoscaler's monitor"
 RAY_PROCESSES = {
     "/gcs_server": "the gcs_server",
     "/raylet": "the raylet",
@@ -34,7 +35,6 @@ RAY_PROCESSES = {
     "ray::RuntimeEnvAgent": "the runtime environment agent",
     "/dashboard.py": "the dashboard",
     "/log_monitor.py": "the log monitor",
-    "/monitor.py": MONITOR,
 }
 NEEDED_PROCESSES = {"the gcs_server", "the raylet", "the dashboard agent", "the runtime environment agent"}
 
@@ -45,8 +45,8 @@ logger = logging.getLogger(__name__)
 
 
 @contextmanager
-def session(config: PPOConfig) -> Iterator[None]:
-    """Keep Ray running as long as the context lasts.
+def session(config: PPOConfig, ahead: Sequence[str] = ()) -> Iterator[bool]:
+    """Keep Ray running as long as the context lasts; yield whether its workers bring the modules `ahead` with them.
 
     It joins the cluster at `RAY_ADDRESS` (or `ray_kwargs.ray_init.address`) if there is one, else it starts Ray on this machine
     only. If the process has already started Ray, that is used and left running. At the end, also after an exception, Ctrl-C or
@@ -55,29 +55,33 @@ def session(config: PPOConfig) -> Iterator[None]:
 
     Args:
         config: the tree; reads `ray_kwargs.ray_init`.
+        ahead: modules for workers, imported beside the start of Ray if it starts here.
 
     Raises:
         ClusterError: nothing answers at the address, or its form is not supported.
     """
     if ray.is_initialized():
-        yield
+        yield False
         return
     options = dict(config.ray_kwargs.ray_init)
     address = str(options.pop("address", None) or os.environ.get("RAY_ADDRESS") or "local")
     quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
     folder: Path | None = None
+    until_done, forks = ExitStack(), False
     try:
         if address == "local":
             _set_local_environment()
             folder = _private_folder(options.pop("_temp_dir", None))
             tell(scratch=str(folder))
+            if forks := bool(ahead) and "runtime_env" not in options:
+                options["runtime_env"] = {"py_executable": until_done.enter_context(template(folder, ahead))}
             with _postponed_interrupt(), _told_as_they_start():
                 _start_here(folder / "ray", {**quiet, **options})
         else:
             _join(address, {**quiet, **options})
         _take_sigterm_as_ctrl_c()
         tell(**_parts_of_ray(address))
-        yield
+        yield forks
     except Exception as error:
         if isinstance(error, WorkerFailure | ClusterError) or not isinstance(error, ExplainedError):
             folder = None  # kept, because its logs may tell more; a restart removes it
@@ -85,7 +89,8 @@ def session(config: PPOConfig) -> Iterator[None]:
     finally:
         tell(daemons={}, helpers={}, head=None)  # their end is no loss from now on
         with _uninterrupted():
-            _shutdown(started_here=address == "local")
+            _shutdown()
+            until_done.close()
             if folder:
                 shutil.rmtree(folder, ignore_errors=True)
 
@@ -143,12 +148,29 @@ def _start_here(folder: Path, options: dict[str, Any]) -> None:
     options = {"include_dashboard": False, **options}
     try:
         wants_more = options["include_dashboard"] is not False or os.environ[_METRICS] != "0"
-        with nullcontext() if wants_more else _without_web_server():
+        with _without_monitors(bool(options["log_to_driver"])), nullcontext() if wants_more else _without_web_server():
             ray.init(address="local", _temp_dir=str(folder), **options)
     except (TypeError, ValueError):
         raise  # an option is wrong
     except Exception as error:  # Ray raises no type of its own
         raise RuntimeError(f"Ray did not start: {one_line(str(error))}") from error
+
+
+@contextmanager
+def _without_monitors(reads_logs: bool) -> Iterator[None]:
+    """Let Ray start without the autoscaler's monitor and, unless its logs are read, the log monitor.
+
+    A run's own Ray has one node, and each of the two takes half a second of a core while the run starts.
+    """
+    parameters = ray._private.parameter.RayParams
+    init = parameters.__init__
+    wanted = {"no_monitor": True, "include_log_monitor": reads_logs}
+    known = inspect.signature(init).parameters
+    parameters.__init__ = partialmethod(init, **{name: value for name, value in wanted.items() if name in known})
+    try:
+        yield
+    finally:
+        parameters.__init__ = init
 
 
 @contextmanager
@@ -236,12 +258,8 @@ def _probe(address: str) -> None:
         ) from None
 
 
-def _shutdown(started_here: bool) -> None:
+def _shutdown() -> None:
     """End Ray and wait until its processes have ended; older versions of Ray, such as 2.52, cannot wait."""
-    monitor = _parts_of_ray("local")["helpers"].get(MONITOR) if started_here else None
-    if monitor is not None:  # asked to end, it takes a second
-        with suppress(psutil.Error):
-            psutil.Process(monitor).kill()
     waits = "wait_for_processes" in inspect.signature(ray.shutdown).parameters
     ray.shutdown(**({"wait_for_processes": True} if waits else {}))
 

@@ -43,7 +43,7 @@ class Machine:
 
     @property
     def label(self) -> str:
-        """What messages call it."""
+        """Its name in messages."""
         return self.name or ("this machine" if self.cluster is None else f"the cluster at {self.cluster.address}")
 
     @property
@@ -85,9 +85,14 @@ def named_machine(text: str) -> Machine:
     )
 
 
+def has_gpu_driver() -> bool:
+    """Whether a driver for CUDA devices is loaded on this machine."""
+    return any(Path(file).exists() for file in DRIVER_FILES)
+
+
 def look_at_gpus() -> tuple[int, int | None]:
     """Return the number of CUDA devices, and the memory of the smallest [bytes]; allocate nothing on them."""
-    if not any(Path(file).exists() for file in DRIVER_FILES):
+    if not has_gpu_driver():
         return 0, None
     import torch  # slow, so only with a driver
 

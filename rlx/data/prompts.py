@@ -1,6 +1,7 @@
 """Prompts from files: read, checked and tokenised once at the start, then given out by index."""
 
 import sys
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -20,6 +21,8 @@ PLAIN_SOURCE = "answer"
 INTERFACE = ("__len__", "batch", "report")
 """The attributes that a user's data set class must have."""
 CHUNK_ROWS = 512
+LOOK_S = 60.0
+"""For the row that a tokenizer does not take, among `CHUNK_ROWS` [s]."""
 BAR_FROM_ROWS = 20_000
 
 Content: TypeAlias = str | list[dict[str, Any]]
@@ -175,7 +178,10 @@ class PromptDataset:
         try:
             return self._tokenise(contents)
         except Exception:  # templates and tokenizers raise any kind of error; look for the row, else raise it as it is
+            until = time.monotonic() + LOOK_S
             for row, content in enumerate(contents, start):
+                if time.monotonic() > until:
+                    break
                 try:
                     self._tokenise([content])
                 except Exception as fault:

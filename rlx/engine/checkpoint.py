@@ -33,6 +33,7 @@ from rlx.checkpoint.manifest import (
     OtherVersionError,
     damage,
     damaged_chunks,
+    few,
     read_json,
     require_keys,
 )
@@ -236,7 +237,7 @@ def require_undamaged(folder: Path, trusted: bool = False) -> None:
     if trusted and not (folder / "manifest.json").exists():
         return  # an earlier version's, without digests
     if faults := damage(folder) or damaged_chunks(folder):
-        raise CheckpointError("; ".join(faults[:3]) + (f"; and {len(faults) - 3} more" if len(faults) > 3 else ""))
+        raise CheckpointError(few(faults))
 
 
 def read_weights(folder: Path, trusted: bool = False) -> dict[str, Tensor]:

@@ -5,7 +5,6 @@ Shape letters as in `rlx/data/batch.py`: B rows, R response tokens.
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,23 +17,20 @@ from torch.optim import AdamW
 from rlx.config.schema import FSDPConfig, ModelConfig, OptimConfig
 from rlx.data.batch import SEQUENCE, Batch
 from rlx.engine import checkpoint
-from rlx.engine.cutting import Cutter
+from rlx.engine import optimizer as adamw
+from rlx.engine.cutting import Cutter, SequenceGroup
 from rlx.engine.experts import ExpertOptions
 from rlx.engine.forward import Distribution, Forward, Head, sequence_scores
 from rlx.engine.making import make_model
 from rlx.engine.micro_batch import MicroBatch, MicroBatchRule, shifted, token_counts
-from rlx.engine.objectives import Objective, Totals
+from rlx.engine.objectives import Objective, Totals, over_processes, totals_of
 from rlx.engine.oom_retry import OomRetry
-from rlx.engine.optimizer import build_optimizer, clip_gradients, configure, learning_rate_factor, step_in_parts
 from rlx.engine.optimizer_state import OptimizerStateOnHost
-from rlx.engine.reductions import over_processes, totals_of
 from rlx.engine.residency import TensorOffload
 from rlx.engine.saving import Saves
-from rlx.engine.sequence_group import SequenceGroup
 from rlx.engine.sharded import precision_of
 from rlx.engine.sharding import shard, stream_frozen
 from rlx.engine.units import local
-from rlx.engine.update_probe import UpdateProbe, update_metrics
 from rlx.models.hf_folder import ModelCard
 from rlx.models.lora import adapter_weights, base_weights, merged_weights, refuse_idle_adapters
 from rlx.models.packed_attention import packed_attention
@@ -95,8 +91,7 @@ class Engine:
         self.optim, self.total_steps, self.grad_clip = optim, total_steps, grad_clip
         precision = precision_of(fsdp, device)
         self._stored = precision.stored
-        made = make_model(model, head, precision.stored, seed, trains=optim is not None, device=device)
-        plain, layers, self.adapters = made.plain, made.layers, made.adapters
+        plain, layers, self.adapters = make_model(model, head, precision.stored, seed, optim is not None, device)
         self.card = ModelCard.of(plain, head, tokenizer)
         for layer in layers if compile_layers else ():
             layer.compile()
@@ -113,7 +108,7 @@ class Engine:
             register_attention(packed_attention)
             options = OffloadOptions(**vars(model.activation_offload))
             self.offload = enable_activation_offloading(self.root, model.enable_gradient_checkpointing, options, layers)
-        self.optimizer = None if optim is None else build_optimizer(self.root.parameters(), optim)
+        self.optimizer = None if optim is None else adamw.build_optimizer(self.root.parameters(), optim)
         self.updates = self.steps = 0
         self._prepare_memory(name)
         if head != "score":
@@ -234,14 +229,14 @@ class Engine:
         counts = token_counts(batch, parts) if self.cutter.shares_prompts else {}
         sums |= {name: torch.tensor(count, device=self.device) for name, count in counts.items()}
         sums = {name: figure / self.cutter.copies for name, figure in sums.items()}
-        probe = UpdateProbe(p for group in self.optimizer.param_groups for p in group["params"])
+        probe = adamw.UpdateProbe(p for group in self.optimizer.param_groups for p in group["params"])
         # Reading metrics waits for the device, so the step's kernels are queued before.
         of_step = self._step(self.optimizer, self.optim)
         metrics = over_processes(sums, dist.ReduceOp.SUM) | over_processes(maxima, dist.ReduceOp.MAX)
         moved = over_processes(probe.sums(self.device), dist.ReduceOp.SUM)
         if counts:
             metrics["tokens_saved"] = 1 - metrics.pop("tokens_computed") / max(1.0, metrics.pop("tokens"))
-        return metrics | of_step | update_metrics(moved)
+        return metrics | of_step | adamw.update_metrics(moved)
 
     def _passes(
         self, parts: list[MicroBatch], objective: Objective, totals: Totals
@@ -262,13 +257,13 @@ class Engine:
         return sums, maxima
 
     def _step(self, optimizer: AdamW, optim: OptimConfig) -> Metrics:
-        lr = optim.lr * learning_rate_factor(self.updates, self.total_steps, optim)
-        configure(optimizer, optim, lr)
-        norm = clip_gradients(optimizer, self.grad_clip, self.sharded.replicas, self.device)
+        lr = optim.lr * adamw.learning_rate_factor(self.updates, self.total_steps, optim)
+        adamw.configure(optimizer, optim, lr)
+        norm = adamw.clip_gradients(optimizer, self.grad_clip, self.sharded.replicas, self.device)
         if finite := math.isfinite(norm):
             self.saves.before_step()
             if self._state_on_host is None:
-                step_in_parts(optimizer)
+                adamw.step_in_parts(optimizer)
             else:
                 self._state_on_host.step()
             self.steps += 1
@@ -315,10 +310,9 @@ class Engine:
         """
         if not (in_place := self.saves_in_place(contents)):
             self.to_device(optimizer=not self.sharded.state_dict_shares_storages)
-        frozen: set[torch.UntypedStorage] = set()
         if self.streaming is not None:
             self.streaming.release()
-            frozen = {parameter.untyped_storage() for parameter in self.streaming.parameters}
+        frozen = {p.untyped_storage() for p in (self.streaming.parameters if self.streaming else ())}
         own = self.updates, self.steps, self.adapters, self.model_config.quantization
         description = checkpoint.Description(self.head, tuple(contents), *own)
         parts = checkpoint.parts_of(description, self.sharded, self.optimizer)
@@ -344,13 +338,12 @@ class Engine:
             trusted: allow a checkpoint of an earlier version, which can run code.
         """
         self.saves.finish()
-        in_parts = self._state_on_host is not None and self.sharded.state_dict_shares_storages
-        self.to_device(optimizer=not in_parts)
+        on_host = self._state_on_host if self.sharded.state_dict_shares_storages else None
+        self.to_device(optimizer=on_host is None)
         if self.streaming is not None:
             self.streaming.release()
-        replace = self._state_on_host.replace if in_parts and self._state_on_host else lambda make: make()
         own = self.head, self.sharded, self.optimizer, self.adapters
-        description = checkpoint.read(Path(folder), *own, trusted, replace)
+        description = checkpoint.read(Path(folder), *own, trusted, *([on_host.replace] if on_host else []))
         self.updates, self.steps = description.updates, description.steps
         self.to_host(parameters=False)
 
@@ -400,5 +393,5 @@ class Engine:
             return {}
         total = self.offload.stats()
         stats, self._reported = total.since(self._reported), total
-        names = (*(f.name for f in fields(stats) if f.name != "layers"), "copy_gb_per_s", "disk_gb_per_s", "overlap")
-        return {name: float(getattr(stats, name)) for name in names}
+        names = (*vars(stats), "copy_gb_per_s", "disk_gb_per_s", "overlap")
+        return {name: float(getattr(stats, name)) for name in names if name != "layers"}

@@ -91,16 +91,16 @@ class FSDP2Model(Sharded):
     @contextmanager
     def gathering(self, unit: Unit) -> Iterator[Callable[[Tensor], Tensor]]:
         """See Sharded."""
-        self.reshard()
+        assert isinstance(unit.wrapped, FSDPModule)
+        unit.wrapped.reshard()  # not all units at each unit: with 48 layers that would be 2,304 calls
         yield self._full
 
     def _full(self, tensor: Tensor) -> Tensor:
         if not isinstance(tensor, DTensor):
             return tensor.detach().to(self.device, copy=True)
-        if (
-            tensor.device_mesh.size() == 1
-        ):  # a gather would cost more than the copy: adapters are hundreds of small tensors
-            return tensor.detach().to_local().to(self.device, copy=True)
+        # A gather would cost more than the copy: adapters are hundreds of small tensors.
+        if tensor.device_mesh.size() == 1:
+            return tensor.to_local().detach().to(self.device, copy=True)
         # The device's collectives cannot reach shards that an offload policy keeps in host memory.
         full = tensor.detach().to(self.device).full_tensor()
         # If the shards are over one process (HSDP), nothing was gathered: the result is the parameter's own memory.

@@ -6,8 +6,10 @@ by the totals of the whole mini-batch, so the engine adds shares over micro-batc
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from rlx.algorithms.aggregation import denominator, token_weights
@@ -46,28 +48,47 @@ class Share(NamedTuple):
         return self._replace(loss=self.loss + weight * loss, metrics={**self.metrics, name: loss.detach()})
 
 
-class Objective(Protocol):
+class Objective:
     """The interface between the engine and a loss.
 
     Attributes:
         columns: read from the batch in addition to the sequences.
         distribution: how to read a language model's output; None for a value model.
+        loss_agg_mode: how the losses of tokens become one.
     """
 
-    columns: tuple[str, ...]
-    distribution: Distribution | None
+    columns: tuple[str, ...] = ()
+    distribution: Distribution | None = None
+    loss_agg_mode = "token-mean"
 
     def mask(self, batch: Batch) -> Tensor:
         """Return the tokens that count, (B, R) bool."""
-        ...
-
-    def denominator(self, mask_BR: Tensor) -> Tensor:
-        """Return this share of the loss's denominator, a scalar."""
-        ...
+        return batch["response_mask"]
 
     def share(self, outputs: dict[str, Tensor], batch: Batch, totals: Totals) -> Share:
         """Return this micro-batch's share of loss and metrics; `outputs` are those of `Forward`, (B, R) each."""
-        ...
+        raise NotImplementedError
+
+
+# Every process calls these two functions.
+
+
+def totals_of(batch: Batch, objective: Objective, copies: int, device: torch.device) -> Totals:
+    """Return the counts of a mini-batch of which each process has a share, and `copies` processes the same one."""
+    mask_BR = objective.mask(batch)
+    counts = torch.stack([denominator(mask_BR, objective.loss_agg_mode), mask_BR.sum()]).double().to(device)
+    dist.all_reduce(counts)
+    return Totals(*(counts / copies).clamp(min=1).tolist())
+
+
+def over_processes(each: dict[str, Tensor], op: dist.ReduceOp.RedOpType) -> dict[str, float]:
+    """Return each scalar reduced over the processes, which have the same names. Waits for the device."""
+    if not each:
+        return {}
+    names = sorted(each)
+    figures = torch.stack([each[name] for name in names])
+    dist.all_reduce(figures, op=op)
+    return dict(zip(names, figures.tolist(), strict=True))
 
 
 def _per_token(stats: dict[str, Tensor], mask_BR: Tensor, tokens: float) -> dict[str, Tensor]:
@@ -120,7 +141,7 @@ def _checked(answer: Any, mask_BR: Tensor, config: PolicyLossConfig) -> tuple[Te
     return loss_BR, stats
 
 
-class PolicyObjective:
+class PolicyObjective(Objective):
     """A policy loss, an entropy bonus and the KL to the reference, weighted as configured.
 
     With rollout_is the importance weight multiplies each token's policy loss. It does not multiply the other terms, because
@@ -149,6 +170,7 @@ class PolicyObjective:
         correction: RolloutCorrectionConfig = NO_CORRECTION,
     ):
         self.actor, self.horizon, self.correction = actor, horizon, correction
+        self.loss_agg_mode = actor.loss_agg_mode
         # Only the bonus needs entropy's graph; the pass for old_log_probs has already measured the step's entropy.
         self.distribution = Distribution(temperature, correction.bypass_mode or actor.entropy_coeff != 0)
         self.policy_loss = load_policy_loss(actor.policy_loss)
@@ -171,15 +193,11 @@ class PolicyObjective:
         """See Objective."""
         return batch["loss_mask" if self.correction.rejects else "response_mask"]
 
-    def denominator(self, mask_BR: Tensor) -> Tensor:
-        """See Objective."""
-        return denominator(mask_BR, self.actor.loss_agg_mode)
-
     def share(self, outputs: dict[str, Tensor], batch: Batch, totals: Totals) -> Share:
         """See Objective."""
         actor, mask_BR, bypass = self.actor, self.mask(batch), self.correction.bypass_mode
         log_probs, entropy = outputs["log_probs"], outputs.get("entropy")
-        weights = token_weights(mask_BR, actor.loss_agg_mode, self.horizon, log_probs.dtype) / totals.denominator
+        weights = token_weights(mask_BR, self.loss_agg_mode, self.horizon, log_probs.dtype) / totals.denominator
         old_log_probs = batch["old_log_probs"]
         answer = self.policy_loss(log_probs, old_log_probs, batch["advantages"], mask_BR, self.settings)
         loss_BR, stats = _checked(answer, mask_BR, actor.policy_loss)
@@ -204,7 +222,7 @@ class PolicyObjective:
         return Share(loss, _per_token(figures, mask_BR, totals.tokens) | metrics, maxima)
 
 
-class ValueObjective:
+class ValueObjective(Objective):
     """The clipped squared error of the value model.
 
     Metrics: vf_loss, clip_fraction, vpred_mean (mean value).
@@ -218,27 +236,18 @@ class ValueObjective:
     """
 
     columns = ("values", "returns")
-    distribution = None
 
     def __init__(self, critic: CriticConfig, horizon: int):
         if critic.loss_agg_mode is None:
             raise ValueError(
                 "critic.loss_agg_mode: got null, expected a mode; set it to the actor's before building the objective"
             )
-        self.mode, self.clip, self.horizon = critic.loss_agg_mode, critic.cliprange_value, horizon
-
-    def mask(self, batch: Batch) -> Tensor:
-        """See Objective."""
-        return batch["response_mask"]
-
-    def denominator(self, mask_BR: Tensor) -> Tensor:
-        """See Objective."""
-        return denominator(mask_BR, self.mode)
+        self.loss_agg_mode, self.clip, self.horizon = critic.loss_agg_mode, critic.cliprange_value, horizon
 
     def share(self, outputs: dict[str, Tensor], batch: Batch, totals: Totals) -> Share:
         """See Objective."""
         mask_BR, values = batch["response_mask"], outputs["values"]
-        weights = token_weights(mask_BR, self.mode, self.horizon, values.dtype) / totals.denominator
+        weights = token_weights(mask_BR, self.loss_agg_mode, self.horizon, values.dtype) / totals.denominator
         loss_BR, stats = value_loss(values, batch["values"], batch["returns"], self.clip)
         loss = (weights * loss_BR).sum()
         figures = {**stats, "vpred_mean": values}

@@ -13,9 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Optimizer
 
 from rlx.config.schema import OptimConfig
-from rlx.engine.master_weights import NARROW, MasterAdamW
-from rlx.engine.shard_adamw import ShardAdamW
-from rlx.engine.torchao_adamw import build_torchao
+from rlx.engine.shard_adamw import NARROW, MasterAdamW, ShardAdamW
 from rlx.engine.units import local
 
 PART, PART_ELEMENTS = 32, 1 << 28  # most parameters and elements of a call, which may copy gradients in fp32
@@ -46,7 +44,7 @@ def build_optimizer(parameters: Iterable[nn.Parameter], optim: OptimConfig) -> A
     """
     trained = [p for p in parameters if p.requires_grad]
     if optim.optimizer != "AdamW":
-        return build_torchao(optim.optimizer, trained, lr=optim.lr, **_constants(optim))  # type: ignore[return-value]
+        return _torchao_optimizer(trained, optim)
     is_fused = all(local(p).device.type != "cpu" for p in trained)
     kind = MasterAdamW if optim.master_weights and any(p.dtype in NARROW for p in trained) else ShardAdamW
     optimizer = kind(trained, lr=optim.lr, fused=is_fused or None, **_constants(optim))
@@ -54,6 +52,23 @@ def build_optimizer(parameters: Iterable[nn.Parameter], optim: OptimConfig) -> A
     if kind is ShardAdamW:
         optimizer.register_step_pre_hook(lambda stepped, *_: _narrow_gradients(stepped))
     return optimizer
+
+
+def _torchao_optimizer(trained: list[nn.Parameter], optim: OptimConfig) -> AdamW:
+    """Return the optimizer of torchao, an optional package, that `optim.optimizer` names: `_AdamW` or `AdamW8bit`.
+
+    It rounds bf16 weights stochastically: it takes one of the two bf16 neighbours of the exact result, the nearer one more often,
+    so that the mean of many results is exact. Updates below the distance of neighbours thus move some weights, without masters.
+    Moments in 8 bits have a scale for each 256 numbers (Dettmers et al. 2021, arXiv:2110.02861); tensors below 4,096 numbers keep
+    theirs in the weights' type.
+    """
+    try:
+        import torchao.optim
+    except ImportError as error:
+        text = f"optim.optimizer={optim.optimizer}: needs the package torchao; pip install 'torchao>=0.18', or set it to AdamW"
+        raise ImportError(text) from error
+    kind = getattr(torchao.optim, optim.optimizer)
+    return kind(trained, lr=optim.lr, bf16_stochastic_round=True, **_constants(optim))  # type: ignore[no-any-return]
 
 
 def state_bytes(optimizer: AdamW, parameter: Tensor) -> int:
@@ -157,3 +172,48 @@ def clip_gradients(optimizer: AdamW, max_norm: float, replicas: int, device: tor
         for gradient in gradients:
             gradient.mul_(factor)
     return norm
+
+
+MOST_TENSORS = 64  # at most; each gives up to ELEMENTS evenly spaced elements of this process's shard
+ELEMENTS = 512
+
+
+class UpdateProbe:
+    """Compares a sample of the weights before and after a step: at most 32,768 numbers of each process.
+
+    A small `share` means that updates are lost to rounding: bf16 weights without masters at a low learning rate.
+
+    Args:
+        parameters: those that are trained.
+    """
+
+    def __init__(self, parameters: Iterable[Tensor]):
+        shards = [local(p).detach() for p in parameters if local(p).numel()]
+        self._shards = shards[:: -(-len(shards) // MOST_TENSORS) or 1]
+        self._before = self._sample()
+
+    def sums(self, device: torch.device) -> dict[str, Tensor]:
+        """Return sums to add over processes: `changed` and `sampled` elements, squares of `moved` and of `weights`."""
+        after = self._sample()
+        moved = after.double() - self._before.double()
+        figures = {
+            "changed": (moved != 0).sum().double(),
+            "sampled": torch.tensor(float(moved.numel()), dtype=torch.float64),
+            "moved": moved.square().sum(),
+            "weights": self._before.double().square().sum(),
+        }
+        return {name: figure.to(device) for name, figure in figures.items()}
+
+    def _sample(self) -> Tensor:
+        if not self._shards:
+            return torch.zeros(0)
+        picked = (shard.view(-1)[:: -(-shard.numel() // ELEMENTS)] for shard in self._shards)
+        return torch.cat([part.float() if part.dtype != torch.float64 else part for part in picked])
+
+
+def update_metrics(sums: dict[str, float]) -> dict[str, float]:
+    """Return `update_share`, the share of weights that changed, and `update_length`, |after - before| / |before|."""
+    return {
+        "update_share": sums["changed"] / max(1.0, sums["sampled"]),
+        "update_length": (sums["moved"] / sums["weights"]) ** 0.5 if sums["weights"] else 0.0,
+    }

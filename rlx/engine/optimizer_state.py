@@ -130,7 +130,7 @@ class OptimizerStateOnHost:
 
     @property
     def offloads(self) -> list[TensorOffload]:
-        """Those of the moving state in the order of the step, for a checkpoint that reads them in host memory."""
+        """Holders of the moving state in the order of the step; a checkpoint reads their host memory."""
         return [offload for states in self._moving for offload in states.offloads]
 
     def _require_room(self) -> None:

@@ -8,7 +8,7 @@ from where they are, before all others: these are the *live* bytes. Nobody waits
   optimizer's pieces, so the step follows the write. A piece that is still lent goes to another block
   (`rlx/engine/residency.py`, Note [a checkpoint reads the block]).
 - The optimizer changes tensors of FSDP's own CPU offload where they are. Its step waits until all of them are read.
-- Frozen weights that stream from host memory never change. Nobody waits for them, and nobody copies them.
+- Frozen weights that stream from host memory never change. They are neither copied nor waited for.
 
 If the host has no room for staging, `begin` writes before it returns, one tensor at a time.
 """

@@ -9,7 +9,6 @@ the result is that of the whole, bit for bit. A new state is made one tensor at 
 import weakref
 from collections.abc import Iterator
 from contextlib import suppress
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -23,26 +22,10 @@ from rlx.offload import HostArena
 SLICE_ALIGNMENT = 64  # elements of a slice; vector instructions then group them as in the whole parameter
 
 
-class StatePiece(Protocol):
-    """State that is on the device at once; `nbytes` of it. The methods are called in this order."""
-
-    nbytes: int
-
-    def fetch(self, stream: torch.Stream | None) -> None:
-        """Queue the copies to the device."""
-
-    def step(self) -> None:
-        """Step the piece's parameters after these copies."""
-
-    def leave(self, stream: torch.Stream | None) -> None:
-        """Queue the copies to the host."""
-
-    def release(self) -> None:
-        """Free the device memory after these copies."""
-
-
 class WholeStates:
     """The states of some parameters, which move together. It is their only piece.
+
+    A piece is state that is on the device at once. Its step calls `fetch`, `step`, `leave` and `release`, in this order.
 
     Args:
         optimizer: steps the parameters.
@@ -58,7 +41,7 @@ class WholeStates:
         self.forget()
 
     @property
-    def pieces(self) -> list[StatePiece]:
+    def pieces(self) -> list["WholeStates"]:
         """Itself."""
         return [self]
 
@@ -81,7 +64,7 @@ class WholeStates:
         """Do nothing; see `made_bytes`."""
 
     def fetch(self, stream: torch.Stream | None) -> None:
-        """See StatePiece."""
+        """Queue the copies to the device."""
         if not self.offloads[0].is_offloaded:
             return
         if any(p.grad is not None and p not in self._optimizer.state for p in self.parameters):
@@ -90,13 +73,13 @@ class WholeStates:
             self.offloads[0].prefetch(stream)
 
     def step(self) -> None:
-        """See StatePiece."""
+        """Step the piece's parameters after these copies."""
         self.offloads[0].wait_for_copy()
         with stepping_only(self._optimizer, self.parameters):
             self._optimizer.step()
 
     def leave(self, stream: torch.Stream | None) -> None:
-        """See StatePiece."""
+        """Queue the copies to the host."""
         if self.offloads[0].is_offloaded:
             self.offloads[0].begin_offload(stream)
             return
@@ -105,7 +88,7 @@ class WholeStates:
             self.to_host()
 
     def release(self) -> None:
-        """See StatePiece."""
+        """Free the device memory after these copies."""
         self.offloads[0].release()
 
 
@@ -130,7 +113,7 @@ class DividedState:
 
     @property
     def offloads(self) -> list[TensorOffload]:
-        """Those of the state's tensors."""
+        """Holders of the state's tensors in host memory."""
         return list(self._by_name.values())
 
     @property
@@ -243,6 +226,9 @@ class _Slice:
         if self._copied is not None:
             torch.accelerator.current_stream(self._whole.parameters[0].device).wait_event(self._copied)
             self._copied = None
+
+
+StatePiece = WholeStates | _Slice
 
 
 def _tensors(optimizer: ShardAdamW, parameter: Tensor) -> dict[str, Tensor]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from rlx.environments.protocol import Message
 from rlx.errors import ExplainedError
+from rlx.heartbeat import beat
 from rlx.rollout.protocol import Completion
 from rlx.user_code import TEMPLATE_CHAT_S, TEMPLATE_LIMIT_S, time_limit
 
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 PROBE, SAID, HIDDEN = "rlxPROBE", "rlxSAID", "rlxHIDDEN"
 """Words that stand in texts for others: those of a turn, of a message, and special tokens."""
 ANCHOR = "\n"
+MOST_HANGS = 3
+"""Chats that are tried alone although those before took too long."""
 Tools = list[dict[str, Any]]
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
@@ -274,7 +277,10 @@ class Chat:
 def _together_or_alone(
     call: Callable[[Sequence[_Item]], list[_Result]], items: Sequence[_Item]
 ) -> list[_Result | Exception]:
-    """Return the results of one call for all items; if it raises, those of a call for each, or its error."""
+    """Return the results of one call for all items; if it raises, those of a call for each, or its error.
+
+    After `MOST_HANGS` calls that took too long the other items are not tried, and get the first one's error.
+    """
     if not items:
         return []
     try:
@@ -282,7 +288,12 @@ def _together_or_alone(
     except Exception as fault:  # templates and tokenizers raise any kind of error
         if len(items) == 1:
             return [fault]
-    return [found for item in items for found in _together_or_alone(call, [item])]
+    found: list[_Result | Exception] = []
+    for item in items:
+        beat()
+        hung = [each for each in found if isinstance(each, TimeoutError)]
+        found += _together_or_alone(call, [item]) if len(hung) < MOST_HANGS else hung[:1]
+    return found
 
 
 def contents_of(messages: list[Message]) -> str:

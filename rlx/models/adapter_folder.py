@@ -1,7 +1,7 @@
 """Read and write folders of LoRA adapters in peft's format: adapter_config.json and adapter_model.safetensors."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -64,6 +64,14 @@ def write_adapters(folder: Path, weights: Mapping[str, Tensor], kind: AdapterKin
     """
     from safetensors.torch import save_file
 
+    write_config(folder, weights, kind, base)
+    tensors = {peft_name(name): tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
+    with storing(folder):
+        save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+
+
+def write_config(folder: Path, weights: Iterable[str], kind: AdapterKind, base: str | None) -> None:
+    """Write the file of such a folder that describes its adapters; arguments and errors as of `write_adapters`."""
     owners = {name.rpartition(".")[0] for name in kind.experts}
     targets = sorted({layer for name in weights if plain_name(layer := name.rpartition(".lora_")[0]) not in owners})
     settings = {
@@ -80,10 +88,8 @@ def write_adapters(folder: Path, weights: Mapping[str, Tensor], kind: AdapterKin
         "bias": "none",
         "inference_mode": True,
     }
-    tensors = {_peft_name(name): tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
     with storing(folder):
         (folder / CONFIG).write_text(json.dumps(settings, indent=2) + "\n")
-        save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
 
 
 def adapter_faults(path: str, config: ModelConfig) -> list[str]:
@@ -133,7 +139,7 @@ def load_adapters(model: "PreTrainedModel", config: ModelConfig) -> None:
         raise ModelError("; ".join(faults))
     from safetensors import safe_open
 
-    own = {_peft_name(name): parameter for name, parameter in model.named_parameters() if _is_part(name)}
+    own = {peft_name(name): parameter for name, parameter in model.named_parameters() if _is_part(name)}
     with explained(f"the adapters of {path}"):
         file: Any = safe_open(Path(path) / WEIGHTS, framework="pt")
         theirs = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
@@ -177,7 +183,7 @@ def _is_part(name: str) -> bool:
     return name.endswith(f".{ADAPTER}.weight") and name.split(".")[-3] in ADAPTER_PARTS
 
 
-def _peft_name(name: str) -> str:
+def peft_name(name: str) -> str:
     """Return peft's name in a file for a parameter of an adapted model: without the adapter's name."""
     layer, part = name.removesuffix(f".{ADAPTER}.weight").rsplit(".", 1)
     return f"{_PREFIX}{layer}.{part}" + (".weight" if part in ("lora_A", "lora_B") else "")

@@ -8,7 +8,7 @@ token-major, (N, H, D). The log-sum-exp is (H, N), in fp32, or fp64 for fp64.
 """
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import accumulate, pairwise
 from typing import Protocol
 
@@ -166,6 +166,19 @@ class CudnnFlash:
             return found[0][0], found[0][1], found[0][2]
         query_grad, key_grad, value_grad = (torch.cat(parts) for parts in zip(*found, strict=True))
         return query_grad, key_grad, value_grad
+
+
+@cache
+def has_flash(device: torch.device, dtype: torch.dtype, query_width: int, value_width: int) -> bool:
+    """Return whether FlashAttention 2 computes tensors of this type, with heads of these widths, on this device."""
+    return (
+        device.type == "cuda"
+        and dtype in (torch.bfloat16, torch.float16)
+        and query_width == value_width <= 256
+        and query_width % 8 == 0
+        and torch.cuda.get_device_capability(device) >= (8, 0)
+        and torch.backends.cuda.is_flash_attention_available()
+    )
 
 
 def _heads_first(x: Tensor) -> Tensor:

@@ -9,7 +9,6 @@ Shape letters: H heads, N tokens of all sequences, D width of a head, S sequence
 
 import inspect
 from collections.abc import Callable
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function
 
+from rlx.models.attention_kernels import has_flash
 from rlx.models.prefix_tree import Tree
 from rlx.models.sequence_parallel import heads_for_tokens, tokens_for_heads
 from rlx.models.tree_attention import ROUND, tree_attention
@@ -170,7 +170,7 @@ def packed_attention(
         return tree_attention(query, key, value, tree, scaling, window, dropout)
     long_tokens = LONG_RAGGED_TOKENS if any(tokens % ROUND for tokens in tree.lengths) else LONG_TOKENS
     is_short = len(tree.lengths) > 1 and query.shape[2] < long_tokens * len(tree.lengths)
-    has_kernel = dropout == 0 and _has_kernel(query.device, query.dtype, query.shape[-1], value.shape[-1])
+    has_kernel = dropout == 0 and has_flash(query.device, query.dtype, query.shape[-1], value.shape[-1])
     if has_kernel and (has_window or is_short):
         return _by_kernel(query, key, value, starts, longest, scaling, window)
     if len(tree.lengths) == 1:
@@ -178,18 +178,6 @@ def packed_attention(
     # One split, so that backward joins the pieces once; each slice would fill a gradient of the whole.
     pieces = zip(*(x.split(tree.lengths, dim=2) for x in tensors), strict=True)
     return torch.cat([_sequence(*piece, scaling, window, dropout).transpose(1, 2) for piece in pieces], dim=1)
-
-
-@cache
-def _has_kernel(device: torch.device, dtype: torch.dtype, query_width: int, value_width: int) -> bool:
-    return (
-        device.type == "cuda"
-        and dtype in (torch.bfloat16, torch.float16)
-        and query_width == value_width <= 256
-        and query_width % 8 == 0
-        and torch.cuda.get_device_capability(device) >= (8, 0)
-        and torch.backends.cuda.is_flash_attention_available()
-    )
 
 
 def _by_kernel(

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from rlx.models.attention_kernels import Call, CpuFlash, CudaFlash, CudnnFlash, Kernel
+from rlx.models.attention_kernels import Call, CpuFlash, CudaFlash, CudnnFlash, Kernel, has_flash
 from rlx.models.prefix_tree import Pair, Read, Span, Tree, joined
 
 Places = slice | Tensor
@@ -78,20 +78,12 @@ def tree_attention(
 
 def kernels_for(query: Tensor, key: Tensor, value: Tensor) -> list[Kernel]:
     """Return the kernels for tensors like these: for several pairs in one call and, if it is another one, for single pairs."""
-    width, dtype = query.shape[-1], query.dtype
+    width = query.shape[-1]
     if width != value.shape[-1]:
         return []
     if query.device.type == "cpu":
         return [CpuFlash()]
-    is_supported = (
-        query.device.type == "cuda"
-        and dtype in (torch.bfloat16, torch.float16)
-        and width <= 256
-        and width % 8 == 0
-        and torch.cuda.get_device_capability(query.device) >= (8, 0)
-        and torch.backends.cuda.is_flash_attention_available()
-    )
-    if not is_supported:
+    if not has_flash(query.device, query.dtype, width, width):
         return []
     is_faster = width == 128 and key.shape[1] < query.shape[1]  # not measured for other heads
     has_cudnn = is_faster and torch.cuda.get_device_capability(query.device) >= (9, 0)

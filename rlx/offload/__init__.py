@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rlx.offload.api import ActivationOffloading, enable_activation_offloading, offload_activations
-    from rlx.offload.recompute.errors import RecomputeError
+    from rlx.offload.recompute.collector import RecomputeError
     from rlx.offload.replay.replay_mode import register_attention
     from rlx.offload.runtime.options import OffloadOptions
     from rlx.offload.storage.arena import Account, Block, HostArena, host_arena
@@ -48,7 +48,7 @@ _HOMES = {
     **dict.fromkeys(("Tiling", "enable_tiling"), "tiling.tiling"),
     "DiskError": "storage.spill_file",
     "OffloadOptions": "runtime.options",
-    "RecomputeError": "recompute.errors",
+    "RecomputeError": "recompute.collector",
     "register_attention": "replay.replay_mode",
     "trim": "storage.tiers",
 }

@@ -18,7 +18,7 @@ from rlx.offload.autotune.pass_profile import PassProfile
 from rlx.offload.autotune.profile_cache import ProfileCache
 from rlx.offload.plan.planner import Plan
 from rlx.offload.recompute.checkpoint import Repeatable
-from rlx.offload.recompute.layer import RecomputedLayer
+from rlx.offload.recompute.collector import RecomputedLayer
 from rlx.offload.runner import LayerRunner
 from rlx.offload.runtime.forward_override import ForwardOverride
 from rlx.offload.runtime.layers import CheckpointingFlags, find_layers, is_cache, is_checkpointed, is_filled

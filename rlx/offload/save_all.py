@@ -25,7 +25,7 @@ from rlx.offload.storage.regions import (
 from rlx.offload.streaming.weights import SavedWeight, saved_weight
 
 # A region without layers is cut into layer calls of this many offloaded bytes each, so that backward can fetch ahead.
-STRETCH_BYTES = 64 << 20
+BYTES_PER_CALL = 64 << 20
 
 
 class OffloadedTensor:
@@ -103,7 +103,7 @@ def run_save_all(
 
 
 class RegionHooks:
-    """The pack hook of a region of code without layers. It begins a new layer call every `STRETCH_BYTES`."""
+    """The pack hook of a region of code without layers. It begins a new layer call every `BYTES_PER_CALL`."""
 
     def __init__(self, session: OffloadSession) -> None:
         self._session = session
@@ -116,7 +116,7 @@ class RegionHooks:
     def pack(self, tensor: Tensor) -> KeptTensor | OffloadedTensor | SavedWeight:
         """The pack hook."""
         call = self._call()
-        if call is None or call.offloaded_bytes >= STRETCH_BYTES:
+        if call is None or call.offloaded_bytes >= BYTES_PER_CALL:
             call = SaveAllCall(self._session, self._layer, self._device_type, frozenset())
             self._call = weakref.ref(call)
         return call.pack(tensor)

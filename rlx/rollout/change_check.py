@@ -23,12 +23,17 @@ class StaleSamplerError(ExplainedError, RuntimeError):
 
 def sample_of(tensors: Iterable[Tensor]) -> Tensor:
     """Return evenly spaced elements of each tensor (at most PER_TENSOR) as one fp32 tensor (N,) on the CPU."""
-    parts = []
-    for tensor in tensors:
-        if tensor.numel():
-            flat = tensor.detach().reshape(-1)
-            parts.append(flat[:: max(1, -(-len(flat) // PER_TENSOR))].float())
-    return torch.cat(parts).cpu() if parts else torch.empty(0)
+    return _joined([_evenly(tensor) for tensor in tensors])
+
+
+def _evenly(tensor: Tensor) -> Tensor:
+    flat = tensor.detach().reshape(-1)
+    return flat[:: max(1, -(-len(flat) // PER_TENSOR))].to(torch.float32, copy=True)
+
+
+def _joined(samples: list[Tensor]) -> Tensor:
+    """Return one tensor on the CPU: one copy from the device, because each waits for it."""
+    return torch.cat(samples).cpu() if samples else torch.empty(0)
 
 
 class ChangeCheck:
@@ -47,7 +52,7 @@ class ChangeCheck:
         """Yield the weights on their way to the sampler and take samples of them."""
         self._sent = []
         for name, tensor in weights:
-            self._sent.append(sample_of([tensor]).to(self._dtype).float())
+            self._sent.append(_evenly(tensor))
             yield name, tensor
 
     def require_change(self, found: Tensor, version: int) -> None:
@@ -60,7 +65,8 @@ class ChangeCheck:
         Raises:
             StaleSamplerError: the policy changed and the sampler did not.
         """
-        sent = torch.cat(self._sent) if self._sent else torch.empty(0)
+        sent = _joined(self._sent).to(self._dtype).float()
+        self._sent = []  # they hold device memory
         before, self._before = self._before, (sent, found)
         if before is None or before[0].shape != sent.shape or before[1].shape != found.shape:
             return

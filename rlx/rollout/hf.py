@@ -65,13 +65,9 @@ class HFRollout(RequestsInFlight):
     ):
         super().__init__(max_num_seqs)
         self._device = torch.device(device)
+        options = {"attn_implementation": attn_implementation, "trust_remote_code": trust_remote_code}
         with self._device:
-            self._model = AutoModelForCausalLM.from_config(
-                copy.deepcopy(config),
-                dtype=dtype,
-                attn_implementation=attn_implementation,
-                trust_remote_code=trust_remote_code,
-            )
+            self._model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype, **options)
         self._model.requires_grad_(False).eval()
         self._inputs = _Inputs.of(self._model)
         self._routing = ExpertRouting(self._model, self._read_five, tokens=5) if with_experts else None
@@ -161,6 +157,9 @@ class HFRollout(RequestsInFlight):
         if self._device.type != "cpu":
             self._model.to("cpu")
             torch.accelerator.empty_cache()
+
+    def wake(self) -> None:
+        """See Rollout: weights are written where they are, and move when the next request comes."""
 
     def close(self) -> None:
         """Free the memory of the weights."""

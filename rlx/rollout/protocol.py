@@ -175,6 +175,10 @@ class Rollout(Protocol):
         """
         ...
 
+    def wake(self) -> None:
+        """Take back the device memory that `update_weights` writes to, which it else does itself."""
+        ...
+
     def close(self) -> None:
         """End the sampler and free everything it holds; requests in flight are lost."""
         ...

@@ -4,7 +4,6 @@ import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from rlx.config.schema import ModelConfig, RolloutConfig
 from rlx.config.vllm_range import LORA_RANKS
-from rlx.models.adapter_folder import AdapterKind, write_adapters
+from rlx.models.adapter_folder import AdapterKind, peft_name, write_config
 from rlx.models.loading import load_config, load_skeleton
 from rlx.rollout.flight import RequestsInFlight
 from rlx.rollout.protocol import Completion, EngineError, Request
@@ -55,7 +54,7 @@ def engine_options(
     """
     on_cpu = device.type == "cpu"
     # vLLM draws a request's random numbers again if its prompt comes in chunks, and cannot rewind a generator on CPU.
-    is_chunked = rollout.enable_chunked_prefill and not (on_cpu and rollout.seed_requests)
+    is_chunked = rollout.enable_chunked_prefill and (not on_cpu or rollout.seed_requests is False)
     own: dict[str, Any] = {
         "model": model.path,
         "trust_remote_code": model.trust_remote_code,
@@ -110,6 +109,7 @@ class VLLMRollout(RequestsInFlight):
 
     Attributes:
         engine: vLLM's engine, public for benchmarks.
+        has_seeds: whether each request draws from a seed of its own.
 
     Raises:
         ValueError: vLLM does not know or refuses an option, lacks the architecture, or finds too little free memory.
@@ -150,7 +150,6 @@ class VLLMRollout(RequestsInFlight):
             if options["enable_sleep_mode"]:
                 refuse_expandable_segments()
         self._device = device
-        self._seeded = rollout.seed_requests
         self._is_raw = options["logprobs_mode"] == "raw_logprobs"
         self._version: int | None = None
         self._asleep: set[str] = set()  # parts whose memory is free
@@ -160,6 +159,8 @@ class VLLMRollout(RequestsInFlight):
             if self._adapters is None:
                 raise
             raise ValueError(f"{error}. If it cannot take adapters, set {_MERGE}") from error
+        free = device.type == "cpu" or self.engine.has_free_seeds
+        self.has_seeds = free if rollout.seed_requests is None else rollout.seed_requests
         try:
             self._check_model(parameters)
         except ValueError as error:
@@ -213,7 +214,7 @@ class VLLMRollout(RequestsInFlight):
         self._wake("weights", "kv_cache")
         if not self.running:
             self.engine.seed(request.seed)
-        self.engine.add(number, request, self._seeded)
+        self.engine.add(number, request, self.has_seeds)
 
     def _advance(self, requests: Mapping[int, Request]) -> list[tuple[int, Completion]]:
         return self.engine.step(requests)
@@ -252,6 +253,10 @@ class VLLMRollout(RequestsInFlight):
         self.engine.sleep(keeps_weights=self._adapters is not None)
         self._asleep = {"weights", "kv_cache"}
 
+    def wake(self) -> None:
+        """See Rollout."""
+        self._wake("weights")
+
     def close(self) -> None:
         """End the engine."""
         self._version = None
@@ -280,27 +285,27 @@ class VLLMRollout(RequestsInFlight):
 
 
 class _Adapters:
-    """Hands adapters to vLLM in a folder of peft's format, each version under a name of its own.
+    """Hands adapters to vLLM, each version under a name of its own: vLLM's prefix cache tells adapters apart by their names.
 
-    vLLM's prefix cache tells prompts of different adapters apart by their names. The folder stays until the next version, because
-    vLLM may read it again.
+    vLLM wants peft's configuration as a file, in a folder that stays as long as this object.
     """
 
     def __init__(self, kind: AdapterKind, base: str | None) -> None:
         self._kind, self._base = kind, base
         self._count = 0
-        self._folder: TemporaryDirectory[str] | None = None
+        self._folder = scratch_folder("adapters")
 
     def load(self, engine: VLLMEngine, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Send adapters, by the names of `rlx.models.lora.add_lora`; raise ValueError if vLLM does not use all of them."""
-        tensors = {name: tensor.to(engine.dtype) for name, tensor in weights}
-        folder = scratch_folder("adapters", memory_bytes=sum(tensor.nbytes for tensor in tensors.values()))
-        write_adapters(Path(folder.name), tensors, self._kind, self._base)
+        # Copies, because vLLM multiplies with the scale in place.
+        tensors = {name: tensor.to(engine.dtype, copy=True) for name, tensor in weights}
+        write_config(Path(self._folder.name), tensors, self._kind, self._base)
         self._count += 1
-        wanted, found = sum(".lora_A." in name for name in tensors), engine.load_adapters(folder.name, self._count)
+        named = {peft_name(name): tensor for name, tensor in tensors.items()}
+        wanted = sum(".lora_A." in name for name in tensors)
+        found = engine.load_adapters(named, self._folder.name, self._count)
         if found != wanted:
             raise ValueError(f"vLLM uses {found} of {wanted} adapters, expected all of them; set {_MERGE}")
-        self._folder = folder  # and the one before goes
 
 
 def tied_names(parameters: Mapping[str, Tensor]) -> dict[str, list[str]]:

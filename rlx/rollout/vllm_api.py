@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import difflib
 import gc
+import inspect
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,7 +21,15 @@ from rlx.heartbeat import beat
 from rlx.rollout.process_state import OwnRandomState, own_random_state, restored_process_state
 from rlx.rollout.protocol import Completion, EngineError, Request
 from rlx.rollout.vllm_shared_memory import shared_memory
-from rlx.rollout.vllm_weights import count_adapters, probe, rounded_parameters, tensors_of
+from rlx.rollout.vllm_weights import (
+    Stream,
+    count_adapters,
+    has_head,
+    probe,
+    reload,
+    rounded_parameters,
+    tensors_of,
+)
 
 _version = supported_vllm()
 # In this process instead of one of its own, because the weights come from here.
@@ -35,10 +44,13 @@ with restored_process_state():
     from vllm.distributed import destroy_model_parallel
     from vllm.engine.arg_utils import EngineArgs
     from vllm.inputs import TokensPrompt
+    from vllm.lora.lora_model import LoRAModel
     from vllm.lora.request import LoRARequest
+    from vllm.lora.utils import parse_fine_tuned_lora_name
     from vllm.sampling_params import RequestOutputKind
 
 logger = logging.getLogger(__name__)
+_ADAPTER_OPTIONS = inspect.signature(LoRAModel.from_lora_tensors).parameters
 # Warnings of vLLM about settings that rlx intends, by the logger that writes them.
 _NO_NEWS = {
     "v1.worker.cpu_worker": ("set_num_threads", "LD_PRELOAD"),
@@ -70,9 +82,18 @@ def unknown_options(names: Iterable[str]) -> list[str]:
     return lines
 
 
-def models_of(architectures: Sequence[str]) -> list[Any]:
-    """Return what this version has registered for these architectures."""
-    return [ModelRegistry.models[name] for name in architectures if name in ModelRegistry.get_supported_archs()]
+def models_of(architectures: Sequence[str]) -> list[type]:
+    """Import and return the models that this version has for these architectures; raises ImportError.
+
+    They are registered as imported. Else vLLM would start a process that imports vLLM again, which takes 8 s on 2 cores: a
+    model's module might initialize CUDA, which matters only to engines that fork their workers.
+    """
+    found = []
+    with restored_process_state():  # modules of models set environment variables
+        for name in ModelRegistry.get_supported_archs() & set(architectures):
+            found.append(ModelRegistry.models[name].load_model_cls())
+            ModelRegistry.register_model(name, found[-1])
+    return found
 
 
 class VLLMEngine:
@@ -116,6 +137,14 @@ class VLLMEngine:
     def dtype(self) -> torch.dtype:
         """Type of the weights."""
         return cast(torch.dtype, self._engine.model_config.dtype)
+
+    @property
+    def has_free_seeds(self) -> bool:
+        """Return whether one kernel draws for all requests from a hash of seed and position: vLLM's second model runner.
+
+        The first one has a generator for each request with a seed, and calls one after the other for each token.
+        """
+        return bool(getattr(self._engine.llm_engine.vllm_config, "use_v2_model_runner", False))
 
     @property
     def _client(self) -> Any:
@@ -178,7 +207,7 @@ class VLLMEngine:
 
     def has_head(self) -> bool:
         """Return whether vLLM's model has a head of its own, which may be tied to the embedding."""
-        return bool(self._engine.collective_rpc(_has_head)[0])
+        return bool(self._engine.collective_rpc(has_head)[0])
 
     def rounded_parameters(self) -> list[str]:
         """See `rlx.rollout.vllm_weights.rounded_parameters`."""
@@ -190,10 +219,10 @@ class VLLMEngine:
         Raises:
             ValueError: vLLM's model has other weights. The engine cannot be used any more.
         """
-        engine, stream = self._engine, _Stream(weights)
+        engine, stream = self._engine, Stream(weights)
         with restored_process_state():
             try:
-                engine.collective_rpc(_reload, args=(stream,))
+                engine.collective_rpc(reload, args=(stream,))
             except Exception as error:
                 if stream.has_failed or isinstance(error, torch.OutOfMemoryError):
                     raise
@@ -207,18 +236,19 @@ class VLLMEngine:
         if not self._engine.reset_prefix_cache():
             raise EngineError("vLLM kept the prefix cache of the old weights because requests are still running")
 
-    def load_adapters(self, folder: str, number: int) -> int:
-        """Load adapters from a folder in peft's format in place of those before, and return how many layers have one now.
+    def load_adapters(self, tensors: dict[str, Tensor], folder: str, number: int) -> int:
+        """Load adapters in place of those before, and return how many layers have one now.
 
         Args:
-            folder: stays until other adapters are loaded.
+            tensors: by peft's names; vLLM overwrites them.
+            folder: with peft's configuration of these adapters.
             number: from 1, another for each set of adapters.
 
         Raises:
             ValueError: vLLM cannot take these adapters.
         """
         request = LoRARequest(f"version {number}", number, folder)
-        with restored_process_state():
+        with restored_process_state(), _adapters_in_memory(tensors):
             try:
                 self._engine.llm_engine.add_lora(request)
             except Exception as error:
@@ -257,6 +287,33 @@ class VLLMEngine:
         _collect()
         if torch.accelerator.is_available():
             torch.accelerator.empty_cache()
+
+
+@contextlib.contextmanager
+def _adapters_in_memory(tensors: dict[str, Tensor]) -> Iterator[None]:
+    """Let vLLM take adapters from here in place of a file, which it would read into page-locked memory, tensor by tensor.
+
+    Afterwards the layers have them in slots, and vLLM's own copy is dropped. It would read that one again for another request's
+    adapters alone, and there are no others.
+    """
+    from_file, made = vars(LoRAModel)["from_local_checkpoint"], []
+
+    def from_memory(_folder: str, known: set[str], weights_mapper: Any = None, **options: Any) -> LoRAModel:
+        layers = {parse_fine_tuned_lora_name(name, weights_mapper)[0] for name in tensors}
+        if unknown := sorted(layer for layer in layers if layer.rpartition(".")[2] not in known):
+            raise ValueError(f"got adapters of {unknown}, expected those of {sorted(known)} alone")
+        taken = {name: value for name, value in options.items() if name in _ADAPTER_OPTIONS}
+        taken |= {"device": next(iter(tensors.values())).device, "weights_mapper": weights_mapper}
+        made.append(LoRAModel.from_lora_tensors(tensors=tensors, **taken))
+        return made[0]
+
+    LoRAModel.from_local_checkpoint = from_memory
+    try:
+        yield
+    finally:
+        LoRAModel.from_local_checkpoint = from_file
+        for layer in (layer for model in made for layer in model.loras.values()):
+            layer.lora_a = layer.lora_b = None
 
 
 @contextlib.contextmanager
@@ -305,61 +362,6 @@ def _collect() -> None:
     gc.collect()
 
 
-class _Stream:
-    """Weights on their way to vLLM; `has_failed` tells whether an error came from their source."""
-
-    def __init__(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        self._weights = weights
-        self.has_failed = False
-
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        try:
-            yield from self._weights
-        except Exception:
-            self.has_failed = True
-            raise
-
-
-def _has_head(worker: Any) -> bool:
-    return any(name.rpartition(".")[2] == "lm_head" for name, _ in worker.get_model().named_modules())
-
-
-def _reload(worker: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
-    model = worker.get_model()
-    missing = {name for name, _ in model.named_parameters()}
-    load = model.load_weights
-
-    def load_and_note(pairs: Iterable[tuple[str, Tensor]]) -> set[str] | None:
-        arrived = load(pairs)
-        # If a model does not return the names it loaded, assume that it loaded all.
-        missing.difference_update(missing if arrived is None else named_among(missing, arrived))
-        return arrived
-
-    model.load_weights = load_and_note
-    try:
-        worker.reload_weights(weights_iterator=iter(weights))
-    finally:
-        del model.load_weights
-    # Quantisation has parameters of its own, which no checkpoint holds.
-    if missing and worker.vllm_config.model_config.quantization is None:
-        some = ", ".join(sorted(missing)[:3])
-        raise ValueError(f"{len(missing)} weights of vLLM's {type(model).__name__} did not arrive, among them {some}")
-
-
-def named_among(parameters: Iterable[str], arrived: Iterable[str]) -> set[str]:
-    """Return the parameters that a model reports as loaded.
-
-    A module may report a parameter of a submodule as its own: vLLM 0.26 reports `experts.w2_weight` for
-    `experts.routed_experts.w2_weight`.
-    """
-    parameters, arrived = set(parameters), set(arrived)
-    named = parameters & arrived
-    handed_on = [name.rpartition(".") for name in arrived - parameters]
-    for module, _, leaf in handed_on:
-        named.update(name for name in parameters if name.startswith(f"{module}.") and name.endswith(f".{leaf}"))
-    return named
-
-
 def _sampling_params(request: Request, seeded: bool) -> SamplingParams:
     sampling = request.sampling
     return SamplingParams(
@@ -374,6 +376,7 @@ def _sampling_params(request: Request, seeded: bool) -> SamplingParams:
         flat_logprobs=True,
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
+        skip_clone=True,  # no other request has these
     )
 
 

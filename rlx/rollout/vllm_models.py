@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from rlx.config.vllm_range import supported_vllm
-from rlx.rollout.process_state import restored_process_state
 from rlx.rollout.vllm_api import models_of
 
 if TYPE_CHECKING:
@@ -46,29 +45,23 @@ def fault_of(config: "PreTrainedConfig", device: torch.device) -> str | None:
 
 def _lacking_model(architectures: Sequence[str]) -> str | None:
     """Return an error message if this vLLM has a model for none of these architectures, or cannot import it; else None."""
-    found, version = models_of(architectures), supported_vllm()
-    if not found and architectures:
-        return f"vLLM {version} has no model {' or '.join(architectures)}; {_HF}"
+    version = supported_vllm()
     try:
-        with restored_process_state():  # modules of models set environment variables
-            for each in found:
-                if hasattr(each, "load_model_cls"):
-                    each.load_model_cls()
+        found = models_of(architectures)
     except ImportError as error:  # vLLM itself would only say that it failed
         return f"vLLM {version} cannot import its model: {error}; install what it lacks, or {_HF}"
-    return None
+    return None if found or not architectures else f"vLLM {version} has no model {' or '.join(architectures)}; {_HF}"
 
 
 def runs_on_transformers(architectures: Sequence[str]) -> bool:
     """Whether vLLM builds a model from transformers' class, such as OLMo 2 since 0.32."""
     found = models_of(architectures)
-    return bool(found) and all(".transformers" in getattr(each, "module_name", "") for each in found)
+    return bool(found) and all(".transformers" in each.__module__ for each in found)
 
 
 def carries_states(architectures: Sequence[str]) -> bool:
     """Whether vLLM's model carries a state from token to token, as Mamba's and Falcon-H1's do."""
-    classes = [each.load_model_cls() for each in models_of(architectures) if hasattr(each, "load_model_cls")]
-    return any(getattr(each, "has_inner_state", False) for each in classes)
+    return any(getattr(each, "has_inner_state", False) for each in models_of(architectures))
 
 
 def with_needs(options: dict[str, Any], config: "PreTrainedConfig", device: torch.device) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Functions on the weights of a vLLM worker, run by `collective_rpc`."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -25,7 +25,8 @@ def _slots(model: Any) -> Iterator[Tensor]:
 def count_adapters(worker: Any) -> int:
     """Return the number of layers with an adapter; in an adapter A is never 0."""
     modules = worker.get_model().modules()
-    return sum(bool(slot.any()) for module in modules for slot in tensors_of(vars(module).get("lora_a_stacked", ())))
+    slots = [slot.any() for module in modules for slot in tensors_of(vars(module).get("lora_a_stacked", ()))]
+    return int(torch.stack(slots).sum()) if slots else 0
 
 
 def probe(worker: Any) -> Tensor:
@@ -46,3 +47,60 @@ def rounded_parameters(worker: Any) -> list[str]:
     bits = torch.finfo(config.dtype).bits
     each = worker.get_model().named_parameters()
     return [name for name, p in each if p.is_floating_point() and torch.finfo(p.dtype).bits < bits]
+
+
+def has_head(worker: Any) -> bool:
+    """Return whether the model has a head of its own, which may be tied to the embedding."""
+    return any(name.rpartition(".")[2] == "lm_head" for name, _ in worker.get_model().named_modules())
+
+
+def reload(worker: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
+    """Load a complete set of weights as from a checkpoint. Raises ValueError if the model has others."""
+    model = worker.get_model()
+    missing = {name for name, _ in model.named_parameters()}
+    load = model.load_weights
+
+    def load_and_note(pairs: Iterable[tuple[str, Tensor]]) -> set[str] | None:
+        arrived = load(pairs)
+        # If a model does not return the names it loaded, assume that it loaded all.
+        missing.difference_update(missing if arrived is None else named_among(missing, arrived))
+        return arrived
+
+    model.load_weights = load_and_note
+    try:
+        worker.reload_weights(weights_iterator=iter(weights))
+    finally:
+        del model.load_weights
+    # Quantisation has parameters of its own, which no checkpoint holds.
+    if missing and worker.vllm_config.model_config.quantization is None:
+        some = ", ".join(sorted(missing)[:3])
+        raise ValueError(f"{len(missing)} weights of vLLM's {type(model).__name__} did not arrive, among them {some}")
+
+
+def named_among(parameters: Iterable[str], arrived: Iterable[str]) -> set[str]:
+    """Return the parameters that a model reports as loaded.
+
+    A module may report a parameter of a submodule as its own: vLLM 0.26 reports `experts.w2_weight` for
+    `experts.routed_experts.w2_weight`.
+    """
+    parameters, arrived = set(parameters), set(arrived)
+    named = parameters & arrived
+    handed_on = [name.rpartition(".") for name in arrived - parameters]
+    for module, _, leaf in handed_on:
+        named.update(name for name in parameters if name.startswith(f"{module}.") and name.endswith(f".{leaf}"))
+    return named
+
+
+class Stream:
+    """Weights on their way to vLLM; `has_failed` tells whether an error came from their source."""
+
+    def __init__(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        self._weights = weights
+        self.has_failed = False
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        try:
+            yield from self._weights
+        except Exception:
+            self.has_failed = True
+            raise

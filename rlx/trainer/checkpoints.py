@@ -25,6 +25,7 @@ from rlx.checkpoint.manifest import (
     CheckpointError,
     OtherVersionError,
     damage,
+    few,
     read_json,
     require_keys,
 )
@@ -142,11 +143,6 @@ def newest_whole(folder: Path, trusted: bool = False, before: int | None = None)
     if may_be_whole:
         raise none_is_whole(folder, passed_over)
     return Choice(None, passed_over)
-
-
-def few(faults: list[str]) -> str:
-    """Join faults; of many only the first ones."""
-    return "; ".join(faults[:3]) + (f"; and {len(faults) - 3} more" if len(faults) > 3 else "")
 
 
 def starting_checkpoint(config: PPOConfig) -> Choice:

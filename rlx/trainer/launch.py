@@ -3,29 +3,35 @@
 It imports little itself: torch, transformers and the trainer take seconds, in which Ray mostly waits for its own processes.
 """
 
-from contextlib import suppress
-from importlib import import_module
 from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING
 
-from rlx.cluster import without_collection
-from rlx.config.machine import processes
+from rlx.cluster.template import import_ahead
+from rlx.config.machine import has_gpu_driver, processes
 from rlx.config.schema import PPOConfig
 from rlx.config.schema.roles import sharded_roles
 
 if TYPE_CHECKING:
     from rlx.cluster.group import WorkerGroup
 
+WORKERS = "rlx.workers.worker"
+
 
 def launch(config: PPOConfig, yaml: str) -> Path:
     """Train as configured and return the folder of the run; arguments and errors are those of `rlx.trainer.run.run`."""
     if "console" in config.trainer.logger:
         print(f"starting Ray and {processes(config)} process(es)", flush=True)
-    Thread(target=_import_ahead, args=["rlx.trainer.run"], daemon=True).start()
+    Thread(target=import_ahead, args=[["rlx.trainer.run"]], daemon=True).start()
     from rlx.cluster.runtime import session
 
-    with session(config), start_workers(config) as workers:
+    # Forked workers have not been tried with CUDA, of which a fork of a process that uses it can make no use.
+    ahead = [] if has_gpu_driver() else [WORKERS]
+    if ahead and config.actor_rollout_ref.rollout.name == "vllm":
+        ahead.append("rlx.rollout.vllm")
+    with session(config, ahead) as forks, start_workers(config) as workers:
+        if not forks:
+            workers.load()  # it takes longer than what `run` prepares
         from rlx.trainer.run import run
 
         return run(config, yaml, workers)
@@ -45,9 +51,4 @@ def start_workers(config: PPOConfig) -> "WorkerGroup":
     together = {role.name: role.together for role in sharded_roles(config)}
     together["rollout"] = config.actor_rollout_ref.rollout.tensor_model_parallel_size
     meshes = {role: Mesh.of(len(placement.slots), ranks) for role, ranks in together.items()}
-    return WorkerGroup(placement, "rlx.workers.worker:Worker", meshes, hang_timeout_s=trainer.hang_timeout_s)
-
-
-def _import_ahead(module: str) -> None:
-    with suppress(Exception), without_collection():  # the import in the main thread says why it fails
-        import_module(module)
+    return WorkerGroup(placement, f"{WORKERS}:Worker", meshes, hang_timeout_s=trainer.hang_timeout_s)

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from rlx.checkpoint import folders
-from rlx.checkpoint.manifest import seal
+from rlx.checkpoint.manifest import few, seal
 from rlx.cluster.group import WorkerGroup
 from rlx.config.schema import PPOConfig
 from rlx.config.schema.roles import trained_roles
@@ -16,7 +16,6 @@ from rlx.trainer.checkpoints import (
     DriverState,
     ResumeError,
     checkpoints_in,
-    few,
     is_finished,
     is_pickled,
     keep_newest,

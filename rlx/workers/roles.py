@@ -4,6 +4,7 @@ All ranks call each method together. A method with a batch gets the rank's share
 """
 
 import logging
+import time
 import traceback
 from collections.abc import Iterable
 from dataclasses import replace
@@ -250,6 +251,7 @@ class RolloutRole:
         self._takes_adapters = model.sends_adapters
         self._changes = ChangeCheck(sampler_dtype(settings, device))
         self._loads: list[dict[str, float]] = []  # of calls for training since `take_load`
+        self._sync_s: dict[str, float] = {}  # of the last sync
         self._synced: int | None = None  # version of the actor's weights at the last sync
         self._actor = actor
         self._pad_token_id = int(tokenizer.pad_token_id)
@@ -292,9 +294,13 @@ class RolloutRole:
         return samples if self._conversations is None else samples.with_prompts(_largest(samples.prompt_length))
 
     def take_load(self) -> dict[str, float]:
-        """Return how busy the sampler was with samples for training since the last call, see `rlx.rollout.flight.Load`."""
+        """Return how busy the sampler was with samples for training since the last call, see `rlx.rollout.flight.SamplerLoad`.
+
+        Beside it the seconds of the last sync by part: adapters gathered, the sampler's weights awake, new weights sent.
+        """
         loads, self._loads = self._loads, []
-        return joined_loads(loads)
+        load = joined_loads(loads)
+        return load | self._sync_s if load else {}
 
     def sync(self, version: int) -> None:
         """Copy the actor's weights, or its adapters, to the sampler; `version` counts the updates.
@@ -302,13 +308,21 @@ class RolloutRole:
         Raises:
             StaleSamplerError: the actor's weights changed since the last sync and the sampler's did not.
         """
-        engine = self._actor.engine
+        engine, started = self._actor.engine, time.monotonic()
         weights: Iterable[tuple[str, torch.Tensor]] = engine.weights()
         if self._takes_adapters:
             weights = list(engine.adapter_weights())
             self._actor.rest()  # the device need not hold both bases
+        gathered = time.monotonic()
+        self.sampler.wake()
+        awake = time.monotonic()
         self.sampler.update_weights(self._changes.watched(weights), version)
         self._changes.require_change(self.sampler.probe(), version)
+        self._sync_s = {
+            "sync_gather_s": gathered - started,
+            "sync_wake_s": awake - gathered,
+            "sync_send_s": time.monotonic() - awake,
+        }
         self._synced = version
         self._actor.rest()
 

@@ -6,4 +6,4 @@ from rlx.benchmarks.updates import MODELS, train
 
 
 def forms(names, lr, steps):
-    return {name: train(name, MODELS["small"], lr, steps, torch.device("cpu")) for name in names}
+    return {name: train(name, MODELS["small"], lr, steps, torch.device("cpu"), 8, 64) for name in names}

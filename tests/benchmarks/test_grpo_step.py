@@ -17,7 +17,7 @@ KEY = "actor_rollout_ref.model.use_shared_prefix"
 
 
 def test_prompts_have_all_the_tokens_that_were_asked_for_and_the_settings_are_valid(tmp_path):
-    options = Namespace(shape="tiny", prompts=2, samples=4, prompt=40, response=8, steps=3)
+    options = Namespace(shape="tiny", prompts=2, samples=4, prompt=40, response=8, steps=3, updates=1, micro_batch=8)
     inputs = write_inputs(tmp_path, options, torch.device("cpu"))
     composed = compose([*settings(options), *inputs, "actor_rollout_ref.rollout.name=hf", f"{KEY}=True"])
     assert not check(composed, inspect_machine()).faults

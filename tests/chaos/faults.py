@@ -26,7 +26,7 @@ PROCESSES = {
     "gcs_server": "gcs/gcs_server",
     "dashboard agent": "ray::DashboardAgent",
     "runtime agent": "ray::RuntimeEnvAgent",
-    "log monitor": "log_monitor.py",
+    "template": "rlx.cluster.template",
     "reward process": "rlx.rewards.process",
 }
 MOMENTS = ("start", "rollout", "update", "inside a save", "between files", "resume")

@@ -10,8 +10,8 @@ from torch.distributed.tensor import DTensor
 
 from rlx.config.schema import FSDPConfig, MixedPrecisionConfig, ModelConfig
 from rlx.engine.micro_batch import MicroBatch, MicroBatchRule
+from rlx.engine.objectives import totals_of
 from rlx.engine.optimizer_state import OptimizerStateOnHost
-from rlx.engine.reductions import totals_of
 from rlx.engine.units import local
 from rlx.models.loading import load_model
 from rlx.models.lora import adapters_off

@@ -9,7 +9,7 @@ from rank_tools import build, make_batch, own_share, policy, weights_of
 from rlx.config.schema import ActivationOffloadConfig
 from rlx.engine import oom_retry
 from rlx.engine.micro_batch import MicroBatchRule
-from rlx.engine.reductions import totals_of
+from rlx.engine.objectives import totals_of
 
 PLENTY = 1 << 40
 RULE = MicroBatchRule(rows=3)

@@ -11,10 +11,10 @@ from torch.overrides import TorchFunctionMode
 from rlx.benchmarks.sweep.tiny_models import config_of, tiny_model
 from rlx.config.schema import ModelConfig
 from rlx.data.batch import Batch
+from rlx.engine.cutting import SequenceGroup
 from rlx.engine.forward import Distribution, Forward
 from rlx.engine.making import make_model
 from rlx.engine.micro_batch import pack, row_lengths, take
-from rlx.engine.sequence_group import SequenceGroup
 from rlx.models.loading import ModelError
 from rlx.models.packed_attention import PACKED, packed_attention
 from rlx.models.prefix_tree import NEVER

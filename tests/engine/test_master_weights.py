@@ -8,9 +8,8 @@ from torch import nn
 from torch.optim import AdamW
 
 from rlx.config.schema import OptimConfig
-from rlx.engine.master_weights import MASTER, MasterAdamW
 from rlx.engine.optimizer import build_optimizer
-from rlx.engine.shard_adamw import ShardAdamW
+from rlx.engine.shard_adamw import MASTER, MasterAdamW, ShardAdamW
 
 SIZES = ((40,), (3, 5), (1,))
 OPTIONS = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}

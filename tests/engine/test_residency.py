@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlx.config.host_memory import HostMemory
-from rlx.engine.host_memory import HostRelief
-from rlx.engine.residency import HandOverError, TensorOffload
+from rlx.engine.residency import HandOverError, HostRelief, TensorOffload
 from rlx.offload import HostArena, host_arena
 
 MIB = 1 << 20

@@ -7,8 +7,7 @@ import torch
 from torch import nn
 
 from rlx.config.schema import OptimConfig
-from rlx.engine.optimizer import build_optimizer
-from rlx.engine.update_probe import ELEMENTS, MOST_TENSORS, UpdateProbe, update_metrics
+from rlx.engine.optimizer import ELEMENTS, MOST_TENSORS, UpdateProbe, build_optimizer, update_metrics
 
 CPU = torch.device("cpu")
 

@@ -108,6 +108,17 @@ def test_a_large_batch_of_chats_has_more_time(tokenizer, monkeypatch):
     assert [own.text for own in found] == ["<|user|>go<|assistant|>"] * 200
 
 
+def test_chats_behind_three_that_take_too_long_are_not_tried(tokenizer, monkeypatch):
+    monkeypatch.setattr(chat_module, "TEMPLATE_LIMIT_S", 0.2)
+    monkeypatch.setattr(chat_module, "TEMPLATE_CHAT_S", 0.0)
+    endless = "{%- for a in range(99999) -%}{%- for b in range(99999) -%}{%- endfor -%}{%- endfor -%}"
+    tokenizer.chat_template = "{%- if messages[0].content == 'stop' -%}" + endless + "{%- endif -%}ab"
+    chats = [([{"role": "user", "content": text}], []) for text in ("go", "stop", "go", "stop", "stop", "stop", "go")]
+    found = Chat(tokenizer).first(chats)
+    assert [isinstance(each, TimeoutError) for each in found] == [False, True, False, True, True, True, True]
+    assert found[5] is found[6] is found[1] is not found[4]
+
+
 def test_without_a_template_contents_follow_one_another(tokenizer):
     tokenizer.chat_template = None
     assert Chat(tokenizer).first([([USER, SAID], [])])[0].token_ids == tokenizer.encode(

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 
-from rlx.offload.autotune.length_bucket import SPREAD
+from rlx.offload.autotune.length_bucket import LAYER_STRIDE
 
 pytestmark = [
     pytest.mark.gpu,
@@ -17,7 +17,7 @@ pytestmark = [
 
 WIDTH, LAYERS, MIB = 1024, 10, 1 << 20
 # One warms up, one is measured, some more where the device waited for the host; the last follows a plan.
-PASSES = SPREAD + 4
+PASSES = LAYER_STRIDE + 4
 
 
 @pytest.fixture(autouse=True)

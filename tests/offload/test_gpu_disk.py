@@ -12,8 +12,8 @@ import torch
 
 from rlx.offload import DiskError, HostArena, host_arena, trim
 from rlx.offload.storage.pages import Pages
+from rlx.offload.storage.ranges import MIN_STAGING_BYTES
 from rlx.offload.storage.spill_file import extent_file
-from rlx.offload.storage.staging import MIN_STAGING_BYTES
 
 pytestmark = [
     pytest.mark.gpu,

@@ -414,7 +414,7 @@ def test_a_region_moves_what_is_saved_in_it(toys):
 
 
 def test_a_region_fetches_stretch_by_stretch(toys, monkeypatch):
-    monkeypatch.setattr("rlx.offload.save_all.STRETCH_BYTES", 300)
+    monkeypatch.setattr("rlx.offload.save_all.BYTES_PER_CALL", 300)
     model = toys.stack(blocks=6).to(DEVICE)
     x = toys.batch().to(DEVICE)
     expected = torch.autograd.grad(model(x), list(model.parameters()))

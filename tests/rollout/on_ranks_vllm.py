@@ -19,6 +19,7 @@ from rlx.data.batch import Batch
 from rlx.engine.engine import Engine
 from rlx.engine.micro_batch import MicroBatchRule
 from rlx.engine.objectives import PolicyObjective
+from rlx.rollout import vllm_weights
 from rlx.rollout.batching import generate_batch
 from rlx.rollout.factory import build_rollout
 from rlx.rollout.flight import FirstRank
@@ -115,10 +116,10 @@ def other_adapters(name):
     NOW[-1].vllm.update_weights(chosen.items(), 7)
 
 
-def folders_of_adapters():
-    """The folders of adapters that this process has on disk."""
-    places = (Path(tempfile.gettempdir()), Path("/dev/shm"))
-    return [folder.name for place in places for folder in place.glob(f"rlx-adapters-*-{os.getpid()}-*")]
+def files_of_adapters():
+    """The files in folders of adapters that this process has on disk."""
+    folders = Path(tempfile.gettempdir()).glob(f"rlx-adapters-*-{os.getpid()}-*")
+    return [file.name for folder in folders for file in folder.iterdir()]
 
 
 def share() -> int:
@@ -149,9 +150,10 @@ def generate_from_other_random_states(sampling) -> list[Completion]:
 
 def of_vllm_itself(sampling):
     """Tokens and log-probs of all requests from vLLM's own `generate`, and from the sampler's; no prefix is in the cache."""
-    engine, asked = NOW[-1].vllm.engine, requests(sampling)
+    sampler, asked = NOW[-1].vllm, requests(sampling)
+    engine = sampler.engine
     engine._drop_prefixes()
-    answers = [answer.outputs[0] for answer in engine.direct(asked, NOW[-1].rollout.seed_requests)()]
+    answers = [answer.outputs[0] for answer in engine.direct(asked, sampler.has_seeds)()]
     engine._drop_prefixes()
     return [(list(answer.token_ids), list(answer.logprobs.logprobs)) for answer in answers], [
         (completion.token_ids, completion.log_probs) for completion in NOW[-1].vllm.generate(asked)
@@ -272,9 +274,7 @@ def with_more(name):
 
 
 def named_among(parameters, arrived):
-    from rlx.rollout import vllm_api
-
-    return sorted(vllm_api.named_among(parameters, arrived))
+    return sorted(vllm_weights.named_among(parameters, arrived))
 
 
 def while_gathering_fails():

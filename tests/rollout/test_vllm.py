@@ -115,7 +115,7 @@ def test_samples_come_from_seeds_alone(started, ranks):
     for samples, other in zip(together, others, strict=True):
         assert all(a != b for a, b in zip(tokens(samples), tokens(other), strict=True))
         assert samples[0].token_ids != samples[2].token_ids, "equal prompts, other seeds"
-    if started.rollout.seed_requests:
+    if started.rollout.seed_requests is not False:
         for order in ([7, 2, 5], [1], list(range(8))[::-1]):
             some = ranks("vllm", "generate", sampling, "vllm", 0, order)
             for samples, own in zip(together, some, strict=True):
@@ -132,7 +132,7 @@ def test_requests_may_come_while_others_are_in_flight_in_one_order_for_a_group(s
     late = ranks("vllm", "late", started.sampling)
     if started.rollout.tensor_model_parallel_size > 1:
         assert late[0] == late[1]
-    for found, expected in zip(late, together, strict=True) if started.rollout.seed_requests else ():
+    for found, expected in zip(late, together, strict=True) if started.rollout.seed_requests is not False else ():
         assert tokens(found) == tokens(expected)
         for one, other in zip(found, expected, strict=True):
             assert one.log_probs == pytest.approx(other.log_probs, abs=1e-4)

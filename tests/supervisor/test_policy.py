@@ -1,6 +1,6 @@
 """Which ends of a driver are followed by another start."""
 
-from rlx.supervisor.policy import End, refusal
+from rlx.supervisor.keeper import End, refusal
 
 DIED = End("rank 1 died", step=7)
 OUT_OF_MEMORY = End("rank 0: OutOfMemoryError: 3 GiB", step=7, error="OutOfMemoryError in actor.update")

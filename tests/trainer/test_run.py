@@ -92,6 +92,8 @@ def test_offload_changes_no_number_and_a_resumed_run_equals_an_unbroken_one(trai
     assert [with_offload[step]["train/epoch"] for step in (1, 2, 3, 4)] == [0, 0, 1, 1]
     assert with_offload[4]["perf/offloaded_mb"] > 0
     assert with_offload[4]["actor/grad_norm"] > 0
+    parts = [with_offload[4][f"perf/rollout/sync_{part}_s"] for part in ("gather", "wake", "send")]
+    assert 0 < sum(parts) <= with_offload[4]["timing_s/sync"]
     assert 0 < with_offload[4]["perf/rollout/running_mean"] <= with_offload[4]["perf/rollout/running_max"] <= 1024
 
     _, without = train(*options, "actor_rollout_ref.model.enable_activation_offload=False")

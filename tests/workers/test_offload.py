@@ -13,7 +13,7 @@ from rlx.config.host_memory import HostMemory
 from rlx.config.schema import PPOConfig
 from rlx.data.batch import Batch
 from rlx.offload import Account, DiskError, host_arena
-from rlx.offload.storage.staging import MIN_STAGING_BYTES
+from rlx.offload.storage.ranges import MIN_STAGING_BYTES
 from rlx.workers.worker import Worker
 
 SEQUENCE = ("input_ids", "attention_mask", "response_mask")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from rlx.algorithms.aggregation import denominator
 from rlx.config.schema import ActorConfig, CriticConfig, OptimConfig
 from rlx.config.schema.training import RouterReplayConfig
 from rlx.data.batch import Batch
@@ -72,7 +73,7 @@ def expected(model: "PreTrainedModel", batch: Batch, objective: Objective) -> Ex
     """Return the figures and gradients of a model, by a forward for each row."""
     figures = figures_of(model, batch, policy=objective.distribution is not None)
     mask_BR = objective.mask(batch)
-    totals = Totals(float(objective.denominator(mask_BR)), float(mask_BR.sum()))
+    totals = Totals(float(denominator(mask_BR, objective.loss_agg_mode)), float(mask_BR.sum()))
     objective.share(figures, batch, totals).loss.backward()
     gradients = {
         name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()

@@ -6,8 +6,7 @@ from rlx.config.check.context import CheckContext
 from rlx.config.faults import Fault
 from rlx.config.forecast.fitting import remedies
 from rlx.config.forecast.forecast_text import gb
-from rlx.config.forecast.memory_forecast import MemoryForecast
-from rlx.config.forecast.phase import REFUSED_FROM, Phase
+from rlx.config.forecast.memory_forecast import REFUSED_FROM, MemoryForecast, Phase
 
 CHECK = "trainer.memory_check"
 

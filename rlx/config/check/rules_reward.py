@@ -1,4 +1,4 @@
-"""Reward functions and reward models that cannot score. Each rule yields the faults it finds."""
+"""Reward functions, reward models and environments that cannot score. Each rule yields the faults it finds."""
 
 import json
 import re
@@ -8,7 +8,7 @@ from typing import Any
 from rlx.config.check.context import CheckContext, Faults
 from rlx.config.check.folders import correct_path, is_hub_name
 from rlx.config.schema import FORMS, TOKENIZER_FILES
-from rlx.config.schema.roles import has_reward_model
+from rlx.config.schema.roles import has_environment, has_reward_model, only_environment_scores
 
 MODEL, FORM = "reward_model.model.path", "reward.format"
 
@@ -65,4 +65,23 @@ def _labels(config: dict[str, Any]) -> int:
     return len(config["id2label"]) if config.get("id2label") else int(config.get("num_labels", 2))
 
 
-REWARD_RULES = (form_is_an_expression, reward_model_is_one)
+NAME, PATH, REWARDS = "environment.name", "environment.path", "environment.rewards"
+REPLAY = "actor_rollout_ref.rollout.enable_rollout_routing_replay"
+
+
+def experts_are_not_replayed(s: CheckContext) -> Faults:
+    """Experts are recorded for single turns only."""
+    if has_environment(s.config) and s.value(REPLAY):
+        what = "the experts of conversations with an environment are not recorded"
+        yield s.fault(what, f"{REPLAY}=False", f"set {REPLAY}=False, or remove {NAME} and {PATH}", REPLAY, NAME, PATH)
+
+
+def one_of_them_scores(s: CheckContext) -> Faults:
+    """A reward model is not loaded for nothing."""
+    if only_environment_scores(s.config) and has_reward_model(s.config):
+        what = "the environment's rewards replace those of the reward model"
+        remedy = f"set {REWARDS}=add, or reward_model.enable=False"
+        yield s.fault(what, f"{REWARDS}=add with a reward model", remedy, REWARDS, "reward_model.enable")
+
+
+REWARD_RULES = (experts_are_not_replayed, one_of_them_scores, form_is_an_expression, reward_model_is_one)

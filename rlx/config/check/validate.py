@@ -6,8 +6,6 @@ from typing import NamedTuple
 from rlx.config.check.context import CheckContext
 from rlx.config.check.rules_algorithm import ALGORITHM_RULES, algorithm_warnings
 from rlx.config.check.rules_correction import CORRECTION_RULES
-from rlx.config.check.rules_environment import ENVIRONMENT_RULES
-from rlx.config.check.rules_experts import EXPERT_RULES
 from rlx.config.check.rules_machine import MACHINE_RULES
 from rlx.config.check.rules_memory import memory_suffices, memory_warnings
 from rlx.config.check.rules_offload import OFFLOAD_RULES, disk_warnings, offload_warnings
@@ -22,7 +20,7 @@ from rlx.config.schema.roles import has_critic
 
 RULES = (
     *(*TRAINING_RULES, *ALGORITHM_RULES, *CORRECTION_RULES, *OFFLOAD_RULES),
-    *(*ROLLOUT_RULES, *EXPERT_RULES, *ENVIRONMENT_RULES, *REWARD_RULES, *MACHINE_RULES),
+    *(*ROLLOUT_RULES, *REWARD_RULES, *MACHINE_RULES),
 )
 
 

@@ -2,7 +2,6 @@
 
 import json
 import os
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -74,19 +73,42 @@ def tiny_shape(tiny: TinyModelConfig) -> dict[str, Any]:
     }
 
 
-def fetch_configs(config: PPOConfig) -> None:
-    """Download the config.json of each hub model if possible; the run needs it anyway."""
-    for path in {role.model.path or "" for role in sharded_roles(config)} - {TINY}:
-        if config_file(path) is None and not Path(path).expanduser().exists():
-            from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
+def fetch_configs(config: PPOConfig) -> list[str]:
+    """Download the config.json of each hub model that is not on this machine, and return a fault for each that cannot be had.
 
-            # Loading the model reports it. Without a network the download alone would try for 20 s.
-            patience = max(ANSWER_S, float(os.environ.get("HF_HUB_ETAG_TIMEOUT", 0)))
-            with suppress(
-                Exception
-            ):  # the hub's client raises those of its HTTP library, which is another in each version
-                get_hf_file_metadata(hf_hub_url(path, "config.json"), timeout=patience)
-                hf_hub_download(path, "config.json")
+    The run needs it anyway, but transformers would try for 80 s until it said so.
+    """
+    keys = {
+        role.model.path or "": role.model_key for role in reversed(sharded_roles(config))
+    }  # the first of a path counts
+    faults = []
+    for path, key in keys.items():
+        if path == TINY or config_file(path) is not None or Path(path).expanduser().exists():
+            continue
+        from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
+        from huggingface_hub.errors import HFValidationError
+
+        patience_s = max(ANSWER_S, float(os.environ.get("HF_HUB_ETAG_TIMEOUT", 0)))
+        try:
+            # The download alone would try for 20 s.
+            get_hf_file_metadata(hf_hub_url(path, "config.json"), timeout=patience_s)
+            hf_hub_download(path, "config.json")
+        except HFValidationError:
+            continue  # no form of a hub name, which a rule refuses
+        except (
+            Exception
+        ) as error:  # the hub's client raises those of its HTTP library, which is another in each version
+            reason = " ".join(str(error).split()) or type(error).__name__
+            faults.append(_fault_of_hub(f"{key}.path", path, reason, patience_s))
+    return faults
+
+
+def _fault_of_hub(key: str, path: str, reason: str, patience_s: float) -> str:
+    return (
+        f"{key}: {path} is no folder and no cached model of this machine, and the hub did not give its config.json within "
+        f"{patience_s:g} s ({reason}). Check the name, the network and, for a private model, `hf auth login`; or download it elsewhere "
+        f"(`hf download {path} --local-dir DIR`) and set the path to DIR. HF_HUB_ETAG_TIMEOUT=60 waits longer"
+    )
 
 
 def config_file(path: str) -> Path | None:

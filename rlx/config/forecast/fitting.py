@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from rlx.config.forecast.memory_forecast import LENGTH_STEP, MemoryForecast
-from rlx.config.machine import processes
 from rlx.config.schema import PPOConfig
 from rlx.config.schema.roles import ModelRole, has_frozen_layers, sharded_roles
 from rlx.config.schema.tree import value_at, with_value
@@ -17,17 +16,18 @@ MORE = "more processes (trainer.n_gpus_per_node), shorter responses or a smaller
 
 
 class Change(NamedTuple):
-    """A key and a value that may help."""
+    """A key and a value that may help, and a change without which the value is refused."""
 
     key: str
     value: Any
+    needs: "Change | None" = None
 
     def __str__(self) -> str:
-        return f"{self.key}={self.value}"
+        return f"{self.needs} with {self.key}={self.value}" if self.needs else f"{self.key}={self.value}"
 
     def of(self, config: PPOConfig) -> PPOConfig:
         """Return the configuration with this change."""
-        changed: PPOConfig = with_value(config, self.key, self.value)
+        changed: PPOConfig = with_value(self.needs.of(config) if self.needs else config, self.key, self.value)
         return changed
 
 
@@ -105,7 +105,10 @@ def _of_states(forecast: MemoryForecast, roles: list[ModelRole]) -> Iterator[Cha
             yield Change(f"{role.fsdp_key}.model_dtype", "bf16")  # of the frozen weights; adapters stay in fp32
     for role in roles:
         if not role.model.layer_offload and _can_stream(forecast, role):
-            yield Change(f"{role.model_key}.layer_offload", True)
+            engine = Change(f"{role.model_key}.enable_activation_offload", True)
+            recomputes = role.trained and role.model.enable_gradient_checkpointing
+            needs = engine if recomputes and not role.model.enable_activation_offload else None
+            yield Change(f"{role.model_key}.layer_offload", True, needs)
     for name, applies in (("optimizer_offload", [r for r in roles if r.trained]), ("param_offload", roles[::-1])):
         for role in applies:
             if not getattr(role.fsdp, name) and not role.fsdp.offload_policy:
@@ -120,10 +123,8 @@ def _of_states(forecast: MemoryForecast, roles: list[ModelRole]) -> Iterator[Cha
 
 def _can_stream(forecast: MemoryForecast, role: ModelRole) -> bool:
     """Whether a role's frozen layers may wait on the host; see `layers_can_stream` in rlx/config/check/rules_offload.py."""
-    model, compiles = role.model, forecast.config.actor_rollout_ref.actor.use_torch_compile
-    recomputes = model.enable_gradient_checkpointing and not model.enable_activation_offload
-    is_alone = processes(forecast.config) == 1 and role.strategy == "fsdp2"
-    return is_alone and has_frozen_layers(role) and not compiles and not (role.trained and recomputes)
+    compiles = forecast.config.actor_rollout_ref.actor.use_torch_compile
+    return role.strategy == "fsdp2" and has_frozen_layers(role) and not compiles
 
 
 class Size(NamedTuple):

@@ -1,7 +1,6 @@
 """Print the memory forecast: a short table at the start of a run, a long one for `--check`."""
 
-from rlx.config.forecast.memory_forecast import LENGTH_STEP, MemoryForecast
-from rlx.config.forecast.phase import REFUSED_FROM, Phase
+from rlx.config.forecast.memory_forecast import LENGTH_STEP, REFUSED_FROM, MemoryForecast, Phase
 from rlx.offload.plan.hardware import PROFILES
 from rlx.offload.plan.text_table import aligned
 

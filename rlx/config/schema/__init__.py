@@ -4,6 +4,8 @@ It imports only the standard library, so every package may import it. `rlx.confi
 `rlx.config.check` holds cross-field rules. Keys that verl also has keep its names and meanings.
 """
 
+from dataclasses import dataclass
+
 from rlx.config.schema.algorithm import (
     ADV_ESTIMATORS,
     CRITIC,
@@ -26,6 +28,7 @@ from rlx.config.schema.algorithm import (
 )
 from rlx.config.schema.data import ARITHMETIC, TRUNCATIONS, ArithmeticConfig, CustomClassConfig, DataConfig
 from rlx.config.schema.environment import TOOL_FORMATS, EnvironmentConfig, MultiTurnConfig
+from rlx.config.schema.keys import group
 from rlx.config.schema.model import (
     LARGEST_SEED,
     TOKENIZER_FILES,
@@ -34,7 +37,6 @@ from rlx.config.schema.model import (
     ModelConfig,
     TinyModelConfig,
 )
-from rlx.config.schema.ppo import PPOConfig
 from rlx.config.schema.reward import (
     FORMS,
     CustomRewardConfig,
@@ -58,3 +60,20 @@ from rlx.config.schema.training import (
     OptimConfig,
     RefConfig,
 )
+
+
+@dataclass(frozen=True)
+class PPOConfig:
+    """The whole tree."""
+
+    data: DataConfig = group(DataConfig, "Prompts.")
+    actor_rollout_ref: ActorRolloutRefConfig = group(ActorRolloutRefConfig, "Policy, generation, reference.")
+    critic: CriticConfig = group(CriticConfig, "Value model, used by gae.")
+    environment: EnvironmentConfig = group(EnvironmentConfig, "Tools and environments: conversations of several turns.")
+    reward: RewardConfig = group(RewardConfig, "Reward functions and the processes they run in.")
+    custom_reward_function: CustomRewardConfig = group(CustomRewardConfig, "A reward function of your own.")
+    reward_model: RewardModelConfig = group(RewardModelConfig, "A model that scores responses.")
+    algorithm: AlgorithmConfig = group(AlgorithmConfig, "Advantages, KL, the sampler's mismatch.")
+    trainer: TrainerConfig = group(TrainerConfig, "The loop.")
+    warm_start: WarmStartConfig = group(WarmStartConfig, "Making `builtin:tiny`.")
+    ray_kwargs: RayConfig = group(RayConfig, "Ray.")

@@ -134,43 +134,35 @@ def _optimizer_bytes(optim: OptimConfig, fsdp: FSDPConfig, model: ModelConfig) -
     return 12 if has_masters else None  # an fp32 master and two fp32 moments
 
 
+def _trained_role(
+    name: str, keys: tuple[str, str, str], settings: ActorConfig | CriticConfig, model: ModelConfig, fsdp: FSDPConfig
+) -> ModelRole:
+    assert settings.strategy is not None and settings.ppo_mini_batch_size is not None, "the actor's are never null"
+    return ModelRole(
+        name,
+        *keys,
+        model=model,
+        fsdp=fsdp,
+        strategy=settings.strategy,
+        mini_batch_prompts=settings.ppo_mini_batch_size,
+        micro=update_size(settings),
+        trained=True,
+        together=settings.ulysses_sequence_parallel_size or 1,
+        optimizer_bytes=_optimizer_bytes(settings.optim, fsdp, model),
+    )
+
+
 def actor_role(config: PPOConfig) -> ModelRole:
     """Return the role of the trained policy."""
-    policy, actor = config.actor_rollout_ref, config.actor_rollout_ref.actor
-    return ModelRole(
-        name="actor",
-        key="actor_rollout_ref.actor",
-        model_key="actor_rollout_ref.model",
-        fsdp_key="actor_rollout_ref.actor.fsdp_config",
-        model=policy.model,
-        fsdp=actor.fsdp_config,
-        strategy=actor.strategy,
-        mini_batch_prompts=actor.ppo_mini_batch_size,
-        micro=update_size(actor),
-        trained=True,
-        together=actor.ulysses_sequence_parallel_size,
-        optimizer_bytes=_optimizer_bytes(actor.optim, actor.fsdp_config, policy.model),
-    )
+    policy, key = config.actor_rollout_ref, "actor_rollout_ref.actor"
+    keys = (key, "actor_rollout_ref.model", f"{key}.fsdp_config")
+    return _trained_role("actor", keys, policy.actor, policy.model, policy.actor.fsdp_config)
 
 
 def critic_role(config: PPOConfig) -> ModelRole:
     """The value model."""
     critic = critic_settings(config)
-    assert critic.strategy is not None and critic.ppo_mini_batch_size is not None, "the actor's are never null"
-    return ModelRole(
-        name="critic",
-        key="critic",
-        model_key="critic.model",
-        fsdp_key="critic.fsdp",
-        model=critic.model,
-        fsdp=critic.fsdp,
-        strategy=critic.strategy,
-        mini_batch_prompts=critic.ppo_mini_batch_size,
-        micro=update_size(critic),
-        trained=True,
-        together=critic.ulysses_sequence_parallel_size or 1,
-        optimizer_bytes=_optimizer_bytes(critic.optim, critic.fsdp, critic.model),
-    )
+    return _trained_role("critic", ("critic", "critic.model", "critic.fsdp"), critic, critic.model, critic.fsdp)
 
 
 def reference_role(config: PPOConfig) -> ModelRole:

@@ -40,10 +40,10 @@ class RolloutConfig:
         "Mixture of experts: return the experts that the sampler uses for each token; see actor.router_replay.mode and the metrics "
         "mismatch/differing_experts*.",
     )
-    seed_requests: bool = key(
-        True,
+    seed_requests: bool | None = key(
+        None,
         "vLLM: give each sample its own seed, so that it does not depend on other samples; False draws all from one "
-        "stream, which is faster with many short sequences.",
+        "stream; null: seeds if they cost nothing, and on CPU.",
     )
     gpu_memory_utilization: float = key(
         0.5, "vLLM: share of all device memory for weights and KV cache.", exclusive_minimum=0, maximum=1

@@ -88,7 +88,7 @@ def bytes_ratio(own: PassProfile, cached: PassProfile) -> float | None:
     layers, others = ([(kind.members, kind.names, kind.flow) for kind in profile.kinds] for profile in (own, cached))
     if layers != others:
         return None
-    pairs = [(own.outside_bytes, cached.outside_bytes)]
+    pairs = [(own.loss_bytes, cached.loss_bytes)]
     for kind, other in zip(own.kinds, cached.kinds, strict=True):
         pairs += [(getattr(kind.cost, name), getattr(other.cost, name)) for name in _BYTES]
     length = longest_input_bytes(own) / max(longest_input_bytes(cached), 1)
@@ -113,4 +113,4 @@ def _with_larger_bytes(profile: PassProfile, ratio: float) -> PassProfile:
         points = tuple(point._replace(**larger(point._asdict())) for point in kind.cost.points)
         cost = replace(kind.cost, operations=operations, points=points, **larger(vars(kind.cost)))
         kinds.append(kind._replace(cost=cost))
-    return profile._replace(kinds=tuple(kinds), outside_bytes=round(profile.outside_bytes * ratio))
+    return profile._replace(kinds=tuple(kinds), loss_bytes=round(profile.loss_bytes * ratio))

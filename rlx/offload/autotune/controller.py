@@ -38,7 +38,7 @@ from rlx.offload.autotune.step_limits import StepLimits, made_gradient_bytes
 from rlx.offload.plan.costs import Budget
 from rlx.offload.plan.explain import explain
 from rlx.offload.plan.planner import Plan, make_plan
-from rlx.offload.replay.dead_ops import DeadOpProof
+from rlx.offload.replay.dead_ops import DeadOpCheck
 from rlx.offload.replay.instructions import LayerInstructions
 from rlx.offload.runtime.layers import fsdp_kinds
 from rlx.offload.runtime.session import Layer, OffloadSession
@@ -199,8 +199,8 @@ class PlanController:
             bucket.forget()
         else:
             own_bytes = sum(inputs.memory.values()) + sum(inputs.shared.values()) + self.limits.gathered_bytes()
-            begin_bytes = max(0, DeviceMemoryProbe(device).look()[0] - own_bytes)
-            self.limits.note_room(device, begin_bytes, self.limits.coming_bytes())
+            baseline_bytes = max(0, DeviceMemoryProbe(device).look()[0] - own_bytes)
+            self.limits.note_room(device, baseline_bytes, self.limits.pending_bytes())
 
     def _report(self) -> RankReport:
         """Return what is new since the last report. The first rank reads the cache once its layers are known."""
@@ -243,7 +243,7 @@ class PlanController:
         profile = bucket.take()
         if profile is None:
             return
-        self.limits.note_room(self._devices[bucket.key[0]], bucket.state.begin_bytes, bucket.state.coming_bytes)
+        self.limits.note_room(self._devices[bucket.key[0]], bucket.state.baseline_bytes, bucket.state.pending_bytes)
         if bucket.state.is_warm_up:
             self._warm_up[bucket.key] = profile
         else:
@@ -254,12 +254,12 @@ class PlanController:
         of_layer = {index: kind for kind in kinds for index in kind.members}
         indices = sorted(of_layer)
         costs = [of_layer[index].cost for index in indices]
-        budget = replace(budget, turnaround_s=profile.turnaround_s, turnaround_bytes=profile.outside_bytes)
+        budget = replace(budget, loss_s=profile.loss_s, loss_bytes=profile.loss_bytes)
         plan = make_plan(costs, budget)
         bucket.instructions.clear()
-        proofs: dict[tuple[int, frozenset[int]], DeadOpProof] = {}
+        checks: dict[tuple[int, frozenset[int]], DeadOpCheck] = {}
         for index, layer, fetch in zip(indices, plan.layers, plan.fetches, strict=True):
-            bucket.instructions[index] = of_layer[index].instructions(layer, fetch, proofs)
+            bucket.instructions[index] = of_layer[index].instructions(layer, fetch, checks)
         bucket.plan = plan
         if self._is_first_rank and logger.isEnabledFor(logging.INFO):
             logger.info(

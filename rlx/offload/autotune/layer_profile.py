@@ -42,7 +42,7 @@ class PassState:
     gradient_bytes: Callable[[], int] = lambda: 0  # returns the memory of all existing gradients that outlast the pass
     is_sharded: bool = False  # FSDP2 gathers and frees parameters in the pass (Note [what FSDP2 holds during a step])
     gathered_bytes: int = 0  # memory of the parameters that FSDP2 has gathered when the first layer begins
-    coming_bytes: int = 0  # of states that do not exist in the pass
+    pending_bytes: int = 0  # of states that do not exist in the pass
     is_warm_up: bool = False  # kernels are chosen and memory is allocated in it, so its times do not count
     begun: WeakValueDictionary[int, LayerProfile] = field(default_factory=WeakValueDictionary)  # by index
     called: set[int] = field(default_factory=set)  # indices of the layers that have begun
@@ -50,14 +50,14 @@ class PassState:
     in_backward: LayerProfile | None = None
     last_boundary_bytes: int | None = None  # inputs of the layer whose forward began last
     has_begun: bool = False  # backward
-    begin_bytes: int = 0  # allocated when the first layer begins, apart from its inputs and gathered parameters
-    beside_bytes: int = 0  # memory of no layer when backward begins (Note [what a layer is charged with])
-    outside_bytes: int = 0  # peak while the head and the loss run, `beside_bytes` included
+    baseline_bytes: int = 0  # allocated when the first layer begins, apart from its inputs and gathered parameters
+    other_bytes: int = 0  # memory of no layer when backward begins (Note [what a layer is charged with])
+    loss_bytes: int = 0  # peak while the head and the loss run, `other_bytes` included
     begin_gradient_bytes: int = 0
     turn: tuple[Mark, Mark] | None = None  # end of the layers' forward, begin of their backward
 
     @property
-    def turnaround_s(self) -> float:
+    def loss_s(self) -> float:
         """Time between forward and backward of the layers, in which the head and the loss run."""
         return 0.0 if self.turn is None else seconds(*self.turn)
 
@@ -116,7 +116,7 @@ class LayerProfile:
         self.inputs = inputs
         self.min_bytes = max(min_bytes, 1)
         self.sees_calls = sees_calls
-        self.is_starved = False  # the device may have waited for the host, so that times are the host's
+        self.is_host_bound = False  # the device may have waited for the host, so that times are the host's
         self.calls: list[OpProfile] = []  # linear maps and attention
         self.others: list[OpProfile] = []  # all other operations
         self.flow: Dataflow | None = None
@@ -128,14 +128,14 @@ class LayerProfile:
         self._memory = memory or DeviceMemoryProbe(device)
         self._marks: dict[str, Mark] = {}
         self._base_bytes = self._offloading_bytes = 0
-        # Backward asks for slots in falling order. A border is a slot; backward passes it with the first slot below it.
-        self._borders_left: list[int] = []
-        self._middle = 0  # the border from which on backward fetches
-        self._passed: dict[int, tuple[Mark, int]] = {}  # by border: when it was passed, peak memory before it
-        self._rest_bytes = 0  # peak memory after the last border
+        # Backward asks for slots in falling order. A threshold is a slot; backward passes it with the first slot below it.
+        self._thresholds_left: list[int] = []
+        self._middle = 0  # the threshold from which on backward fetches
+        self._passed: dict[int, tuple[Mark, int]] = {}  # by threshold: when it was passed, peak memory before it
+        self._rest_bytes = 0  # peak memory after the last threshold
         self._gradient_bytes = gradient_bytes
         self._had_bytes = 0  # of the gradients that existed when backward came to the layer
-        self._made_bytes = 0  # of gradients made until the last border
+        self._made_bytes = 0  # of gradients made until the last threshold
         self._sharding_bytes = 0  # memory of FSDP2, in addition to that when backward began
 
     def mark(self) -> Mark:
@@ -148,7 +148,7 @@ class LayerProfile:
         if state.last_boundary_bytes is None:
             tables = sum(self.inputs.shared.values())  # they are made in this step, too
             inputs = self.inputs.boundary_bytes + tables
-            state.begin_bytes = max(0, self._memory.look()[0] - inputs - state.gathered_bytes)
+            state.baseline_bytes = max(0, self._memory.look()[0] - inputs - state.gathered_bytes)
             state.begin_gradient_bytes = state.gradient_bytes()
         self._offloading_bytes = state.last_boundary_bytes or 0
         state.last_boundary_bytes = self.inputs.boundary_bytes
@@ -158,12 +158,12 @@ class LayerProfile:
     def pass_forward(self) -> None:
         """The layer's forward has ended."""
         self._marks["forward_end"] = self.mark()
-        self._note_starvation("forward")
+        self._note_host_bound("forward")
 
-    def _note_starvation(self, begin: str) -> None:
+    def _note_host_bound(self, begin: str) -> None:
         # The host has issued the whole layer. If the device has already begun it, the device is less than a layer behind. It
         # has waited for the host, or was busy with the operations just before; the two cases cannot be told apart.
-        self.is_starved = self.is_starved or is_passed(self._marks[begin])
+        self.is_host_bound = self.is_host_bound or is_passed(self._marks[begin])
 
     def end_forward(self, saved: Sequence[Tensor], is_cacheable: Sequence[bool], flow: Dataflow | None) -> None:
         """The layer's forward has ended: autograd has `saved` tensors, and the results of some `calls` can be cached."""
@@ -179,7 +179,7 @@ class LayerProfile:
             call.extra_bytes = _outside(call.storages, storages)
             call.storages.clear()
         cached = sum(call.extra_bytes for call in self.calls)  # a profiled layer holds the results of all calls
-        others = self._state.begin_bytes + self._offloading_bytes + cached
+        others = self._state.baseline_bytes + self._offloading_bytes + cached
         self.forward_bytes = max(0, self._memory.look()[1] - others)
 
     def leave_forward(self) -> None:
@@ -197,13 +197,13 @@ class LayerProfile:
             state.in_backward.end_backward(now, peak)
         elif not state.has_begun:
             inputs = self.inputs.boundary_bytes + self._offloading_bytes
-            state.beside_bytes = max(0, allocated - state.begin_bytes - state.made_bytes() - inputs)
-            state.outside_bytes = peak - allocated + state.beside_bytes
+            state.other_bytes = max(0, allocated - state.baseline_bytes - state.made_bytes() - inputs)
+            state.loss_bytes = peak - allocated + state.other_bytes
             state.turn = self._marks["forward_end"], now
             allocated = max(0, allocated - self._offloading_bytes)  # backward now waits until they are copied
         if state.has_begun and state.is_sharded:
-            others = allocated - state.begin_bytes - state.made_bytes() - self.inputs.boundary_bytes
-            self._sharding_bytes = max(0, others - state.beside_bytes)
+            others = allocated - state.baseline_bytes - state.made_bytes() - self.inputs.boundary_bytes
+            self._sharding_bytes = max(0, others - state.other_bytes)
         state.has_begun = True
         state.in_backward = self
         self._base_bytes, self._had_bytes = allocated, self._gradient_bytes()
@@ -213,28 +213,28 @@ class LayerProfile:
         """The layer has been recomputed; its backward follows."""
         if "recompute_end" not in self._marks:
             self._marks["recompute_end"] = self.mark()
-            self._note_starvation("recompute")
+            self._note_host_bound("recompute")
             if self.index in self._state.begun:  # else nobody waits for the pass any more
                 self._state.done[self.index] = self
 
-    def begin_borders(self, middle: int) -> int:
-        """Begin to note borders in backward, which fetches once it is below `middle`. Return the first border."""
+    def begin_thresholds(self, middle: int) -> int:
+        """Begin to note thresholds in backward, which fetches once it is below `middle`. Return the first threshold."""
         self._middle = middle
         if not self._passed:
-            self._borders_left = sorted({middle, *(call.slots for call in self.calls)} - {0, -1}, reverse=True)
-        return self._borders_left[0] if self._borders_left else middle
+            self._thresholds_left = sorted({middle, *(call.slots for call in self.calls)} - {0, -1}, reverse=True)
+        return self._thresholds_left[0] if self._thresholds_left else middle
 
-    def pass_border(self, slot: int) -> int:
-        """Note that backward asks for a slot below a border; return the next border, 0 if there is none."""
+    def pass_threshold(self, slot: int) -> int:
+        """Note that backward asks for a slot below a threshold; return the next threshold, 0 if there is none."""
         if self._state.in_backward is not self:
             return self._middle if slot >= self._middle else 0
-        below = [border for border in self._borders_left if slot < border]
+        below = [threshold for threshold in self._thresholds_left if slot < threshold]
         if below:
             self._passed[below[-1]] = self.mark(), self._segment(self._memory.look()[1])
             self._made_bytes = self._gradient_bytes() - self._had_bytes
             self._memory.reset()
-            self._borders_left = self._borders_left[len(below) :]
-        return self._borders_left[0] if self._borders_left else 0
+            self._thresholds_left = self._thresholds_left[len(below) :]
+        return self._thresholds_left[0] if self._thresholds_left else 0
 
     def end_backward(self, now: Mark, peak: int) -> None:
         """Backward has come to the layer before."""
@@ -244,23 +244,23 @@ class LayerProfile:
         self.late_bytes = self.held_from(self._middle)
 
     def _segment(self, peak: int) -> int:
-        """Return the peak since the last border. This layer's inputs count; prefetched ones, assumed to be as large, do not."""
-        is_fetching = any(border <= self._middle for border in self._passed)
-        charged = peak - self._base_bytes - self._made_bytes + self._state.beside_bytes + self._sharding_bytes
+        """Return the peak since the last threshold. This layer's inputs count; prefetched ones, assumed to be as large, do not."""
+        is_fetching = any(threshold <= self._middle for threshold in self._passed)
+        charged = peak - self._base_bytes - self._made_bytes + self._state.other_bytes + self._sharding_bytes
         return charged + (0 if is_fetching else self.inputs.boundary_bytes)
 
     @property
-    def borders(self) -> list[int]:
-        """The borders that backward has passed, in that order."""
+    def thresholds(self) -> list[int]:
+        """The thresholds that backward has passed, in that order."""
         return list(self._passed)
 
-    def held_from(self, border: int) -> int:
-        """Return the peak of backward below a border."""
-        return max(self._rest_bytes, 0, *(held for at, (_, held) in self._passed.items() if at < border))
+    def held_from(self, threshold: int) -> int:
+        """Return the peak of backward below a threshold."""
+        return max(self._rest_bytes, 0, *(held for at, (_, held) in self._passed.items() if at < threshold))
 
-    def reaches(self, border: int) -> float:
-        """Return when backward has passed a border, as a share of its time, in [0, 1]."""
-        share = seconds(self._marks["recompute_end"], self._passed[border][0]) / max(self.backward_s or 0.0, 1e-12)
+    def reaches(self, threshold: int) -> float:
+        """Return when backward has passed a threshold, as a share of its time, in [0, 1]."""
+        share = seconds(self._marks["recompute_end"], self._passed[threshold][0]) / max(self.backward_s or 0.0, 1e-12)
         return min(1.0, share)
 
     @property

@@ -19,7 +19,7 @@ from rlx.offload.plan.costs import Budget
 from rlx.offload.plan.planner import Plan
 from rlx.offload.replay.instructions import LayerInstructions
 
-SPREAD = 4  # a pass profiles one of this many layers (Note [a device that waits for the host])
+LAYER_STRIDE = 4  # a pass profiles one of this many layers (Note [a device that waits for the host])
 Key = tuple[int, int]  # of a bucket: index of the device among those in use, and the logarithm of the length
 
 
@@ -39,12 +39,12 @@ class LengthBucket:
         self.state = PassState()  # of the pass that was profiled last
         self.call: Mapping[str, Any] = {}  # how its layers were called
         # Passes that have profiled a part of the layers, and these layers (Note [a device that waits for the host]).
-        self._spread_passes: int | None = None
-        self._spread_layers: dict[int, LayerProfile] = {}
+        self._sampled_passes: int | None = None
+        self._sampled_layers: dict[int, LayerProfile] = {}
 
     def sees_calls(self, layer_index: int) -> bool:
         """Return whether this pass profiles the operations of a layer."""
-        return self._spread_passes is None or layer_index % SPREAD == self._spread_passes % SPREAD
+        return self._sampled_passes is None or layer_index % LAYER_STRIDE == self._sampled_passes % LAYER_STRIDE
 
     def begin_measuring(self, state: PassState, call: Mapping[str, Any]) -> None:
         """Begin to profile a pass, unless the graph of a profiled pass is alive or the device has not finished that pass."""
@@ -61,18 +61,18 @@ class LengthBucket:
             return None
         found, self.is_measuring = dict(state.done), False
         state.clear()
-        starved = sum(layer.is_starved for layer in found.values())
-        if self._spread_passes is None and not state.is_warm_up and 2 * starved > len(found):
-            self._spread_passes = 0
+        host_bound = sum(layer.is_host_bound for layer in found.values())
+        if self._sampled_passes is None and not state.is_warm_up and 2 * host_bound > len(found):
+            self._sampled_passes = 0
             return None
-        if self._spread_passes is not None:
-            self._spread_passes += 1
-            self._spread_layers |= {index: layer for index, layer in found.items() if layer.sees_calls}
-            if not self._spread_layers.keys() >= found.keys():
+        if self._sampled_passes is not None:
+            self._sampled_passes += 1
+            self._sampled_layers |= {index: layer for index, layer in found.items() if layer.sees_calls}
+            if not self._sampled_layers.keys() >= found.keys():
                 return None
-            found, self._spread_layers, self._spread_passes = self._spread_layers, {}, None
+            found, self._sampled_layers, self._sampled_passes = self._sampled_layers, {}, None
         layers = [found[index] for index in sorted(found)]
-        return measured(layers, state.outside_bytes, state.turnaround_s)
+        return measured(layers, state.loss_bytes, state.loss_s)
 
     def drop(self) -> None:
         """Discard the profile of a pass whose layers were all recomputed, though the device has not finished them."""

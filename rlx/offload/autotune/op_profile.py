@@ -1,4 +1,4 @@
-"""What a profile of a layer call is made of: its operations, the sizes of its inputs, the device's memory, times between marks."""
+"""The parts of a layer call's profile: its operations, the sizes of its inputs, the device's memory, times between marks."""
 
 from __future__ import annotations
 

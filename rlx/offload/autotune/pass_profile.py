@@ -10,13 +10,13 @@ from typing import Any, NamedTuple, TypeVar
 from rlx.offload.autotune.layer_profile import LayerProfile
 from rlx.offload.plan.costs import LayerCost, LayerPlan, Operation, Point
 from rlx.offload.replay.dataflow import Dataflow
-from rlx.offload.replay.dead_ops import DeadOpProof
+from rlx.offload.replay.dead_ops import DeadOpCheck
 from rlx.offload.replay.instructions import LayerInstructions
 
 # Part of the cache key, so that a run does not read profiles with another meaning. Raise it when the same layers on the same
 # machine would get other figures (by a change in `layer_profile.py`, `op_profile.py`, `profiler.py` or here), and when the fields
 # of `PassProfile` or of a class inside it change.
-PROFILE_VERSION = 4
+PROFILE_VERSION = 5
 
 _SMALL = 256  # results at least this many times smaller than their layer's largest are kept, if other operations are dead then
 _MAX_OPERATIONS = 12  # planned for each layer, the slowest first; more would make the search slow
@@ -34,9 +34,9 @@ class LayerKind(NamedTuple):
     small: tuple[int, ...] = ()  # op indices of small results that are kept on the device to make other operations dead
 
     def instructions(
-        self, layer: LayerPlan, fetch: int, proofs: dict[tuple[int, frozenset[int]], DeadOpProof]
+        self, layer: LayerPlan, fetch: int, checks: dict[tuple[int, frozenset[int]], DeadOpCheck]
     ) -> LayerInstructions:
-        """Return a layer's instructions, from its plan and the index of its fetch point. Adds missing `proofs`."""
+        """Return a layer's instructions, from its plan and the index of its fetch point. Adds missing `checks`."""
         point = self.cost.fetch_points[fetch]
         operations = self.cost.operations
         instructions = LayerInstructions(
@@ -53,13 +53,13 @@ class LayerKind(NamedTuple):
         if self.flow is None or layer.keep:
             return instructions
         dead_ops = self.flow.dead_ops(instructions.cached_ops)
-        proof = proofs.setdefault((self.members[0], dead_ops), DeadOpProof()) if dead_ops else None
+        check = checks.setdefault((self.members[0], dead_ops), DeadOpCheck()) if dead_ops else None
         return replace(
             instructions,
             dead_ops=dead_ops,
             other_names=self.flow.other_names,
             dead_op_reads=self.flow.reads_of(dead_ops),
-            proof=proof,
+            check=check,
         )
 
 
@@ -67,18 +67,18 @@ class PassProfile(NamedTuple):
     """The profile of one pass."""
 
     kinds: tuple[LayerKind, ...]  # of its layers
-    outside_bytes: int  # peak memory between forward and backward of the layers, while the head and the loss run
-    turnaround_s: float = 0.0  # time of the head and the loss
+    loss_bytes: int  # peak memory between forward and backward of the layers, while the head and the loss run
+    loss_s: float = 0.0  # time of the head and the loss
 
 
-def measured(layers: Sequence[LayerProfile], outside_bytes: int, turnaround_s: float = 0.0) -> PassProfile:
+def measured(layers: Sequence[LayerProfile], loss_bytes: int, loss_s: float = 0.0) -> PassProfile:
     """Return the profile of a pass. Layers are of one kind if they call the same linear maps and the same kind of attention."""
     groups: dict[tuple[object, ...], list[LayerProfile]] = {}
     for layer in layers:
         # Equal calls count once: the router decides how many experts a layer calls.
         calls = tuple(dict.fromkeys((call.name, call.variant) for call in layer.calls))
         groups.setdefault((layer.inputs.boundary_bytes, calls), []).append(layer)
-    return PassProfile(tuple(map(_kind, groups.values())), outside_bytes, turnaround_s)
+    return PassProfile(tuple(map(_kind, groups.values())), loss_bytes, loss_s)
 
 
 def slowest(measurements: Sequence[PassProfile]) -> PassProfile:
@@ -86,19 +86,19 @@ def slowest(measurements: Sequence[PassProfile]) -> PassProfile:
     first = [kind.members for kind in measurements[0].kinds]
     alike = [m for m in measurements if [kind.members for kind in m.kinds] == first]
     kinds = zip(*(m.kinds for m in alike), strict=True)
-    outside_bytes, turnaround_s = max(m.outside_bytes for m in alike), max(m.turnaround_s for m in alike)
-    return PassProfile(tuple(map(_slowest, kinds)), outside_bytes, turnaround_s)
+    loss_bytes, loss_s = max(m.loss_bytes for m in alike), max(m.loss_s for m in alike)
+    return PassProfile(tuple(map(_slowest, kinds)), loss_bytes, loss_s)
 
 
 def planned(kind: LayerKind) -> LayerKind:
     """Return the kind with its slowest operations only, at most `_MAX_OPERATIONS`."""
     operations = kind.cost.operations
-    dearest = sorted(operations, key=lambda one: -one.seconds)[:_MAX_OPERATIONS]
-    return kind._replace(cost=replace(kind.cost, operations=tuple(one for one in operations if one in dearest)))
+    slowest_ones = sorted(operations, key=lambda one: -one.seconds)[:_MAX_OPERATIONS]
+    return kind._replace(cost=replace(kind.cost, operations=tuple(one for one in operations if one in slowest_ones)))
 
 
 def _kind(members: Sequence[LayerProfile]) -> LayerKind:
-    timed: Sequence[LayerProfile] = [layer for layer in members if not layer.is_starved]
+    timed: Sequence[LayerProfile] = [layer for layer in members if not layer.is_host_bound]
     if all(layer.backward_s is None for layer in timed):
         timed = members
     names: list[str] = []
@@ -205,18 +205,18 @@ def _points(
 ) -> tuple[Point, ...]:
     """Return the fetch points, the last call first: the backward of a call begins, and less memory is held than before."""
     seen = [layer for layer in members if layer.backward_s is not None]
-    borders = [set(layer.borders) for layer in seen]
+    thresholds = [set(layer.thresholds) for layer in seen]
     points: list[Point] = []
     for op, call in reversed(list(enumerate(members[0].calls[:calls]))):
-        border, held = call.slots, points[-1].nbytes if points else working_bytes
-        is_everywhere = all(border in passed for passed in borders)
-        if not is_everywhere or any(layer.calls[op].slots != border for layer in members):
+        threshold, held = call.slots, points[-1].nbytes if points else working_bytes
+        is_everywhere = all(threshold in passed for passed in thresholds)
+        if not is_everywhere or any(layer.calls[op].slots != threshold for layer in members):
             continue
-        nbytes = max(layer.held_from(border) for layer in seen)
+        nbytes = max(layer.held_from(threshold) for layer in seen)
         if nbytes < _LESS * held:
-            at = fmean(layer.reaches(border) for layer in timed if layer.backward_s is not None)
+            at = fmean(layer.reaches(threshold) for layer in timed if layer.backward_s is not None)
             ends_at = fmean(layer.ends_at(layer.calls[op]) for layer in timed)  # as an operation's
-            points.append(Point(at, nbytes, call.name, op, border, ends_at))
+            points.append(Point(at, nbytes, call.name, op, threshold, ends_at))
     return tuple(points)
 
 

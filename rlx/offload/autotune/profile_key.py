@@ -74,7 +74,7 @@ def cache_key(
         "layers": {str(index): layers[index] for index in sorted(layers)},
         "around": around,
         "call": dict(call),
-        "devices": [_device_name(device) for device in devices],
+        "devices": [device_name(device) for device in devices],
         "threads": torch.get_num_threads() if any(device.type == "cpu" for device in devices) else 0,
         "torch": torch.__version__,
         "packages": {name: str(version) for name, version in versions.items() if version is not None},
@@ -86,7 +86,8 @@ def cache_key(
     }
 
 
-def _device_name(device: torch.device) -> str:
+def device_name(device: torch.device) -> str:
+    """Return the name of a device."""
     return "CPU" if device.type == "cpu" else str(torch.get_device_module(device.type).get_device_name(device))
 
 

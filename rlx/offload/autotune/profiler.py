@@ -67,13 +67,13 @@ class ProfilingPolicy(CachedOpPolicy):
         """See `LayerProfile.end_recompute`."""
         self._profile.end_recompute()
 
-    def first_border(self, prefetch_below: int) -> int:
-        """See `LayerProfile.begin_borders`."""
-        return self._profile.begin_borders(prefetch_below)
+    def first_threshold(self, prefetch_below: int) -> int:
+        """See `LayerProfile.begin_thresholds`."""
+        return self._profile.begin_thresholds(prefetch_below)
 
-    def pass_border(self, slot: int) -> int:
-        """See `LayerProfile.pass_border`."""
-        return self._profile.pass_border(slot)
+    def pass_threshold(self, slot: int) -> int:
+        """See `LayerProfile.pass_threshold`."""
+        return self._profile.pass_threshold(slot)
 
 
 class ProfilingRecorder(PlannedRecorder):

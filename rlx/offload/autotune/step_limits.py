@@ -47,7 +47,7 @@ class StepLimits:
         """Note between steps that the next step will allocate and keep so much memory, apart from gradients."""
         self._reserve_bytes, self._gradient_bytes = nbytes, self._count_gradients()
 
-    def coming_bytes(self) -> int:
+    def pending_bytes(self) -> int:
         """Return the memory of gradients and other states that do not exist yet, and that a step will make and keep."""
         if any(parameter.grad is not None for parameter in self._parameters()):
             return self._reserve_bytes
@@ -62,14 +62,14 @@ class StepLimits:
     def new_pass(self, is_warm_up: bool) -> PassState:
         """Return the state of a pass that begins."""
         is_sharded, gathered_bytes = any(map(_is_sharded, self._parameters())), self.gathered_bytes()
-        return PassState(self._made_gradient_bytes, is_sharded, gathered_bytes, self.coming_bytes(), is_warm_up)
+        return PassState(self._made_gradient_bytes, is_sharded, gathered_bytes, self.pending_bytes(), is_warm_up)
 
-    def note_room(self, device: torch.device, begin_bytes: int, coming_bytes: int) -> None:
-        """Note how much memory a device has for the step, if `begin_bytes` were allocated when its layers began."""
+    def note_room(self, device: torch.device, baseline_bytes: int, pending_bytes: int) -> None:
+        """Note how much memory a device has for the step, if `baseline_bytes` were allocated when its layers began."""
         if device.type != "cpu":
             free, total = torch.get_device_module(device.type).mem_get_info(device)
             usable = free + torch.accelerator.memory_reserved(device)
-            room = int(usable - MARGIN * total) - begin_bytes - coming_bytes
+            room = int(usable - MARGIN * total) - baseline_bytes - pending_bytes
             self.room_bytes = max(0, room if self.room_bytes is None else min(room, self.room_bytes))
 
     def own(self) -> Limits:

@@ -24,15 +24,13 @@ from typing import Any
 
 import torch
 
-from rlx.offload.benchmark.device import name_of
+from rlx.offload.autotune.profile_key import device_name
 from rlx.offload.benchmark.distributed import run_on
-from rlx.offload.benchmark.frozen import ADAPTER_RANK, add_adapters
-from rlx.offload.benchmark.measure import Benchmark
+from rlx.offload.benchmark.measure import Benchmark, Ranks
 from rlx.offload.benchmark.models import Case, number_of_layers, read_shape
-from rlx.offload.benchmark.modes import MODE_DESCRIPTIONS, Mode, parse_mode
+from rlx.offload.benchmark.modes import ADAPTER_RANK, MODE_DESCRIPTIONS, Mode, add_adapters, parse_mode
 from rlx.offload.benchmark.overhead import run_overhead
 from rlx.offload.benchmark.plan_command import positive
-from rlx.offload.benchmark.ranks import Ranks
 from rlx.offload.plan.shapes import SHAPES
 from rlx.offload.storage.spill_file import DiskError, extent_file
 
@@ -186,7 +184,7 @@ def _about(argv: list[str] | None, device: torch.device) -> dict[str, Any]:
         with contextlib.suppress(PackageNotFoundError):
             versions[name] = version(name)
     return {
-        "device": name_of(device),
+        "device": device_name(device),
         **versions,
         "python": platform.python_version(),
         "command": shlex.join(["python", "-m", "rlx.offload.benchmark", *arguments]),

@@ -12,7 +12,8 @@ import torch
 from rlx.offload.api import enable_activation_offloading
 from rlx.offload.autotune.pass_profile import planned
 from rlx.offload.autotune.profile_cache import to_json
-from rlx.offload.benchmark.device import clock, name_of
+from rlx.offload.autotune.profile_key import device_name
+from rlx.offload.benchmark.device import clock
 from rlx.offload.benchmark.models import VOCABULARY, Case, build
 from rlx.offload.plan.costs import LayerCost
 from rlx.offload.plan.decoder import Decoder
@@ -116,7 +117,7 @@ def _measure(
     gc.collect()
     of_layer = {index: planned(kind).cost for kind in profile.kinds for index in kind.members}
     of_kind = {kinds[index]: of_layer[index] for index in range(count)}  # the last one of each
-    name, link = name_of(device), measured_rate(stats.copied_bytes, stats.copy_ms)
+    name, link = device_name(device), measured_rate(stats.copied_bytes, stats.copy_ms)
     figures = {"device": name, "layers": count, "link_bytes_per_s": link, "measurement": to_json(profile)}
     return MeasuredCosts(name, count, tuple(of_kind[kind] for kind in kinds), link, figures)
 

@@ -10,17 +10,43 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from rlx.offload.benchmark.curve import memory_curve
-from rlx.offload.benchmark.device import clean_up, clock, peak_bytes, reset_peak, used_bytes
+from rlx.offload.benchmark.device import clean_up, clock, memory_curve, peak_bytes, reset_peak, used_bytes
 from rlx.offload.benchmark.models import VOCABULARY, Case, build, build_quantized, share
 from rlx.offload.benchmark.modes import Mode, NotInstalledError
 from rlx.offload.benchmark.picture import draw
-from rlx.offload.benchmark.ranks import Ranks
 from rlx.offload.benchmark.results import CaseResult, HostMemoryUse, MemoryCurve, Row, engine_figures, table, write_json
 from rlx.offload.storage.arena import host_arena
 from rlx.offload.storage.stats import OffloadStats
+
+
+class Ranks:
+    """The processes that run the same steps: of a group with a backend for host memory, or this process alone."""
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self._group = group
+        self.is_first = group is None or dist.get_rank(group) == 0
+
+    def say(self, text: str) -> None:
+        """Print a line, on the first process only."""
+        if self.is_first:
+            print(text, flush=True)
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        if self._group is not None:
+            dist.barrier(self._group)
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return the values of all ranks, on every rank."""
+        if self._group is None:
+            return [value]
+        values = [None] * dist.get_world_size(self._group)
+        dist.all_gather_object(values, value, group=self._group)
+        return values
+
 
 _MORE_PASSES = 8  # at most, for a mode that measures layers in several passes
 

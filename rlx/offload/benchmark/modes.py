@@ -16,6 +16,7 @@ from torch import nn
 from torch.autograd.graph import save_on_cpu
 
 from rlx.offload.api import ActivationOffloading, enable_activation_offloading
+from rlx.offload.runtime.layers import find_layers
 from rlx.offload.runtime.options import SAVE_MODES, OffloadOptions
 from rlx.offload.streaming.layers import LayerOffloading, enable_layer_offloading
 from rlx.offload.tiling.tiling import enable_tiling
@@ -142,7 +143,7 @@ def _trl_all(model: nn.Module) -> EnabledMode:
 
 
 def _axolotl(model: nn.Module) -> EnabledMode:
-    """What its key `layer_offloading` switches on, with the `gradient_checkpointing` of the same configuration."""
+    """The mechanism of its key `layer_offloading`, with the `gradient_checkpointing` of the same configuration."""
     package = importlib.util.find_spec("axolotl")
     if package is None or not package.submodule_search_locations:
         raise NotInstalledError("axolotl is not installed")
@@ -193,3 +194,23 @@ MODE_DESCRIPTIONS = {
     "axolotl": "axolotl's layer_offloading inside transformers' checkpointing, with --frozen",
 }
 OWN_MODES = tuple(name for name in MODE_DESCRIPTIONS if name not in PEERS)
+
+
+ADAPTER_RANK = 16
+
+
+def add_adapters(model: nn.Module) -> nn.Module:
+    """Freeze a model and give each linear map of its layers a LoRA adapter of peft, in the type of the model."""
+    try:
+        from peft import LoraConfig, inject_adapter_in_model
+    except ImportError as error:
+        raise NotInstalledError(f"--frozen trains adapters of peft, which cannot be imported: {error}") from None
+    inside = ((f"{name}.{path}", m) for name, layer in find_layers(model, None) for path, m in layer.named_modules())
+    targets = [path for path, module in inside if isinstance(module, nn.Linear)]
+    model.requires_grad_(False)
+    dtype = next(parameter.dtype for parameter in model.parameters() if parameter.is_floating_point())
+    inject_adapter_in_model(LoraConfig(r=ADAPTER_RANK, lora_alpha=2 * ADAPTER_RANK, target_modules=targets), model)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.to(dtype)  # peft makes fp32 beside a quantised weight
+    return model.train()

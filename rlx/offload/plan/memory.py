@@ -2,7 +2,7 @@
 
 The section "Formulas" of docs/planning.md has all formulas as a table. Letters: T tokens of a micro-batch on one process, h width of
 the model, a = heads x head width, c = key/value heads x head width, f width of the MLP, k experts per token, V vocabulary, e bytes
-per element of activations. What the terms stand for:
+per element of activations. The terms:
 
 *Saved* by autograd. A norm: (4 + 2 e) h, for a copy in fp32 and the results before and after the weight; norms of q and k do not
 save the result after it. The log-sum-exp: 4 per head. The MLP: 4 e f, for gate, its activation, up and their product. Experts also

@@ -206,7 +206,7 @@ class _Search:
                         busy, link = busy + again_s, link + again_s
                         if i != last:
                             link, held = link + out_s, held + held_bytes
-                    at_least = max(busy + self.budget.turnaround_s, link)
+                    at_least = max(busy + self.budget.loss_s, link)
                     if at_least < _seconds(state) and held <= room:
                         yield at_least, partial(_with_changes, layers, targets, chosen)
                     count //= 2

@@ -202,17 +202,17 @@ def simulate(estimates: Sequence[LayerEstimate], budget: Budget, faster_than: fl
         The prediction; None if the step is not shorter than `faster_than` [s], or if that is given and the device lacks room.
     """
     fetches = choose_fetch_points(estimates, budget.device_bytes)
-    peaks = _peaks(estimates, fetches, budget.turnaround_bytes)
+    peaks = _peaks(estimates, fetches, budget.loss_bytes)
     if max(peaks) > budget.device_bytes and faster_than < inf:
         return None
     forward_s, copied_before, copied = _forward(estimates)
     written = copied if any([estimate.is_on_disk for estimate in estimates]) else 0.0
-    step_s = _backward(estimates, fetches, max(forward_s + budget.turnaround_s, copied_before), written)
+    step_s = _backward(estimates, fetches, max(forward_s + budget.loss_s, copied_before), written)
     if step_s >= faster_than < inf:
         return None
     return Prediction(
         step_s,
-        max(0.0, step_s - budget.turnaround_s - sum(map(compute_s, estimates))),
+        max(0.0, step_s - budget.loss_s - sum(map(compute_s, estimates))),
         max(peaks),
         sum(estimate.sent_bytes for estimate in estimates if not estimate.is_on_disk),
         sum(estimate.sent_bytes for estimate in estimates if estimate.is_on_disk),
@@ -266,7 +266,7 @@ def _backward(estimates: Sequence[LayerEstimate], fetches: Sequence[int], now: f
     return now
 
 
-def _peaks(estimates: Sequence[LayerEstimate], fetches: Sequence[int], turnaround_bytes: int) -> Peaks:
+def _peaks(estimates: Sequence[LayerEstimate], fetches: Sequence[int], loss_bytes: int) -> Peaks:
     """Return the peak memory by phase."""
     forward = backward = held = coming = last = 0
     for index, (estimate, fetch) in enumerate(zip(estimates, fetches, strict=True), 1):
@@ -278,6 +278,6 @@ def _peaks(estimates: Sequence[LayerEstimate], fetches: Sequence[int], turnaroun
             backward = max(backward, held + own)
         held += estimate.held_bytes
         coming = estimate.sent_bytes
-    if turnaround_bytes:
-        last = max(last, held + sum(estimate.sent_bytes for estimate in estimates[-2:]) + turnaround_bytes)
+    if loss_bytes:
+        last = max(last, held + sum(estimate.sent_bytes for estimate in estimates[-2:]) + loss_bytes)
     return Peaks(forward, last, backward)

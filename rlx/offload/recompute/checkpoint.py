@@ -38,9 +38,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Parameter
 
 from rlx.offload.recompute.ambient_state import AmbientState, RandomState, accelerators_of
-from rlx.offload.recompute.collector import Collector
-from rlx.offload.recompute.errors import RecomputeError, changed, not_the_same
-from rlx.offload.recompute.layer import RecomputedLayer
+from rlx.offload.recompute.collector import Collector, RecomputedLayer, RecomputeError, changed, not_the_same
 from rlx.offload.recompute.module_state import ModuleState, TensorSites
 from rlx.offload.recompute.policy import Around, RecomputePolicy
 from rlx.offload.recompute.saved_slots import SavedSlots
@@ -99,7 +97,7 @@ class RecomputedCall(LayerCall):
         self._slots = SavedSlots()
         self._values: Values = _NOTHING
         self._ended: torch.Event | None = None  # of a recomputation on several streams
-        self._prefetch_below = self._border = 0  # slots; see RecomputePolicy
+        self._prefetch_below = self._threshold = 0  # slots; see RecomputePolicy
         self._lock = threading.Lock()
         accelerators = () if all(map(_IS_CPU, tensors)) else accelerators_of(tensors)
         self._device = accelerators[0] if accelerators else None
@@ -144,15 +142,15 @@ class RecomputedCall(LayerCall):
             alias = aliases[index]()
             if tensor._version != recomputed[index] or (alias is not None and alias._version != versions[index]):
                 raise self._slots.written(index)
-            if index < self._border:
-                self._pass_border(index)
+            if index < self._threshold:
+                self._pass_threshold(index)
             if self._ended is not None:
                 _hand_to_stream(tensor, self._ended)
             return present(tensor) if type(tensor) is Parameter else tensor
 
         return saved_tensors_hooks(self._slots.packer(), unpack)
 
-    # What a policy sees of the call in forward (`LayerRecording`).
+    # The call as a policy sees it in forward (`LayerRecording`).
 
     @property
     def slot_count(self) -> int:
@@ -220,8 +218,8 @@ class RecomputedCall(LayerCall):
                 tensor = saved[index]
             return tensor, values, recomputed
 
-    def _pass_border(self, index: int) -> None:
-        self._border = self._policy.pass_border(index)
+    def _pass_threshold(self, index: int) -> None:
+        self._threshold = self._policy.pass_threshold(index)
         if index < self._prefetch_below:
             self.prefetch()
 
@@ -247,7 +245,7 @@ class RecomputedCall(LayerCall):
             self.prefetch()
         else:
             self._prefetch_below = policy.prefetch_below(len(self._slots.versions))
-            self._border = policy.first_border(self._prefetch_below)
+            self._threshold = policy.first_threshold(self._prefetch_below)
         start = mark(stream)
         saved = policy.recompute(partial(self._run_again, args, kwargs))
         for tensor in inputs:

@@ -23,9 +23,39 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from rlx.offload.recompute.ambient_state import AmbientState, RandomState
-from rlx.offload.recompute.errors import not_the_same
-from rlx.offload.recompute.layer import RecomputedLayer
-from rlx.offload.recompute.saved_slots import SavedSlots
+from rlx.offload.recompute.module_state import TensorSites
+from rlx.offload.recompute.saved_slots import SavedSlots, TensorSpecs
+from rlx.offload.runtime.session import Layer
+
+
+class RecomputedLayer(Layer):
+    """A layer that is recomputed."""
+
+    sites: TensorSites | None = None  # where it keeps parameters and buffers; found at its first forward
+    specs: TensorSpecs | None = None  # of the tensors that autograd saved in its last forward
+    uses_streams = False  # whether it computes on several streams
+    specs_checked: TensorSpecs | None = None  # the specs with which `uses_streams` was last looked for
+
+
+class RecomputeError(RuntimeError):
+    """A recomputation differs from the forward that it repeats."""
+
+
+def changed(layer: str, change: str) -> RecomputeError:
+    """Return the error for a parameter or buffer that has changed since forward."""
+    return RecomputeError(
+        f"layer {layer} has to be recomputed, but since its forward {change}, so that gradients would be "
+        "wrong; change parameters and buffers only when no backward is left to do, or use enable_ckpt=False"
+    )
+
+
+def not_the_same(layer: str, how: str) -> RecomputeError:
+    """Return the error for a layer that saved other tensors than in its forward."""
+    return RecomputeError(
+        f"recomputing layer {layer} did not save the tensors that its forward saved: {how}; a layer that is "
+        "recomputed must do the same each time: look for state that it changes, or randomness of its own; or use enable_ckpt=False"
+    )
+
 
 _NONE: frozenset[int] = frozenset()
 

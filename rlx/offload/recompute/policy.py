@@ -77,12 +77,12 @@ class RecomputePolicy:
         """Return the slot of `slots` below which backward prefetches the layer before this one. Example: of 20, at slot 9."""
         return (slots + 1) // 2
 
-    def first_border(self, prefetch_below: int) -> int:
-        """Return the slot below which `pass_border` is called first."""
+    def first_threshold(self, prefetch_below: int) -> int:
+        """Return the slot below which `pass_threshold` is called first."""
         return prefetch_below
 
-    def pass_border(self, slot: int) -> int:
-        """Backward has passed a border: it asks for `slot`, which lies below. Return the next border; 0: there is none."""
+    def pass_threshold(self, slot: int) -> int:
+        """Backward has passed a threshold: it asks for `slot`, which lies below. Return the next threshold; 0: there is none."""
         return 0
 
 

@@ -114,7 +114,7 @@ class CachedOp:
         return None not in self._stashed
 
     def forget_result(self, result: Tensor) -> None:
-        """Make this a dead op: nobody reads the result, so that memory without values is handed out."""
+        """Make this a dead op: nobody reads the result, so replay returns memory without values."""
         self._result = _Layout(result.shape, result.stride(), result.dtype, result.device, result.requires_grad)
         self.is_dead = True
 

@@ -65,16 +65,16 @@ class Dataflow(NamedTuple):
         Operations behind the last one that is read are not among them: recomputation stops before them.
         """
         needed: set[int] = set()
-        ways = [*self.needed]
+        pending = [*self.needed]
         for node in self.nodes:
             if not node.may_be_dead and node.op not in cached:
-                ways += node.reads
-        while ways:
-            position = ways.pop()
+                pending += node.reads
+        while pending:
+            position = pending.pop()
             if position not in needed:
                 needed.add(position)
                 if self.nodes[position].op not in cached:
-                    ways += self.nodes[position].reads
+                    pending += self.nodes[position].reads
         return frozenset(
             node.op
             for position, node in enumerate(self.nodes[: max(needed, default=0)])
@@ -86,7 +86,7 @@ class Dataflow(NamedTuple):
         return tuple(read for read in self.reads if read[1] in ops)
 
 
-class Trail:
+class Producers:
     """Finds the operation that made a tensor, by the tensor's storage, for as long as that lives."""
 
     def __init__(self) -> None:
@@ -112,7 +112,7 @@ class DataflowRecorder:
         self._needed: set[int] = set()
         self._other_names: list[str] = []
         self._reads: list[tuple[str, int]] = []
-        self._trail = Trail()
+        self._producers = Producers()
         self._inputs = inputs
         self._is_lost = False
 
@@ -129,7 +129,7 @@ class DataflowRecorder:
             self._needed.update(reads)  # it returns an argument or a view of one
         else:
             for tensor in results:
-                self._trail.note(tensor, position)
+                self._producers.note(tensor, position)
         is_one = len(results) == 1 and results[0].is_floating_point()
         self._nodes.append(OpNode(op, tuple(reads), may_be_dead and is_new and is_one))
 
@@ -148,7 +148,7 @@ class DataflowRecorder:
         if self._is_lost:
             return None
         for tensor in saved:
-            number = self._trail.of(tensor) if is_plain(tensor) else None
+            number = self._producers.of(tensor) if is_plain(tensor) else None
             if number is not None:
                 self._needed.add(number)
         return Dataflow(tuple(self._nodes), tuple(sorted(self._needed)), tuple(self._other_names), tuple(self._reads))
@@ -158,7 +158,7 @@ class DataflowRecorder:
         for tensor in arguments:
             if not is_plain(tensor) or is_parameter(tensor):
                 continue
-            number = self._trail.of(tensor)
+            number = self._producers.of(tensor)
             if number is not None:
                 found.append(number)
                 self._reads.append((name, self._nodes[number].op))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rlx.offload.replay.dead_ops import DeadOpProof
+from rlx.offload.replay.dead_ops import DeadOpCheck
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class LayerInstructions:
     dead_ops: frozenset[int] = frozenset()
     other_names: tuple[str, ...] = ()  # of the operations with a negative index, in order
     dead_op_reads: tuple[tuple[str, int], ...] = ()  # (function, op) for each read of a result of `dead_ops`, in order
-    proof: DeadOpProof | None = None  # whether skipping `dead_ops` is known to be right
+    check: DeadOpCheck | None = None  # whether skipping `dead_ops` is known to be right
     # Of all calls, by `call_name`; None: any. From the first call with another name on, no call is cached.
     call_names: tuple[str, ...] | None = None
     # When to prefetch the layer before: as this layer's recomputation begins; else when backward reaches a call, or asks for

@@ -89,10 +89,10 @@ class PlannedPolicy(CachedOpPolicy):
         """Recompute the layer without its cached ops, and without its dead ops if all that they depend on are cached."""
         if not self.reuses_results:
             return run()
-        cached_ops, proof = self._cached_ops, self._instructions.proof
-        if proof is None or not all(cached_ops.get(op) is not None for op in self._instructions.cached_ops):
+        cached_ops, check = self._cached_ops, self._instructions.check
+        if check is None or not all(cached_ops.get(op) is not None for op in self._instructions.cached_ops):
             return super().recompute(run)
-        return recompute_without_dead_ops(run, cached_ops, self._call_count, proof)
+        return recompute_without_dead_ops(run, cached_ops, self._call_count, check)
 
     def prefetch_below(self, slots: int) -> int:
         """Prefetch where the plan says."""

@@ -8,23 +8,23 @@ reads it:
 
 * At a call of attention it is stashed if the arguments do not share its memory, or are views of it.
 * Otherwise it is stashed when a later call, or the layer's end, is reached from it in the graph, and no autograd
-  Function reads it. A result that is not reached within `MAX_NODES` nodes (`graph_search.py`) is not cached.
+  Function reads it. A result that is not reached within `MAX_NODES` nodes is not cached.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
 from rlx.offload.recompute.policy import LayerRecording
 from rlx.offload.recompute.stash import StashedTensor
 from rlx.offload.replay.cached_op import CachedOp, sources_of, why_not_cacheable
-from rlx.offload.replay.dataflow import CALL, Trail, known_name
-from rlx.offload.replay.graph_search import is_reached_by_views, reached
+from rlx.offload.replay.dataflow import CALL, Producers, known_name
 from rlx.offload.replay.instructions import LayerInstructions
 from rlx.offload.replay.replay_mode import OpMode, register_known_attention
 from rlx.offload.runtime.pytree import map_leaves, tensors_in
@@ -192,7 +192,7 @@ class PlannedRecorder(Recorder):
         self.sees_all = bool(instructions.other_names)
         self._other_count = 0
         self._is_same_flow = True  # the other operations are those of the profile, up to now
-        self._dead_results = Trail()
+        self._dead_results = Producers()
         self._dead_op_reads: list[tuple[str, int]] = []
 
     def _run(self, function: Any, args: Any, kwargs: Any, is_attention: bool) -> Any:
@@ -330,3 +330,43 @@ def _is_worth_caching(function: Any, args: Sequence[Any]) -> bool:
     if not isinstance(tensor, Tensor) or not tensor.dim():
         return False
     return 2 * tensor.shape[-1] >= MIN_OPERATIONS_PER_BYTE * tensor.element_size()
+
+
+MAX_NODES, MAX_LEVELS = 96, 12  # of the graph, searched behind a call; levels since the last find
+
+
+def is_reached_by_views(start: Node | None, node: Node | None) -> bool:
+    """Whether the path from one node back to another passes no autograd Function."""
+    for _ in range(32):
+        if start is None or isinstance(start, BackwardCFunction):
+            return False
+        if start is node:
+            return True
+        start = start.next_functions[0][0] if start.next_functions else None
+    return False
+
+
+def reached(tensors: Iterable[Tensor], wanted: Container[Node]) -> dict[Node, bool]:
+    """Return the wanted nodes from which tensors were made, and whether an autograd Function may read them.
+
+    A Function anywhere on the path counts: the nodes between may be views, which look like other nodes.
+    """
+    found: dict[Node, bool] = {}
+    seen: set[tuple[Node, bool]] = set()
+    pending = [(tensor.grad_fn, False) for tensor in tensors if tensor.grad_fn is not None]
+    levels_left = MAX_LEVELS
+    while pending and levels_left and len(seen) < MAX_NODES:
+        levels_left -= 1
+        behind: list[tuple[Node, bool]] = []
+        for way in pending:
+            if way in seen:
+                continue
+            seen.add(way)
+            node, is_behind_function = way
+            if node in wanted:
+                found[node] = found.get(node, False) or is_behind_function
+                levels_left = MAX_LEVELS
+            is_function = isinstance(node, BackwardCFunction) or (is_behind_function and node not in wanted)
+            behind += [(before, is_function) for before, _ in node.next_functions if before is not None]
+        pending = behind
+    return found

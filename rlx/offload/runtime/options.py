@@ -9,13 +9,13 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rlx.offload.storage.staging import MIN_STAGING_BYTES, chunk_bytes, staging_bytes
+from rlx.offload.storage.ranges import MIN_STAGING_BYTES, chunk_bytes, staging_bytes
 
 logger = logging.getLogger("rlx.offload")
 
 
 class SaveMode(NamedTuple):
-    """What a value of `save` means everywhere."""
+    """The properties of a value of `save`."""
 
     recomputes: bool  # layers are recomputed
     # For how many layer calls a copy to the host may take before compute waits for it. A layer's inputs are offloaded at its

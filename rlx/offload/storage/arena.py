@@ -118,7 +118,7 @@ class HostArena:
         self.freed: deque[tuple[Account, Block, torch.Event | None]] = deque()
         self.reserved_bytes = 0  # from the system, now
         self.allocations = 0
-        self._cooling: deque[tuple[Block, torch.Event]] = deque()
+        self._awaiting_copies: deque[tuple[Block, torch.Event]] = deque()
         # Free blocks by length, not yet merged with their free neighbours: the next step allocates the same lengths again.
         self._idle: dict[int, list[Block]] = {}
         self._ranges = RangeAllocator()
@@ -145,7 +145,7 @@ class HostArena:
         """Bytes of all allocated blocks, and of freed ones that a copy still uses, with their alignment."""
         with self._lock:
             self._settle()
-            self._join_idle()
+            self._merge_idle()
             return self.reserved_bytes - self._ranges.free_bytes
 
     def holders(self) -> dict[str, int]:
@@ -160,7 +160,7 @@ class HostArena:
     def _allocate(self, account: Account, nbytes: int) -> Block | None:
         needed = page_aligned(nbytes)
         with self._lock:
-            if self.freed or self._cooling:
+            if self.freed or self._awaiting_copies:
                 self._settle()
             if account.max_bytes is not None and account._reserved_bytes + needed > account.max_bytes:
                 return None
@@ -175,9 +175,9 @@ class HostArena:
         """Return slabs of which nothing is in use to the system; return how many bytes those were."""
         with self._lock:
             self._settle()
-            while self._cooling:
+            while self._awaiting_copies:
                 self._wait_for_oldest()
-            self._join_idle()
+            self._merge_idle()
             freed = 0
             for slab in self._ranges.remove_free_slabs():
                 pages = self._slabs.pop(slab)
@@ -196,25 +196,25 @@ class HostArena:
             if after is None:
                 self._idle.setdefault(block.nbytes, []).append(block)
             else:
-                self._cooling.append((block, after))
-        while self._cooling and self._cooling[0][1].query():
-            block = self._cooling.popleft()[0]
+                self._awaiting_copies.append((block, after))
+        while self._awaiting_copies and self._awaiting_copies[0][1].query():
+            block = self._awaiting_copies.popleft()[0]
             self._idle.setdefault(block.nbytes, []).append(block)
 
     def _wait_for_oldest(self) -> None:
-        self._cooling[0][1].synchronize()  # before the block is removed: a wait that fails loses none
-        self._ranges.free(self._cooling.popleft()[0].extents)
+        self._awaiting_copies[0][1].synchronize()  # before the block is removed: a wait that fails loses none
+        self._ranges.free(self._awaiting_copies.popleft()[0].extents)
 
-    def _join_idle(self) -> None:
+    def _merge_idle(self) -> None:
         for blocks in self._idle.values():
             for block in blocks:
                 self._ranges.free(block.extents)
         self._idle.clear()
 
     def _new_block(self, nbytes: int, needed: int) -> Block | None:
-        self._join_idle()
+        self._merge_idle()
         extents = self._ranges.allocate(needed)
-        while extents is None and self._cooling:
+        while extents is None and self._awaiting_copies:
             self._wait_for_oldest()
             extents = self._ranges.allocate(needed)
         if extents is None:

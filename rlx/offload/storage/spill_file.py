@@ -24,8 +24,14 @@ from concurrent.futures import ThreadPoolExecutor
 from torch import Tensor
 
 from rlx.offload.storage.copy_streams import PendingTasks
-from rlx.offload.storage.ranges import PAGE_ALIGN_BYTES, Extent, RangeAllocator, growth_bytes, page_aligned
-from rlx.offload.storage.staging import READER_THREADS
+from rlx.offload.storage.ranges import (
+    PAGE_ALIGN_BYTES,
+    READER_THREADS,
+    Extent,
+    RangeAllocator,
+    growth_bytes,
+    page_aligned,
+)
 
 logger = logging.getLogger("rlx.offload")
 

@@ -35,9 +35,8 @@ from torch import Tensor
 from rlx.offload.storage.arena import Account, Block, HostArena, as_bytes, host_arena
 from rlx.offload.storage.copy_streams import CopyStreams, FetchBuffer, PendingTasks
 from rlx.offload.storage.pages import Pages
-from rlx.offload.storage.ranges import Extent
+from rlx.offload.storage.ranges import WRITE_BUFFERS, Extent, staging_bytes
 from rlx.offload.storage.spill_file import DiskError, ExtentFile, extent_files
-from rlx.offload.storage.staging import WRITE_BUFFERS, staging_bytes
 
 logger = logging.getLogger("rlx.offload")
 
@@ -210,7 +209,7 @@ def _write_chunk(
                 tier.file.write(block.views, chunk.offset)
     except BaseException as error:
         failure = _without_frames(error)
-    allocation = None  # dropped before anybody waits no longer, so that its extents are free by then
+    allocation = None  # dropped before waiters go on, so that its extents are free by then
     tier.staging.free_written(block)
     written.done(failure)
 

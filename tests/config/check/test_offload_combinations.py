@@ -17,7 +17,7 @@ from rlx.config.compose.build import build
 from rlx.config.compose.command_line import Composed, compose
 from rlx.config.machine import Cluster, Machine
 from rlx.offload import OffloadOptions, enable_activation_offloading
-from rlx.offload.storage.staging import MIN_STAGING_BYTES
+from rlx.offload.storage.ranges import MIN_STAGING_BYTES
 
 FINE, WARNING, FAULT = "fine", "warning", "fault"
 MODEL = "actor_rollout_ref.model"

@@ -58,13 +58,17 @@ def test_a_hub_name_is_found_in_the_cache_alone(tmp_path: Path, monkeypatch: pyt
     assert config_file(HUB_NAME) is None
     assert decoder_of(ModelConfig(path=HUB_NAME)) == f"the config.json of {HUB_NAME} is not on this machine"
     command = [f"actor_rollout_ref.model.path={HUB_NAME}", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1"]
-    fetch_configs(compose(command).partial)  # cannot be had: loading the model will say so
+    (fault,) = fetch_configs(compose(command).partial)
+    assert fault.startswith(f"actor_rollout_ref.model.path: {HUB_NAME} is no folder") and "--local-dir DIR" in fault
     cached = tmp_path / "models--rlx-tests--a-model"
     (cached / "refs").mkdir(parents=True)
     (cached / "refs" / "main").write_text("1234")
     (cached / "snapshots" / "1234").mkdir(parents=True)
     AutoConfig.for_model("llama").save_pretrained(cached / "snapshots" / "1234")
     assert isinstance(decoder_of(ModelConfig(path=HUB_NAME)), Decoder)
+    assert fetch_configs(compose(command).partial) == []
+    nowhere = "actor_rollout_ref.model.path=a/b/c/d"
+    assert fetch_configs(compose([nowhere]).partial) == []  # a rule refuses it
 
 
 @pytest.mark.parametrize(

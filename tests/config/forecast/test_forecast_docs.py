@@ -9,8 +9,7 @@ import pytest
 from rlx.config.check.validate import check
 from rlx.config.compose.command_line import compose
 from rlx.config.forecast.forecast_text import short_text
-from rlx.config.forecast.memory_forecast import MemoryForecast
-from rlx.config.forecast.phase import Phase
+from rlx.config.forecast.memory_forecast import MemoryForecast, Phase
 from rlx.config.machine import Machine
 from rlx.config.schema import TinyModelConfig
 from rlx.offload.plan.shapes import SHAPES

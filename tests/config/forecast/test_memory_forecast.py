@@ -10,8 +10,7 @@ from rlx.config.compose.command_line import compose
 from rlx.config.forecast.checkpoint_forecast import checkpoint_text, role_checkpoints
 from rlx.config.forecast.fitting import remedies
 from rlx.config.forecast.forecast_text import long_text, short_text
-from rlx.config.forecast.memory_forecast import NO_LIMIT, MemoryForecast
-from rlx.config.forecast.phase import Phase
+from rlx.config.forecast.memory_forecast import NO_LIMIT, MemoryForecast, Phase
 from rlx.config.machine import Cluster, Machine
 from rlx.offload.plan.shapes import SHAPES
 
@@ -330,6 +329,16 @@ def test_a_host_too_small_for_streamed_weights_is_told_what_would_fit(forecast):
     little = replace(machine(host_gb=0.7 * needed / 1e9), packages=frozenset({"bitsandbytes"}))
     text = remedies(forecast(*streams, num_hidden_layers=8, on=little))
     assert text == f"set {MODEL}.layer_offload=False, or {MODEL}.quantization=nf4"
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_adapters_on_a_base_too_large_for_the_device_are_told_to_stream_it(forecast, processes):
+    lora = (f"{MODEL}.lora_rank=2", f"{ACTOR}.fsdp_config.model_dtype=bf16", f"trainer.n_gpus_per_node={processes}")
+    offloads = (*lora, f"{MODEL}.enable_activation_offload=True", f"{MODEL}.layer_offload=True")
+    needed = max(phase.peak for phase in forecast(*offloads, num_hidden_layers=8).phases())
+    small = machine(device_gb=1.3 * needed / 1e9)
+    text = remedies(forecast(*lora, num_hidden_layers=8, on=small))
+    assert f"{MODEL}.enable_activation_offload=True with {MODEL}.layer_offload=True" in text
 
 
 def test_rows_and_tokens_limit_a_micro_batch(forecast):

@@ -174,7 +174,7 @@ def test_measured_costs(toys, enable, decided):
         again = [call.recomputed for call in sample.calls]
         assert None not in again[:-1] and again[-1] is None  # recomputation ends in the last one
         assert 0 < sum(call.recompute_s for call in sample.calls[:-1]) < sample.recompute_s
-        assert sample.borders == sorted({call.slots for call in sample.calls}, reverse=True)
+        assert sample.thresholds == sorted({call.slots for call in sample.calls}, reverse=True)
         assert sample.extra_bytes == 0
         assert sample.saved_bytes > 100 * row
     assert [sample.backward_s is not None for sample in seen] == [False, True, True]

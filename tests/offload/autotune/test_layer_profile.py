@@ -64,16 +64,16 @@ def samples(request):
         if sample.index == 2:
             memory.take(-INPUT)  # that of the layer before has left
         memory.take(SAVED)
-        assert sample.begin_borders(middle=4) == 6
+        assert sample.begin_thresholds(middle=4) == 6
         sample.end_recompute()
         memory.take(50)
-        assert sample.pass_border(5) == 4
+        assert sample.pass_threshold(5) == 4
         memory.take(50, -100 - SAVED // 2)  # backward of the MLP
         memory.take(request.param)  # gradients of its weights are made when it is over, where there are none yet
         own[0] += request.param
-        assert sample.pass_border(3) == 2
+        assert sample.pass_threshold(3) == 2
         memory.take(INPUT * (sample.index > 0), 30, -30 - SAVED // 4)  # the next input comes
-        assert sample.pass_border(1) == 0
+        assert sample.pass_threshold(1) == 0
         memory.take(-SAVED // 4)
         memory.take(-INPUT)  # the own one goes
     return found, backward
@@ -81,24 +81,24 @@ def samples(request):
 
 def test_what_follows_the_layers_is_not_charged_with_what_the_last_one_saved(samples):
     _, backward = samples
-    assert backward.begin_bytes == BASE
-    assert backward.beside_bytes == TABLE_BYTES + 3 * INPUT  # the first layer's input, the output and its gradient
+    assert backward.baseline_bytes == BASE
+    assert backward.other_bytes == TABLE_BYTES + 3 * INPUT  # the first layer's input, the output and its gradient
     # The 40 come before the gradient, and before gradients of weights, which count elsewhere.
-    assert backward.outside_bytes in (backward.beside_bytes - INPUT + 40, backward.beside_bytes)
+    assert backward.loss_bytes in (backward.other_bytes - INPUT + 40, backward.other_bytes)
 
 
 def test_a_layer_is_charged_with_what_is_there_beside_it(samples):
     found, backward = samples
     for sample in found[1:]:
         assert sample.saved_bytes == SAVED
-        assert sample.working_bytes == INPUT + SAVED + 100 + backward.beside_bytes
-        assert sample.late_bytes == SAVED // 2 + INPUT + 30 + backward.beside_bytes
+        assert sample.working_bytes == INPUT + SAVED + 100 + backward.other_bytes
+        assert sample.late_bytes == SAVED // 2 + INPUT + 30 + backward.other_bytes
         assert sample.forward_bytes == TABLE_BYTES + INPUT + SAVED + INPUT + INPUT * (sample.index == 2)
 
 
 def test_a_plan_of_it_needs_what_the_pass_needed(samples):
     found, backward = samples
-    cost = measured(found, backward.outside_bytes).kinds[0].cost
+    cost = measured(found, backward.loss_bytes).kinds[0].cost
     prediction = predict([cost] * 3, [LayerPlan()] * 3, Budget(1e12, 1e12, 0))
     assert prediction.peaks.backward == TABLE_BYTES + 4 * INPUT + SAVED + 100
     assert prediction.peaks.forward == TABLE_BYTES + 2 * INPUT + SAVED + 2 * INPUT
@@ -106,8 +106,8 @@ def test_a_plan_of_it_needs_what_the_pass_needed(samples):
 
 def test_what_is_held_once_backward_has_come_to_a_call(samples):
     found, backward = samples
-    beside = backward.beside_bytes
-    cost = measured(found, backward.outside_bytes).kinds[0].cost
+    beside = backward.other_bytes
+    cost = measured(found, backward.loss_bytes).kinds[0].cost
     # The map of the MLP comes when nothing has been given back.
     assert [(point.name, point.call, point.slots) for point in cost.points] == [("o", 1, 4), ("a", 0, 2)]
     assert [point.nbytes for point in cost.points] == [SAVED // 2 + INPUT + 30 + beside, SAVED // 4 + INPUT + beside]
@@ -145,14 +145,14 @@ def test_what_fsdp2_holds_is_charged_to_each_layer(are_gradients_there):
         memory.take(GATHERED * (sample.index > 0))  # of the layer before, ahead of time
         sample.begin_recompute()
         memory.take(SAVED)
-        sample.begin_borders(middle=3)
+        sample.begin_thresholds(middle=3)
         sample.end_recompute()
         memory.take(REDUCED // 2, 60)
         highest[0] = max(highest[0], memory.now - (0 if are_gradients_there else made[0]))
         memory.take(-60 - SAVED // 2)
-        sample.pass_border(2)
+        sample.pass_threshold(2)
         memory.take(INPUT * (sample.index > 0), REDUCED - REDUCED // 2)
-        sample.pass_border(0)
+        sample.pass_threshold(0)
         memory.take(-SAVED // 2, -INPUT)
         memory.take(-GATHERED)
         memory.take(
@@ -161,10 +161,10 @@ def test_what_fsdp2_holds_is_charged_to_each_layer(are_gradients_there):
         if not are_gradients_there:
             memory.take(SHARD)
             made[0] += SHARD
-    needed = highest[0] - window.begin_bytes
-    assert window.begin_bytes == BASE
+    needed = highest[0] - window.baseline_bytes
+    assert window.baseline_bytes == BASE
     assert found[2].working_bytes == needed - REDUCED and found[1].working_bytes == needed
-    cost = measured(found, window.outside_bytes).kinds[0].cost
+    cost = measured(found, window.loss_bytes).kinds[0].cost
     assert predict([cost] * 3, [LayerPlan()] * 3, Budget(1e12, 1e12, 0)).peaks.backward == needed
 
 
@@ -181,8 +181,8 @@ def test_a_layer_that_is_kept_holds_an_input_until_the_gradient_of_a_bias_is_sum
     for sample in found:
         (biased,) = (one for one in sample.calls if one.name == call)
         biased.summed_bytes = nbytes
-    cost = measured(found, backward.outside_bytes).kinds[0].cost
-    assert cost.kept_bytes == most + backward.beside_bytes
+    cost = measured(found, backward.loss_bytes).kinds[0].cost
+    assert cost.kept_bytes == most + backward.other_bytes
     machine = Budget(1e12, 1e12, 1 << 40)
     kept, again = (predict([cost] * 3, [LayerPlan(keep=keep)] * 3, machine).peaks.last for keep in (True, False))
     assert kept - 2 * SAVED == cost.kept_bytes, "what the layers before the last one keep comes on top"
@@ -203,7 +203,7 @@ def test_a_bias_that_wants_a_gradient_is_seen(toys, enable, decided):
 
 def test_of_several_ranks_those_points_count_that_all_have_seen(samples):
     found, backward = samples
-    own = measured(found, backward.outside_bytes)
+    own = measured(found, backward.loss_bytes)
     (kind,) = own.kinds
     o, a = kind.cost.points
     other = replace(kind.cost, points=(o._replace(at=0.9, nbytes=1),))

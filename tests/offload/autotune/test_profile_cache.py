@@ -219,9 +219,9 @@ def altered(folder, length=None, **changes):
     content = json.loads(path.read_text())
     name = length or min(content["profiles"], key=lambda name: int(name.split(".")[1]))
     profile = from_json(content["profiles"][name])
-    outside = changes.pop("outside_bytes", profile.outside_bytes)
+    outside = changes.pop("loss_bytes", profile.loss_bytes)
     kinds = tuple(kind._replace(cost=replace(kind.cost, **changes)) for kind in profile.kinds)
-    content["profiles"][name] = to_json(profile._replace(kinds=kinds, outside_bytes=outside))
+    content["profiles"][name] = to_json(profile._replace(kinds=kinds, loss_bytes=outside))
     path.write_text(json.dumps({**content, "check": digest(content["profiles"])}))
 
 
@@ -229,11 +229,11 @@ def test_a_run_whose_bytes_are_others_measures_and_writes_anew(run, tmp_path):
     first = run()
     first.passes(3)
     right = first.handle.measurement()
-    for changes in ({"working_bytes": 5}, {"saved_bytes": 1 << 20}, {"outside_bytes": 1 << 20}):
+    for changes in ({"working_bytes": 5}, {"saved_bytes": 1 << 20}, {"loss_bytes": 1 << 20}):
         altered(tmp_path, **changes)
         other = run()
         assert other.passes(3) == CHECKED_AND_MEASURED
-        assert other.handle.measurement().outside_bytes == right.outside_bytes
+        assert other.handle.measurement().loss_bytes == right.loss_bytes
         assert [k.cost.working_bytes for k in other.handle.measurement().kinds] == [
             k.cost.working_bytes for k in right.kinds
         ]
@@ -327,12 +327,12 @@ def test_another_loss_is_found_out(run, monkeypatch):
     monkeypatch.setattr("rlx.offload.autotune.layer_profile.DeviceMemoryProbe", Roomy)
     first = run()
     first.passes(3)
-    assert first.handle.measurement().outside_bytes == 1000
+    assert first.handle.measurement().loss_bytes == 1000
     assert run().passes(2) == RECALLED[:2]
     monkeypatch.setattr(Roomy, "outside", 9000)
     other = run()
     assert other.passes(3) == CHECKED_AND_MEASURED
-    assert other.handle.measurement().outside_bytes == 9000
+    assert other.handle.measurement().loss_bytes == 9000
 
 
 def test_the_call_is_described(toys):

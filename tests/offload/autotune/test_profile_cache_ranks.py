@@ -43,7 +43,7 @@ def test_ranks_measure_where_the_files_of_the_first_are_wrong(two_ranks, tmp_pat
     (path,) = (tmp_path / "one").iterdir()
     content = json.loads(path.read_text())
     for name, data in content["profiles"].items():
-        content["profiles"][name] = to_json(from_json(data)._replace(outside_bytes=1 << 30))
+        content["profiles"][name] = to_json(from_json(data)._replace(loss_bytes=1 << 30))
     text = json.dumps({**content, "check": digest(content["profiles"])})
     path.write_text(text[:-100] if is_damaged else text)
     (plans, counts), (others, other_counts) = two_ranks("auto", "with_files", folders, tokens, 3)

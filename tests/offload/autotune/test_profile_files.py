@@ -79,11 +79,11 @@ def test_a_change_of_fields_has_a_version_of_its_own():
         list(typing.get_type_hints(kind))
         for kind in (PassProfile, LayerKind, LayerCost, Operation, Point, Dataflow, OpNode)
     ]
-    assert (PROFILE_VERSION, digest(fields)[:8]) == (4, "98a503b1")
+    assert (PROFILE_VERSION, digest(fields)[:8]) == (5, "fe2e8fb7")
 
 
 def test_lengths_of_several_runs_are_in_one_file(cache, open_cache, file):
-    other = measurement()._replace(outside_bytes=5)
+    other = measurement()._replace(loss_bytes=5)
     second = open_cache()
     second.write(KEY, {OTHER: other}, keep_others=True)
     assert cache.read(KEY) == {LENGTH: measurement(), OTHER: other}
@@ -104,7 +104,7 @@ def with_right_checksum(text):
         lambda text: text[: len(text) // 2],
         lambda text: "",
         lambda text: "[1, 2]",
-        lambda text: text.replace('"outside_bytes": ', '"outside_bytes": 1'),
+        lambda text: text.replace('"loss_bytes": ', '"loss_bytes": 1'),
         lambda text: text.replace('"version": 1', '"version": 0'),
         lambda text: text.replace('"CPU"', '"TPU"'),
         with_right_checksum,
@@ -144,7 +144,7 @@ def test_a_folder_that_cannot_be_written_is_said_once(tmp_path, open_cache, capl
 
 
 def test_who_reads_while_others_write_has_a_whole_file(cache, open_cache, caplog):
-    one, other = measurement(), measurement()._replace(outside_bytes=5)
+    one, other = measurement(), measurement()._replace(loss_bytes=5)
     cache.write(KEY, {LENGTH: one}, keep_others=True)
     is_over = threading.Event()
 

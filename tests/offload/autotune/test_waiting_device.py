@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rlx.offload.autotune import layer_profile as samples
-from rlx.offload.autotune.length_bucket import SPREAD
+from rlx.offload.autotune.length_bucket import LAYER_STRIDE
 from rlx.offload.autotune.pass_profile import measured
 
 LAYERS = 6
@@ -50,13 +50,13 @@ def watched(toys, enable, monkeypatch):
 
 def test_a_device_that_always_waits_is_measured_in_so_many_more_passes(watched):
     run = watched(lambda number, index: True)
-    for number in range(SPREAD + 5):
+    for number in range(LAYER_STRIDE + 5):
         run.step()
-        assert (run.handle.plan() is None) == (number < SPREAD + 2)
+        assert (run.handle.plan() is None) == (number < LAYER_STRIDE + 2)
     seen = [[s.index for s in found if s.sees_calls] for found in run.passes]
-    spread = [[index for index in range(LAYERS) if index % SPREAD == place] for place in range(SPREAD)]
+    spread = [[index for index in range(LAYERS) if index % LAYER_STRIDE == place] for place in range(LAYER_STRIDE)]
     assert seen == [[], [*range(LAYERS)], *spread, [], [], []]
-    assert [len(found) for found in run.passes] == [0, *[LAYERS] * (SPREAD + 1), 0, 0, 0]
+    assert [len(found) for found in run.passes] == [0, *[LAYERS] * (LAYER_STRIDE + 1), 0, 0, 0]
     (kind,) = run.handle.measurement().kinds
     assert kind.members == tuple(range(LAYERS))
     assert {operation.name for operation in kind.cost.operations} >= {"attention", "linear 16x32"}
@@ -68,7 +68,7 @@ def test_a_device_that_waits_in_the_first_layers_only_is_measured_once(watched):
     for number in range(4):
         run.step()
         assert (run.handle.plan() is None) == (number < 2)
-    assert [s.is_starved for s in run.passes[1]] == [True] * 3 + [False] * 3
+    assert [s.is_host_bound for s in run.passes[1]] == [True] * 3 + [False] * 3
 
 
 def test_layers_that_waited_do_not_count_for_times(watched):
@@ -76,7 +76,7 @@ def test_layers_that_waited_do_not_count_for_times(watched):
     for _ in range(3):
         run.step()
     (kind,) = run.handle.measurement().kinds
-    rest = [s for s in run.passes[1] if not s.is_starved]
+    rest = [s for s in run.passes[1] if not s.is_host_bound]
     assert kind.cost.forward_s == pytest.approx(sum(s.forward_s for s in rest) / len(rest))
     assert kind.cost.backward_s == pytest.approx(sum(s.backward_s for s in rest) / len(rest))
     assert kind.members == tuple(range(LAYERS))
@@ -84,7 +84,7 @@ def test_layers_that_waited_do_not_count_for_times(watched):
 
 def test_where_all_that_is_known_of_backward_waited_it_counts(watched):
     run = watched(lambda number, index: index > 0)
-    for _ in range(SPREAD + 3):
+    for _ in range(LAYER_STRIDE + 3):
         run.step()
     found = [s for s in run.passes[1]]
     (kind,) = measured(found, 0).kinds  # of the first layer no backward is seen

@@ -13,7 +13,7 @@ from transformers import Gemma3TextConfig, GPT2Config
 from rlx.offload import OffloadOptions
 from rlx.offload.benchmark import modes
 from rlx.offload.benchmark.__main__ import main
-from rlx.offload.benchmark.curve import memory_curve
+from rlx.offload.benchmark.device import memory_curve
 from rlx.offload.benchmark.models import Case, build, read_shape, share
 from rlx.offload.benchmark.modes import MODE_DESCRIPTIONS, EnabledMode, Mode, parse_mode
 from rlx.offload.benchmark.overhead import overhead_of

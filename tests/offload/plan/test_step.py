@@ -76,10 +76,10 @@ def test_forward_waits_for_the_layer_before_the_last():
 
 def test_what_follows_the_layers_gives_the_link_time():
     # All but the last layer's has left at 7.5 s, forward ends at 6 and backward could begin at 7.25, or at 8.
-    for turnaround_s, stall_s in ((1.25, 2.25), (2.0, 2.0)):
-        step = play([BOUNDARY] * 4, Budget(4, 1e9, 0, turnaround_s=turnaround_s))
+    for loss_s, stall_s in ((1.25, 2.25), (2.0, 2.0)):
+        step = play([BOUNDARY] * 4, Budget(4, 1e9, 0, loss_s=loss_s))
         assert step.stall_s == pytest.approx(stall_s)
-        assert step.step_s == pytest.approx(4 * (3 + 0.8) + turnaround_s + stall_s)
+        assert step.step_s == pytest.approx(4 * (3 + 0.8) + loss_s + stall_s)
 
 
 def test_a_result_leaves_when_it_is_there():
@@ -197,9 +197,9 @@ def test_in_forward_all_that_a_layer_saves_is_there_beside_what_the_one_before_i
 
 def test_what_follows_the_layers_stands_on_what_they_hold_and_what_the_last_two_sent():
     plans = [saving(on=[0]), saving(off=[0]), BOUNDARY]
-    assert play(plans, replace(FAST, turnaround_bytes=60)).peaks.last == 4 + 14 + 10 + 60
-    assert play([*plans[:2], KEPT], replace(FAST, turnaround_bytes=60)).peaks.last == 4 + 14 + 30 + 60
-    assert play(plans, replace(FAST, turnaround_bytes=1)).peaks == play(plans).peaks
+    assert play(plans, replace(FAST, loss_bytes=60)).peaks.last == 4 + 14 + 10 + 60
+    assert play([*plans[:2], KEPT], replace(FAST, loss_bytes=60)).peaks.last == 4 + 14 + 30 + 60
+    assert play(plans, replace(FAST, loss_bytes=1)).peaks == play(plans).peaks
 
 
 def test_what_is_too_small_to_leave_stays():

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rlx.offload.autotune.pass_profile import shortened
 from rlx.offload.plan.costs import Operation
 from rlx.offload.replay.dataflow import Dataflow, OpNode
-from rlx.offload.replay.dead_ops import DeadOpProof, fingerprints
+from rlx.offload.replay.dead_ops import DeadOpCheck, fingerprints
 
 WIDTH = 512  # of which a mean is small
 
@@ -81,14 +81,14 @@ def test_a_call_gives_way_to_what_is_made_of_it():
     assert list(shortened(flow, calls, larger)[0]) == [0, 1]
 
 
-def test_a_proof_is_that_fingerprints_are_the_same():
+def test_the_check_is_that_fingerprints_are_the_same():
     bits = fingerprints([torch.tensor([1.0, 2.0]), torch.tensor([True, False]), torch.tensor([1 + 2j])])
     changed = fingerprints([torch.tensor([1.0, 2.0]), torch.tensor([True, True]), torch.tensor([1 + 2j])])
-    for other, is_given in ((bits, True), (changed, False), (bits[:2], False)):
-        proof = DeadOpProof()
-        assert proof.begin() and not proof.begin() and not proof.is_given
-        proof.give(bits, other)
-        assert proof.is_given is is_given
+    for other, is_right in ((bits, True), (changed, False), (bits[:2], False)):
+        check = DeadOpCheck()
+        assert check.begin() and not check.begin() and not check.has_passed
+        check.compare(bits, other)
+        assert check.has_passed is is_right
     assert fingerprints([torch.tensor([torch.nan])])[0] != fingerprints([torch.tensor([0.0])])[0]
 
 
@@ -181,7 +181,7 @@ def test_rotated_queries_are_kept_in_place_of_queries(toys, auto):
     handle.limit_device_bytes(1_200_000)
     follow(toys, model, handle, read=read)
     orders = [one for one in bucket(handle).instructions.values() if not one.keep]
-    assert orders and all(one.proof.is_given for one in orders)
+    assert orders and all(one.check.has_passed for one in orders)
     assert any(
         {0, 1} <= one.dead_ops and "cat" in {one.other_names[-1 - p] for p in one.dead_ops if p < 0} for one in orders
     )
@@ -201,7 +201,7 @@ def test_a_layer_that_reads_something_else_than_before_runs_whole(toys, auto):
     model = toys.stack(TwoWays, blocks=4, width=WIDTH)
     handle = auto(model)
     follow(toys, model, handle)
-    assert all(one.proof.is_given for one in bucket(handle).instructions.values() if not one.keep)
+    assert all(one.check.has_passed for one in bucket(handle).instructions.values() if not one.keep)
     for layer in model.layers:
         layer.is_first = False
     follow(toys, model, handle)
@@ -226,7 +226,7 @@ def test_what_is_read_unseen_is_proved_to_be_read(toys, auto, caplog):
     handle = auto(model)
     follow(toys, model, handle)
     orders = [one for one in bucket(handle).instructions.values() if not one.keep]
-    assert all(one.dead_ops and not one.proof.is_given for one in orders)
+    assert all(one.dead_ops and not one.check.has_passed for one in orders)
     assert "in a way that profiling did not see" in caplog.text
 
 
@@ -245,7 +245,7 @@ def test_a_layer_that_refuses_poison_runs_whole(toys, auto):
     model = toys.stack(Wary, blocks=4, width=WIDTH)
     handle = auto(model)
     follow(toys, model, handle)
-    assert not any(one.proof.is_given for one in bucket(handle).instructions.values() if not one.keep)
+    assert not any(one.check.has_passed for one in bucket(handle).instructions.values() if not one.keep)
 
 
 class Unseen(torch.autograd.Function):
@@ -322,7 +322,7 @@ def test_under_autocast(toys, auto):
     model = toys.stack(NormOfParts, blocks=4, width=WIDTH)
     handle = auto(model)
     follow(toys, model, handle, read=lambda model: read_in_bf16(model).float())
-    assert all(one.proof.is_given for one in bucket(handle).instructions.values() if not one.keep)
+    assert all(one.check.has_passed for one in bucket(handle).instructions.values() if not one.keep)
 
 
 def test_a_parameter_that_is_replaced_is_refused_as_ever(toys, auto):

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from rlx.offload import OffloadOptions
-from rlx.offload.storage.staging import MIN_STAGING_BYTES
+from rlx.offload.storage.ranges import MIN_STAGING_BYTES
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 
 from rlx.offload import OffloadOptions, host_arena, offload_activations, trim
 from rlx.offload.storage.copy_streams import CopyStreams, FetchBuffer
-from rlx.offload.storage.ranges import PAGE_ALIGN_BYTES, page_aligned
+from rlx.offload.storage.ranges import MIN_STAGING_BYTES, PAGE_ALIGN_BYTES, page_aligned
 from rlx.offload.storage.spill_file import extent_file
-from rlx.offload.storage.staging import MIN_STAGING_BYTES
 from rlx.offload.storage.stats import Counters, Timeline
 from rlx.offload.storage.tiers import DiskTier, StagingBuffers
 
