@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import functools
-import socket
 import sys
 
 import torch
@@ -14,8 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.multiprocessing.spawn import ProcessExitedException, spawn
 
-from rlx.offload.benchmark.measure import Benchmark
-from rlx.offload.benchmark.ranks import Ranks
+from rlx.offload.benchmark.measure import Benchmark, Ranks
 from rlx.offload.runtime.layers import find_layers
 
 _TIMEOUT = datetime.timedelta(minutes=3)  # longer than any step, and short enough to notice that one rank has failed
@@ -28,11 +26,10 @@ def run_on(world_size: int, benchmark: Benchmark) -> bool:
     Times are those of the slowest process, peaks the largest; other figures are the first process's. Returns as `Benchmark.run`
     does; a process that fails outside a mode raises torch's ProcessRaisedException.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    # The store stays here and has its port from the start, so that nobody else can take it while the processes import torch.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     try:
-        spawn(_work, (world_size, port, benchmark), nprocs=world_size)  # type: ignore[no-untyped-call]
+        spawn(_work, (world_size, store.port, benchmark), nprocs=world_size)  # type: ignore[no-untyped-call]
     except ProcessExitedException as ended:
         if ended.exit_code != _NOTHING_MEASURED:
             raise
@@ -49,7 +46,7 @@ def _work(rank: int, world_size: int, port: int, benchmark: Benchmark) -> None:
         torch.accelerator.set_device_index(rank)
     dist.init_process_group(
         dist.get_default_backend_for_device(device),
-        init_method=f"tcp://127.0.0.1:{port}",
+        store=dist.TCPStore("127.0.0.1", port, timeout=_TIMEOUT),
         rank=rank,
         world_size=world_size,
         timeout=_TIMEOUT,
