@@ -32,15 +32,15 @@ unexport PYTHONDONTWRITEBYTECODE
 run: $(STAMP)
 	$(PY) -m rlx.main_ppo $(ARGS)
 
-# All checks run even when one fails, and pytest comes last: its closing line is the last thing seen. Two tests run at a
+# All checks run even when one fails. What failed before the tests is said after them, where it is seen. Two tests run at a
 # time, each on one thread; PYTEST_ARGS=-n0 runs one after the other.
 test: $(STAMP)
-	@failed=0; \
-	$(PY) -m ruff check . || failed=1; \
-	$(PY) -m ruff format --check . || failed=1; \
-	$(PY) -m mypy || failed=1; \
-	OMP_NUM_THREADS=1 $(PY) -m pytest $(if $(ALL),,--quick) -n 2 --dist worksteal --durations=15 $(PYTEST_ARGS) || failed=1; \
-	exit $$failed
+	@failed=; \
+	$(PY) -m ruff check . || failed="$$failed, ruff check"; \
+	$(PY) -m ruff format --check . || failed="$$failed, ruff format"; \
+	$(PY) -m mypy || failed="$$failed, mypy"; \
+	OMP_NUM_THREADS=1 $(PY) -m pytest $(if $(ALL),,--quick) -n 2 --dist worksteal --durations=15 $(PYTEST_ARGS) || exit 1; \
+	[ -z "$$failed" ] || { echo "failed before the tests:$${failed#,}"; exit 1; }
 
 chaos: $(STAMP)
 	$(PY) tests/chaos --runs $(or $(N),50) --seed $(or $(SEED),0) --jobs $(or $(JOBS),1) $(ARGS)
