@@ -59,7 +59,11 @@ def engine_step(folder: str, options: argparse.Namespace, device: torch.device) 
         ModelConfig(
             path=folder,
             enable_activation_offload=True,
-            activation_offload=ActivationOffloadConfig(save=options.save),
+            activation_offload=ActivationOffloadConfig(
+                save=options.save,
+                directory=options.directory,
+                max_host_bytes=None if options.max_host_gb is None else int(options.max_host_gb * GB),
+            ),
             tiled_mlp="auto",
         ),
         FSDPConfig(model_dtype="bf16", optimizer_state=options.optimizer_state[0]),
@@ -223,6 +227,8 @@ def options_of() -> argparse.Namespace:
     parser.add_argument("--tokens", default="32768", type=lambda text: [int(part) for part in text.split(",")])
     parser.add_argument("--modes", default=f"{RLX},checkpointing", type=lambda text: text.split(","))
     parser.add_argument("--save", default="boundary", help="rlx: what is offloaded, as activation_offload.save")
+    parser.add_argument("--directory", help="rlx: takes the activations that exceed --max-host-gb")
+    parser.add_argument("--max-host-gb", type=float, help="rlx: most host memory for activations [10^9 bytes]")
     parser.add_argument("--lossy", action="store_true", help="rlx: bf16 moments, no fp32 masters")
     parser.add_argument(
         "--optimizer-state",
@@ -261,7 +267,9 @@ def main() -> int:
         changed["max_position_embeddings"] = max(options.tokens)
         write_random_model(Path(folder), options.shape, device, **changed)
         passed_on = [f"--folder={folder}", f"--save={options.save}", f"--rounds={options.rounds}"]
-        passed_on += [f"--first-tokens={options.first_tokens}"] * bool(options.first_tokens)
+        for name in ("first_tokens", "directory", "max_host_gb"):
+            if (given := getattr(options, name)) is not None:
+                passed_on.append(f"--{name.replace('_', '-')}={given}")
         passed_on += [f"--micro-batches={options.micro_batches}"] + ["--lossy"] * options.lossy
         states = [state if isinstance(state, str) else f"{state / GB:g}" for state in options.optimizer_state]
         for mode, where in [(m, s) for m in options.modes for s in (states if m == RLX else ["device"])]:
