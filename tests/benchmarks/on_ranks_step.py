@@ -13,7 +13,16 @@ TOKENS = 64
 
 def _options(**changed):
     return argparse.Namespace(
-        **{"save": "boundary", "optimizer_state": ["device"], "micro_batches": 1, "lossy": True, "rounds": 3, "directory": None, "max_host_gb": None, **changed}
+        **{
+            "save": "boundary",
+            "optimizer_state": ["device"],
+            "micro_batches": 1,
+            "lossy": True,
+            "rounds": 3,
+            "directory": None,
+            "max_host_gb": None,
+            **changed,
+        }
     )
 
 
