@@ -96,7 +96,8 @@ class Engine:
         for layer in layers if compile_layers else ():
             layer.compile()
         streams = model.layer_offload and (optim is None or self.adapters)
-        self.streaming = stream_frozen(plain, layers, strategy, precision, device) if streams else None
+        weights_in = model.layer_offload_directory
+        self.streaming = stream_frozen(plain, layers, strategy, precision, device, weights_in) if streams else None
         self.sharded = shard(plain, strategy, fsdp, precision, device, self.streaming)
         self.root = self.sharded.root
         sequences = SequenceGroup(sequence_parallel, plain.config.get_text_config()) if sequence_parallel > 1 else None

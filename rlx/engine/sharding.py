@@ -45,14 +45,20 @@ def shard(
 
 
 def stream_frozen(
-    model: nn.Module, layers: Sequence[nn.Module], strategy: str, precision: Precision, device: torch.device
+    model: nn.Module,
+    layers: Sequence[nn.Module],
+    strategy: str,
+    precision: Precision,
+    device: torch.device,
+    directory: str | None = None,
 ) -> LayerOffloading:
-    """Move the frozen weights of layers to host memory, in the type of computation, before the model is sharded.
+    """Move the frozen weights of layers to host memory or a disk, in the type of computation, before the model is sharded.
 
     The processes of a machine share one copy. Rank 0 has the weights; other processes may have them on the meta device.
 
     Raises:
         ValueError: FSDP1, which has no parameters that it leaves alone.
+        OSError: host memory or the disk has no room.
     """
     if strategy != "fsdp2":
         raise ValueError(f"layer_offload: got strategy={strategy}, expected fsdp2; set layer_offload=False")
@@ -65,7 +71,12 @@ def stream_frozen(
             made = dist.new_group([rank for rank, name in enumerate(machines) if name == machine])
             group = made if machine == machines[dist.get_rank()] else group
     return enable_layer_offloading(
-        model, layers, device=device, dtype=precision.compute, group=cast(dist.ProcessGroup | None, group)
+        model,
+        layers,
+        device=device,
+        dtype=precision.compute,
+        group=cast(dist.ProcessGroup | None, group),
+        directory=directory,
     )
 
 

@@ -14,7 +14,7 @@ ACTIVATIONS = ActivationOffloadConfig(min_bytes=0)
 LORA = {"lora_rank": 2, "lora_alpha": 8}
 
 
-def compared(folder, checkpoint_folder, head, save):
+def compared(folder, checkpoint_folder, head, save, weights_in=None):
     """Per-token figures, metrics of updates and weights, after a rest on the host, and from a checkpoint; both ways.
 
     Returns:
@@ -26,7 +26,7 @@ def compared(folder, checkpoint_folder, head, save):
     objective = {"lm": policy, "value": value}[head]()
     batch, results = make_batch(), []
     for streams in (False, True):
-        model = LORA | saving | {"layer_offload": streams}
+        model = LORA | saving | {"layer_offload": streams, "layer_offload_directory": weights_in if streams else None}
         flags = dataclasses.replace(FP64, param_offload=True, optimizer_offload=True)
         engine, other = (build(folder, flags, model=model, head=head) for _ in range(2))
         found = [per_token(engine, head, batch), engine.update(batch, ROWS, objective)]
@@ -44,10 +44,10 @@ def compared(folder, checkpoint_folder, head, save):
     return results, other.streaming.streamed_bytes, stats.copied_bytes, frozen
 
 
-def shared(folder, scratch, machines):
+def shared(folder, scratch, machines, weights_in=None):
     """Figures of engines on all processes: resident, streamed, and streamed from a checkpoint; and the names of shared memory.
 
-    With two machines each process believes to be on one of its own.
+    With two machines each process believes to be on one of its own. With `weights_in` a file there takes the place of memory.
     """
     batch, results, found = make_batch(), [], sharding.machine_identity
     sharding.machine_identity = lambda: f"{found()}-{dist.get_rank() % machines}"
@@ -55,6 +55,7 @@ def shared(folder, scratch, machines):
         for streams in (False, True):
             model = LORA | {
                 "layer_offload": streams,
+                "layer_offload_directory": weights_in,
                 "enable_activation_offload": True,
                 "activation_offload": ACTIVATIONS,
             }
@@ -67,7 +68,8 @@ def shared(folder, scratch, machines):
     finally:
         sharding.machine_identity = found
     maps = [line.split(maxsplit=5) for line in Path("/proc/self/maps").read_text().splitlines()]
-    names = {parts[5] for parts in maps if len(parts) > 5 and "frozen" in parts[5]}
+    where = weights_in or "frozen"
+    names = {parts[5] for parts in maps if len(parts) > 5 and where in parts[5]}
     return *results, loaded, names
 
 

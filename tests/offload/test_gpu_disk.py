@@ -183,11 +183,11 @@ def test_a_failing_disk_is_an_error_in_backward_and_the_next_step_is_clean(
     gc.collect()
     allocated = torch.cuda.memory_allocated()
     file = extent_file(str(tmp_path))
-    good = os.dup(file._descriptor)
+    good = os.dup(file.descriptor)
 
     def break_with(path):
         broken = os.open(path, os.O_RDWR)
-        os.dup2(broken, file._descriptor)
+        os.dup2(broken, file.descriptor)
         os.close(broken)
 
     if what == "write":
@@ -198,7 +198,7 @@ def test_a_failing_disk_is_an_error_in_backward_and_the_next_step_is_clean(
         break_with("/dev/null")
     with pytest.raises(DiskError, match=f"failed to {what}"):
         loss.backward()
-    os.dup2(good, file._descriptor)
+    os.dup2(good, file.descriptor)
     os.close(good)
     del loss
     model.zero_grad(set_to_none=True)

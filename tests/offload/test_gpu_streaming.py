@@ -33,12 +33,13 @@ def read(model):
 
 @pytest.mark.parametrize("slow", ["nothing", "copies", "compute"])
 @pytest.mark.parametrize("save", [None, "boundary", "attention", "auto", "all"])
-def test_gradients_are_equal(decoder, toys, save, slow, monkeypatch):
+@pytest.mark.parametrize("is_on_disk", [False, True], ids=["host", "disk"])
+def test_gradients_are_equal(decoder, toys, save, slow, is_on_disk, monkeypatch, tmp_path):
     plain = copy.deepcopy(decoder)
     if save == "attention":
         enable_tiling(decoder, 64)
         enable_tiling(plain, 64)
-    handle = enable_layer_offloading(decoder)
+    handle = enable_layer_offloading(decoder, directory=tmp_path if is_on_disk else None)
     if save is not None:
         enable_activation_offloading(decoder, save != "all", OffloadOptions(save=save, min_bytes=0))
     if slow == "copies":

@@ -173,7 +173,7 @@ def test_parameters_leave_once_for_a_sync(config, monkeypatch):
 @pytest.mark.usefixtures("environment")
 def test_a_worker_without_the_folder_on_its_machine_names_it(config, tmp_path):
     missing = tmp_path / "nowhere"
-    with pytest.raises(DiskError, match=r"cannot use the directory .*OffloadOptions.directory.*nowhere"):
+    with pytest.raises(DiskError, match=r"cannot use the directory .*another directory.*nowhere"):
         Worker(offloading(config, True, DISK, missing), ["actor"])
 
 

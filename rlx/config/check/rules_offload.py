@@ -61,6 +61,14 @@ def layers_can_stream(s: CheckContext) -> Faults:
             what = "transformers' checkpointing would keep streamed weights on the device"
             expected = "recomputation by the activation engine"
             yield s.fault(what, expected, f"set {engine}=True, or {key}=False", engine, key)
+        folder = role.model.layer_offload_directory
+        if folder is not None and s.machine.cluster is None and (problem := folder_problem(folder)):
+            what, remedy = (
+                "frozen weights that go to disk have no usable folder",
+                f"make it, or set {key}_directory=null",
+            )
+            got = f"{key}_directory={folder}, which {problem}"
+            yield s.fault(what, "a folder of this machine that is writable", remedy, f"{key}_directory", got=got)
     for model in {role.model_key for role in roles} - {role.model_key for role in roles if has_frozen_layers(role)}:
         key, rank = f"{model}.layer_offload", f"{model}.lora_rank"
         what, remedy = "layer offloading has nothing to move", f"set {rank} to train adapters, or {key}=False"
@@ -119,6 +127,9 @@ OFFLOAD_RULES = (
 
 def offload_warnings(s: CheckContext) -> Iterator[str]:
     """Warn of combinations that offload less than they seem to."""
+    for role in sharded_roles(s.config):
+        if role.model.layer_offload_directory is not None and not role.model.layer_offload:
+            yield f"{role.model_key}.layer_offload_directory has no effect without {role.model_key}.layer_offload=True"
     for role in offloading_roles(s):
         options, prefix = offload_options(role.model), f"{role.model_key}.activation_offload"
         attention = role.model.attn_implementation
@@ -134,15 +145,26 @@ def offload_warnings(s: CheckContext) -> Iterator[str]:
 def disk_warnings(s: CheckContext) -> Iterator[str]:
     """Warn of folders with less room than this machine's processes will write. Call it only if every key could be read."""
     forecast, count = MemoryForecast.of(s.config, s.machine), s.config.trainer.n_gpus_per_node
+    for memory in forecast.streaming:
+        folder, key = memory.role.model.layer_offload_directory, f"{memory.role.model_key}.layer_offload_directory"
+        is_here = s.machine.cluster is None and s.machine.name is None
+        if folder is not None and is_here and not folder_problem(folder):
+            yield from _lack_of_room(key, folder, memory.streamed, "the machine's processes are")
     for role in offloading_roles(s):
         folder, writes = role.model.activation_offload.directory, offload_options(role.model).uses_disk
         is_known = s.machine.cluster is None and s.machine.name is None and role.name not in forecast.unknown
         if not writes or not is_known or folder is None or folder_problem(folder):
             continue
         needed = forecast.phase(f"update_{role.name}").disk * count
-        free = shutil.disk_usage(Path(folder).expanduser()).free
-        if needed > free:
-            yield (
-                f"{role.model_key}.activation_offload.directory={folder} has {free / 1e9:.1f} GB free, and the {count} "
-                f"process(es) are estimated to write {needed / 1e9:.1f} GB to it; a full disk ends the run"
-            )
+        yield from _lack_of_room(
+            f"{role.model_key}.activation_offload.directory", folder, needed, f"the {count} process(es) are"
+        )
+
+
+def _lack_of_room(key: str, folder: str, needed: float, who: str) -> Iterator[str]:
+    free = shutil.disk_usage(Path(folder).expanduser()).free
+    if needed > free:
+        yield (
+            f"{key}={folder} has {free / 1e9:.1f} GB free, and {who} estimated to write {needed / 1e9:.1f} GB to it; a full "
+            "disk ends the run"
+        )

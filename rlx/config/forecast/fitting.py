@@ -12,6 +12,7 @@ from rlx.offload.plan.decoder import Decoder
 
 AT_MOST = 3  # remedies to name, of those that suffice alone
 ROLLOUT, REF = "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
+FOLDER = "FOLDER"  # of a local disk, which the user knows
 MORE = "more processes (trainer.n_gpus_per_node), shorter responses or a smaller model"
 
 
@@ -80,6 +81,7 @@ def _candidates(forecast: MemoryForecast) -> Iterator[Change]:
         for key, model in models.items():
             if model.lora_rank and model.quantization is None and "bitsandbytes" in forecast.machine.packages:
                 yield Change(f"{key}.quantization", "nf4")
+        yield from (Change(f"{key}.layer_offload_directory", FOLDER) for key in models)
 
 
 def _of_activations(forecast: MemoryForecast, role: ModelRole) -> Iterator[Change]:

@@ -122,9 +122,10 @@ def _streams(forecast: MemoryForecast) -> list[str]:
     rate, lines = PROFILES["h200"].link_bytes_per_s, []
     for memory in forecast.streaming:
         seconds, layer_ms = memory.streamed / rate, memory.buffers / 2 / rate * 1e3
+        place = memory.role.model.layer_offload_directory or "host memory"
         passes = "twice in each micro-batch of an update and once" if memory.role.trained else "once"
         lines.append(
-            f"{memory.role.model_key}.layer_offload: {memory.role.name} streams {gb(memory.streamed)} GB from host memory, {passes} "
+            f"{memory.role.model_key}.layer_offload: {memory.role.name} streams {gb(memory.streamed)} GB from {place}, {passes} "
             f"in each without backward; that takes {seconds:.2f} s at {rate / 1e9:.0f} GB/s, beside compute where a layer computes "
             f"longer than {layer_ms:.1f} ms"
         )

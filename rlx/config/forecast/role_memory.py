@@ -26,7 +26,7 @@ class RoleMemory(NamedTuple):
     update: StateBytes  # states of the model in an update, on device or host
     forward: StateBytes  # the same in a pass without backward
     has_device: bool  # whether the role runs on an accelerator, so that states can be offloaded
-    streamed: float = 0.0  # frozen weights of layers that wait on the host
+    streamed: float = 0.0  # frozen weights of layers that wait on the host, or on its disk
     sharing: int = 1  # processes of a machine, which share them
     buffers: float = 0.0  # those of two layers, on the device while the role works; part of the states' weights
 
@@ -62,14 +62,18 @@ class RoleMemory(NamedTuple):
     @property
     def host_at_rest(self) -> float:
         """Bytes on the host while another role works."""
-        return self.streamed / self.sharing + self._weights_at_rest + self.update.optimizer - self.device_at_rest
+        return self._waiting + self._weights_at_rest + self.update.optimizer - self.device_at_rest
 
     @property
     def host_at_work(self) -> float:
         """Bytes on the host while this role works, activations aside."""
         if self.is_on_host:
-            return self.streamed / self.sharing + sum(self.update[:3]) - self.buffers
-        return self.streamed / self.sharing + self.moving_state
+            return self._waiting + sum(self.update[:3]) - self.buffers
+        return self._waiting + self.moving_state
+
+    @property
+    def _waiting(self) -> float:
+        return 0.0 if self.role.model.layer_offload_directory else self.streamed / self.sharing
 
     def on_device(self, states: StateBytes) -> StateBytes:
         """Return the part of `states` on the device while this role works; the planner itself omits an optimizer state on the host."""

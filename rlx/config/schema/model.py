@@ -108,6 +108,9 @@ class ModelConfig:
         False,
         "Keep the frozen weights of layers in host memory and fetch them one layer ahead; with fsdp2.",
     )
+    layer_offload_directory: str | None = key(
+        None, "Folder of a local disk that takes these weights where host memory is too small; null: host memory."
+    )
     use_remove_padding: bool = key(
         True, "Pack a micro-batch's sequences into one row without padding; else rows are padded to the longest."
     )

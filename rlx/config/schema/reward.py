@@ -70,6 +70,7 @@ class RewardModelSourceConfig:
     layer_offload: bool = key(
         False, "Keep the weights of layers in host memory, as `actor_rollout_ref.model.layer_offload`."
     )
+    layer_offload_directory: str | None = key(None, "As `actor_rollout_ref.model.layer_offload_directory`.")
     fsdp_config: FSDPConfig = group(FSDPConfig, "Sharding and precision.")
 
 

@@ -96,7 +96,7 @@ def _parser() -> argparse.ArgumentParser:
         "--frozen",
         action="store_true",
         help=f"train LoRA adapters of rank {ADAPTER_RANK} only; default modes {_DEFAULT_MODES_FROZEN}, where resident=N streams "
-        "the frozen weights of all layers but N",
+        "the frozen weights of all layers but N, and resident=N:weights_in=FOLDER does so from a disk",
     )
     add("--quantization", choices=("nf4",), help="of the frozen weights, with --frozen; default: none")
     add("--overhead", action="store_true", help="measure the Python overhead per layer instead, on the CPU")

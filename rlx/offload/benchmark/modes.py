@@ -45,6 +45,7 @@ class Mode(NamedTuple):
     options: OffloadOptions | None  # for rlx's own modes
     tile: int | None = None  # tokens per tile of MLPs and norms; 0: chosen by length and width; None: no tiles
     resident: int | None = None  # layers whose frozen weights stay on the device, others stream; None: nothing streams
+    weights_in: str | None = None  # folder whose disk takes the weights that stream; None: host memory
 
     @property
     def warm_up(self) -> int:
@@ -55,7 +56,9 @@ class Mode(NamedTuple):
         """Switch the mode on for a model. Raises NotInstalledError if it is a peer that is not installed."""
         if self.tile is not None:
             enable_tiling(model, self.tile or None)
-        streaming = None if self.resident is None else enable_layer_offloading(model, resident_layers=self.resident)
+        streaming = None
+        if self.resident is not None:
+            streaming = enable_layer_offloading(model, resident_layers=self.resident, directory=self.weights_in)
         if self.options is not None:
             handle = enable_activation_offloading(model, SAVE_MODES[self.kind].recomputes, self.options)
             return EnabledMode(handle, streaming)
@@ -65,7 +68,7 @@ class Mode(NamedTuple):
 def parse_mode(text: str, defaults: dict[str, Any]) -> Mode:
     """Parse `NAME`, `NAME:tile=auto`, `NAME:tile=TOKENS` or, for rlx's own modes, `NAME:option=value:...`.
 
-    Rlx's own modes take `resident=LAYERS` last. Options that the text does not set are those of `defaults`.
+    Rlx's own modes take `resident=LAYERS` last, or `resident=LAYERS:weights_in=FOLDER`. Options that the text does not set are those of `defaults`.
 
     Raises:
         ValueError: for an unknown name, an option that does not exist or a value that is refused.
@@ -73,7 +76,9 @@ def parse_mode(text: str, defaults: dict[str, Any]) -> Mode:
     kind, *pairs = text.split(":")
     if kind not in MODE_DESCRIPTIONS:
         raise ValueError(f"mode {kind!r} does not exist; choose from {', '.join(MODE_DESCRIPTIONS)}")
-    tile = resident = None
+    tile = resident = weights_in = None
+    if len(pairs) > 1 and pairs[-1].startswith("weights_in=") and pairs[-2].startswith("resident="):
+        weights_in = pairs.pop().removeprefix("weights_in=")
     if pairs and pairs[-1].startswith("resident="):
         value = pairs.pop().removeprefix("resident=")
         if not value.isdecimal() or kind in PEERS:
@@ -96,7 +101,7 @@ def parse_mode(text: str, defaults: dict[str, Any]) -> Mode:
         if not equals or name == "save" or name not in OffloadOptions.__dataclass_fields__:
             raise ValueError(f"mode {text!r}: got {pair!r}, expected option=value with an option of OffloadOptions")
         chosen[name] = _value(value)
-    return Mode(text, kind, OffloadOptions(**{**chosen, "save": kind}), tile, resident)
+    return Mode(text, kind, OffloadOptions(**{**chosen, "save": kind}), tile, resident, weights_in)
 
 
 def _value(text: str) -> Any:

@@ -29,14 +29,15 @@ class Pages:
     Args:
         nbytes: its length [bytes].
         is_locked: page-lock it, so that copies from and to a device run asynchronously.
-        file: descriptor of a file in memory whose pages these are, so that other processes can map them too.
+        file: descriptor of the file whose pages these are, so that other processes can map them too.
+        first_byte: of the file from which on they are mapped, a multiple of the page size.
 
     Raises:
         OSError: if the system has no memory left.
         RuntimeError: if the system refuses to lock the memory.
     """
 
-    def __init__(self, nbytes: int, is_locked: bool, file: int | None = None) -> None:
+    def __init__(self, nbytes: int, is_locked: bool, file: int | None = None, first_byte: int = 0) -> None:
         self._unlock = None
         if is_locked and not torch.cuda.is_available() and file is None:
             self.bytes = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
@@ -44,7 +45,7 @@ class Pages:
         if file is None:  # private and anonymous: memory of this process, not shared with its children
             memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         else:
-            memory = mmap.mmap(file, nbytes, flags=mmap.MAP_SHARED)
+            memory = mmap.mmap(file, nbytes, flags=mmap.MAP_SHARED, offset=first_byte)
         _advise(memory, "MADV_HUGEPAGE")
         self.bytes = torch.frombuffer(memory, dtype=torch.uint8)
         if is_locked:

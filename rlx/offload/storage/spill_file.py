@@ -18,8 +18,9 @@ import tempfile
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 from torch import Tensor
 
@@ -43,19 +44,28 @@ class DiskError(OSError):
 
 
 class ExtentFile:
-    """An unnamed file in one directory, which must be writable, and the threads that read and write it."""
+    """An unnamed file in one directory, which must be writable, and the threads that read and write it.
 
-    def __init__(self, directory: str | os.PathLike[str]) -> None:
+    Args:
+        directory: of the file.
+        descriptor: of such a file that another process has made and fills; it is closed with this object. None: make one.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str], descriptor: int | None = None) -> None:
         self.directory = directory
         self.freed: deque[list[Extent]] = deque()  # appended to on any thread, see Note [who may free an extent]
         self.nbytes = 0  # its size
         self._ranges = RangeAllocator()
         self._lock = threading.Lock()
         self._process = os.getpid()
-        file = tempfile.TemporaryFile(dir=directory, buffering=0)  # noqa: SIM115
-        weakref.finalize(self, file.close)
-        self._descriptor = file.fileno()
-        self._allow_direct()
+        if descriptor is None:
+            file = tempfile.TemporaryFile(dir=directory, buffering=0)  # noqa: SIM115
+            weakref.finalize(self, file.close)
+            self.descriptor = file.fileno()
+            self._allow_direct()
+        else:
+            weakref.finalize(self, os.close, descriptor)
+            self.descriptor = descriptor
         # Two pools, for a read may wait for writes: see Note [reads and writes cannot wait for each other].
         self._writers = ThreadPoolExecutor(WRITER_THREADS, "rlx-offload-write")
         self._readers = ThreadPoolExecutor(READER_THREADS, "rlx-offload-read")
@@ -91,7 +101,7 @@ class ExtentFile:
         for view in views:
             left = _bytes_of(view)
             while left:
-                written = os.pwrite(self._descriptor, left, offset)
+                written = os.pwrite(self.descriptor, left, offset)
                 left, offset = left[written:], offset + written
 
     def read(self, views: Sequence[Tensor], offset: int) -> None:
@@ -99,7 +109,7 @@ class ExtentFile:
         for view in views:
             left = _bytes_of(view)
             while left:
-                read = os.preadv(self._descriptor, [left], offset)
+                read = os.preadv(self.descriptor, [left], offset)
                 if read == 0:
                     raise OSError(errno.EIO, "the file is shorter than what was written to it")
                 left, offset = left[read:], offset + read
@@ -112,13 +122,13 @@ class ExtentFile:
             if not self._ranges.remove_free_slabs():
                 return 0
             freed, self.nbytes = self.nbytes, 0
-            os.ftruncate(self._descriptor, 0)
+            os.ftruncate(self.descriptor, 0)
             return freed
 
     def _check_process(self) -> None:
         if os.getpid() != self._process:
             raise RuntimeError(
-                "activation offloading to disk was switched on before this process was forked, and threads do not survive a "
+                "offloading to disk was switched on before this process was forked, and threads do not survive a "
                 "fork; switch it on in the process that trains"
             )
 
@@ -130,20 +140,20 @@ class ExtentFile:
         """Extend the file by a growth step or, if the disk has no room for that, by the missing bytes."""
         for more in (growth_bytes(missing, self.nbytes), missing):
             try:
-                os.posix_fallocate(self._descriptor, self.nbytes, more)
+                os.posix_fallocate(self.descriptor, self.nbytes, more)
                 break
             except OSError as error:
                 failure = error
                 if error.errno in (errno.EINVAL, errno.EOPNOTSUPP):
                     # This file system cannot reserve room. If it is full, a write fails.
-                    os.ftruncate(self._descriptor, self.nbytes + more)
+                    os.ftruncate(self.descriptor, self.nbytes + more)
                     break
-                os.ftruncate(self._descriptor, self.nbytes)
+                os.ftruncate(self.descriptor, self.nbytes)
         else:
             raise DiskError(
                 failure.errno,
-                f"activation offloading to disk has a file of {self.nbytes} bytes and needs {missing} more "
-                f"({failure.strerror}); free disk space, choose another OffloadOptions.directory, or offload less",
+                f"offloading to disk has a file of {self.nbytes} bytes and needs {missing} more "
+                f"({failure.strerror}); free disk space, choose another directory, or offload less",
                 self.directory,
             ) from failure
         self._ranges.extend(0, more)
@@ -152,17 +162,17 @@ class ExtentFile:
     def _allow_direct(self) -> None:
         """Switch direct I/O on and write a page as a test; if that fails, switch it off and write through the page cache."""
         page = mmap.mmap(-1, PAGE_ALIGN_BYTES)
-        flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
+        flags = fcntl.fcntl(self.descriptor, fcntl.F_GETFL)
         try:
-            fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags | os.O_DIRECT)
-            os.pwrite(self._descriptor, page, 0)
+            fcntl.fcntl(self.descriptor, fcntl.F_SETFL, flags | os.O_DIRECT)
+            os.pwrite(self.descriptor, page, 0)
         except OSError as error:
             if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
                 raise
-            fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags)
-            os.pwrite(self._descriptor, page, 0)
+            fcntl.fcntl(self.descriptor, fcntl.F_SETFL, flags)
+            os.pwrite(self.descriptor, page, 0)
             logger.info("activation offloading: %s has no direct I/O; the page cache is used", self.directory)
-        os.ftruncate(self._descriptor, 0)
+        os.ftruncate(self.descriptor, 0)
 
 
 def _bytes_of(view: Tensor) -> memoryview:
@@ -176,21 +186,27 @@ _FILES_LOCK = threading.Lock()
 
 def extent_file(directory: str | os.PathLike[str]) -> ExtentFile:
     """Return this process's file in a directory; DiskError if none can be created there on the first call."""
-    with _FILES_LOCK:
-        try:
-            folder = os.stat(directory)
-            key = (os.getpid(), folder.st_dev, folder.st_ino)
-            file = _FILES.get(key)
-            if file is None:
-                file = _FILES[key] = ExtentFile(directory)
-            return file
-        except OSError as error:
-            raise DiskError(
-                error.errno,
-                f"activation offloading to disk cannot use the directory ({error.strerror}); expected a folder that "
-                "exists, is writable and has room. Create it, or choose another OffloadOptions.directory",
-                directory,
-            ) from error
+    with _FILES_LOCK, usable(directory):
+        folder = os.stat(directory)
+        key = (os.getpid(), folder.st_dev, folder.st_ino)
+        file = _FILES.get(key)
+        if file is None:
+            file = _FILES[key] = ExtentFile(directory)
+        return file
+
+
+@contextmanager
+def usable(directory: str | os.PathLike[str]) -> Iterator[None]:
+    """Raise a DiskError with the remedy if no file can be made in a directory."""
+    try:
+        yield
+    except OSError as error:
+        raise DiskError(
+            error.errno,
+            f"offloading to disk cannot use the directory ({error.strerror}); expected a folder that "
+            "exists, is writable and has room. Create it, or choose another directory",
+            directory,
+        ) from error
 
 
 def extent_files() -> list[ExtentFile]:

@@ -311,9 +311,8 @@ class DiskTier:
         except OSError as error:
             raise DiskError(
                 error.errno,
-                f"activation offloading to disk failed to {what} {chunk.nbytes} bytes at byte {chunk.offset} of its file "
-                f"({error.strerror}); this step's gradients are incomplete. Check the disk, or choose another "
-                "OffloadOptions.directory",
+                f"offloading to disk failed to {what} {chunk.nbytes} bytes at byte {chunk.offset} of its file "
+                f"({error.strerror}); this step's gradients are incomplete. Check the disk, or choose another directory",
                 self.file.directory,
             ) from error
         finally:

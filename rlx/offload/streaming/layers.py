@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from collections import Counter
@@ -18,6 +19,7 @@ from rlx.offload.runtime.layers import NamedLayer, find_layers, is_checkpointed
 from rlx.offload.storage.copy_streams import CopyStreams
 from rlx.offload.storage.regions import is_plain
 from rlx.offload.storage.stats import Counters, OffloadStats, Timeline
+from rlx.offload.streaming.shared_file import WeightFile
 from rlx.offload.streaming.weights import FrozenWeights, weights_are_refetched
 
 
@@ -73,7 +75,12 @@ class LayerOffloading:
         streamed_layers: names of the layers that they belong to.
     """
 
-    def __init__(self, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        group: dist.ProcessGroup | None = None,
+        directory: str | os.PathLike[str] | None = None,
+    ) -> None:
         self.is_enabled = True
         self.streamed_bytes = self.buffer_bytes = 0
         self.streamed_layers: tuple[str, ...] = ()
@@ -85,6 +92,7 @@ class LayerOffloading:
         self._at_work, self._direction = -1, 1
         self._lock = threading.RLock()
         self._group = group
+        self._file = None if directory is None else WeightFile(directory, self._copy_streams, group)
 
     @property
     def parameters(self) -> frozenset[Parameter]:
@@ -149,7 +157,8 @@ class LayerOffloading:
     def stats(self) -> OffloadStats:
         """Return copied bytes, and times of copies and stalls, since layer offloading was enabled."""
         self._timeline.harvest()
-        return OffloadStats(**vars(self._counters), held_bytes=self.streamed_bytes, reserved_bytes=self.streamed_bytes)
+        on_host = 0 if self._file else self.streamed_bytes
+        return OffloadStats(**vars(self._counters), held_bytes=on_host, reserved_bytes=on_host)
 
     def disable(self) -> None:
         """Move all weights to the device and restore the model. Graphs that are alive stay valid; a second call does nothing."""
@@ -172,7 +181,9 @@ class LayerOffloading:
             if (handle := here()) is not None:
                 handle.begin(weights)
 
-        weights = FrozenWeights(len(self._weights), name, parameters, dtype, self._copy_streams, begin, self._group)
+        weights = FrozenWeights(
+            len(self._weights), name, parameters, dtype, self._copy_streams, begin, self._group, self._file
+        )
         self._weights.append(weights)
         self._forwards.append(weakref.ref(StreamedForward(self, weights, layer)))
         self.streamed_layers += (name,)
@@ -188,6 +199,7 @@ def enable_layer_offloading(
     dtype: torch.dtype | None = None,
     resident_layers: int = 0,
     group: dist.ProcessGroup | None = None,
+    directory: str | os.PathLike[str] | None = None,
 ) -> LayerOffloading:
     """Keep the frozen weights of a model's layers in page-locked host memory, and fetch them one layer ahead.
 
@@ -207,13 +219,15 @@ def enable_layer_offloading(
         resident_layers: number of layers, evenly spread, whose weights stay on the device.
         group: processes of one machine that call this together and share one copy on the host, with the values that the first
             one has; the others may have any. None: this process has a copy of its own.
+        directory: folder on a disk whose file takes the weights, where host memory is too small for them. The file has no name and
+            goes with the process. A fetch reads it past the page cache, through page-locked buffers of at most 134 MB together.
 
     Returns:
         The handle. `release()` frees the device's copies between phases, `disable()` restores the model.
 
     Raises:
         ValueError: if no layer is found, no weight of a layer is frozen, or offloading is already enabled for a layer.
-        OSError: the host has no memory left.
+        OSError: the host has no memory left; or `directory` cannot be used, has no room, or a read of it fails (DiskError).
     """
     found = find_layers(model, layers)
     for name, layer in found:
@@ -231,7 +245,7 @@ def enable_layer_offloading(
         )
     if not 0 <= resident_layers < len(found):
         raise ValueError(f"resident_layers: got {resident_layers}, expected 0 to {len(found) - 1}, fewer than all")
-    handle = LayerOffloading(device, group)
+    handle = LayerOffloading(device, group, directory)
     for index, ((name, layer), parameters) in enumerate(zip(found, frozen, strict=True)):
         stays = (index * resident_layers) % len(found) < resident_layers
         if parameters and not stays:

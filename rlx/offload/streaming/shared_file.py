@@ -1,21 +1,34 @@
-"""A file in memory, by which the processes of a machine share one copy of the frozen weights.
+"""Files by which the processes of a machine share one copy of the frozen weights.
 
-The first process of a group makes it (`memfd_create`). No file system shows it, and `/dev/shm` does not limit its size. The others
-open it by the first one's descriptor. Each process maps and page-locks the same pages. The system frees them with the last mapping.
+The first process of a group makes the file. The others open it by the first one's descriptor, so it needs no name. Each process
+maps the same pages. The system frees them with the last mapping.
 """
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import cast
 
 import torch.distributed as dist
 
+from rlx.offload.storage.arena import host_arena
+from rlx.offload.storage.copy_streams import CopyStreams
+from rlx.offload.storage.pages import Pages
+from rlx.offload.storage.ranges import MAX_CHUNK_BYTES, Extent
+from rlx.offload.storage.spill_file import DiskError, ExtentFile, usable
+from rlx.offload.storage.tiers import DiskAllocation, DiskTier, StagingBuffers
+
 
 @contextmanager
-def shared_file(nbytes: int, group: dist.ProcessGroup) -> Iterator[int]:
+def shared_memory(nbytes: int, group: dist.ProcessGroup) -> Iterator[int]:
     """Yield a descriptor of the same memory in all processes of a group, which are on one machine and call this together.
+
+    No file system shows it (`memfd_create`), and `/dev/shm` does not limit its size.
 
     Args:
         nbytes: its length, the same in each process [bytes].
@@ -24,22 +37,104 @@ def shared_file(nbytes: int, group: dist.ProcessGroup) -> Iterator[int]:
     Raises:
         OSError: the system has no memory left, or does not let one process open a file of another.
     """
-    path, file = [""], -1
-    is_first = dist.get_rank(group) == 0
+
+    def make() -> int:
+        file = os.memfd_create("frozen weights")
+        os.ftruncate(file, nbytes)
+        return file
+
+    with _shared(make, group) as file:
+        yield file
+
+
+class WeightFile:
+    """A file on disk that holds frozen weights: mapped where they wait, read in chunks when they are fetched.
+
+    The processes of a group share it; they call all methods together.
+
+    Args:
+        directory: of the file, which has no name there.
+        copy_streams: of the device on which the layers compute.
+        group: processes of this machine; None: this process alone.
+
+    Raises:
+        DiskError: the first process cannot make it there.
+        OSError: the same, on the others.
+    """
+
+    def __init__(
+        self, directory: str | os.PathLike[str], copy_streams: CopyStreams, group: dist.ProcessGroup | None
+    ) -> None:
+        self._group = group
+        self._is_first = group is None or dist.get_rank(group) == 0
+        folder = Path(directory).expanduser()
+        if group is None:
+            os.close(self._make(folder))
+        else:
+            with _shared(lambda: self._make(folder), group) as descriptor:
+                if not self._is_first:
+                    self._file = ExtentFile(folder, os.dup(descriptor))
+        arena = host_arena(copy_streams.device.type != "cpu")
+        self._tier = DiskTier(self._file, StagingBuffers(arena, MAX_CHUNK_BYTES), warning=None)
+
+    def allocate(self, nbytes: int) -> tuple[Pages, DiskAllocation]:
+        """Return a mapping of new bytes of the file, and what reads them.
+
+        Raises:
+            DiskError: the disk is full, or cannot reserve room; OSError on the other processes.
+        """
+        answer: list[object] = [None, None]
+        fault: OSError | None = None
+        if self._is_first:
+            try:
+                answer[0] = self._reserved(nbytes)
+            except OSError as error:
+                fault, answer[1] = error, str(error)
+        if self._group is not None:
+            dist.broadcast_object_list(answer, group_src=0, group=self._group)
+        extent = cast(Extent | None, answer[0])
+        if extent is None:
+            raise fault or OSError(f"on the first process of this machine: {answer[1]}")
+        pages = Pages(extent.length, False, self._file.descriptor, extent.start)
+        return pages, DiskAllocation(self._tier, nbytes, [extent])
+
+    def _make(self, folder: Path) -> int:
+        with usable(folder):
+            self._file = ExtentFile(folder)
+        return os.dup(self._file.descriptor)
+
+    def _reserved(self, nbytes: int) -> Extent:
+        # The file only grows, and what is left of a growth is joined with the next one: there is one range at its end.
+        (extent,) = self._file.allocate(nbytes)
+        # A write to a mapping of a disk that turns out to be full would kill the process.
+        if os.fstat(self._file.descriptor).st_blocks * 512 < extent.start + extent.length:
+            raise DiskError(
+                errno.EOPNOTSUPP,
+                f"layer offloading: this file system cannot reserve {nbytes} bytes for a file; choose another directory",
+                self._file.directory,
+            )
+        return extent
+
+
+@contextmanager
+def _shared(make: Callable[[], int], group: dist.ProcessGroup) -> Iterator[int]:
+    """Yield a descriptor of one file in all processes of a group; the first one has made it."""
+    found: list[tuple[str, int] | None] = [None]
+    file, is_first = -1, dist.get_rank(group) == 0
     try:
         fault: OSError | None = None
         if is_first:
             try:
-                file = os.memfd_create("frozen weights")
-                os.ftruncate(file, nbytes)
-                path[0] = f"/proc/{os.getpid()}/fd/{file}"
+                file = make()
+                path = f"/proc/{os.getpid()}/fd/{file}"
+                found[0] = path, os.O_RDWR | fcntl.fcntl(file, fcntl.F_GETFL) & os.O_DIRECT
             except OSError as error:
                 fault = error
-        dist.broadcast_object_list(path, group_src=0, group=group)
-        if not path[0]:
-            raise fault or OSError("the first process of this machine could not make the memory that all share")
+        dist.broadcast_object_list(found, group_src=0, group=group)
+        if found[0] is None:
+            raise fault or OSError("the first process of this machine could not make the file that all share")
         if not is_first:
-            file = os.open(path[0], os.O_RDWR)
+            file = os.open(*found[0])
         yield file
     finally:
         dist.barrier(group)  # the first one's descriptor stays until all have opened it

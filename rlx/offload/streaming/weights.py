@@ -1,8 +1,8 @@
-"""The frozen weights of one layer: one block of host memory, and a copy on the device while the layer is at work.
+"""The frozen weights of one layer: one block of host memory or of a file, and a copy on the device while the layer is at work.
 
 Note [where a frozen weight is]
 The parameter stays the same object with the same version counter; only `parameter.data` changes. While the layer waits, it is
-a view of the host memory. While the layer is at work, it is a view of the fetched buffer. So a state dict, an export or a
+a view of the host memory, or of the mapped file. While the layer is at work, it is a view of the fetched buffer. So a state dict, an export or a
 checkpoint reads the right values at any time, and a write before or after the layer's work changes the host's copy. A write
 while the layer is at work changes the device's copy, and is copied to the host when the layer leaves the device.
 
@@ -34,7 +34,8 @@ from rlx.offload.storage.arena import Block
 from rlx.offload.storage.copy_streams import CopyStreams, FetchBuffer
 from rlx.offload.storage.pages import Pages
 from rlx.offload.storage.regions import TENSOR_ALIGN_BYTES, KeptTensor, modified_in_place
-from rlx.offload.streaming.shared_file import shared_file
+from rlx.offload.storage.tiers import DiskAllocation
+from rlx.offload.streaming.shared_file import WeightFile, shared_memory
 
 logger = logging.getLogger("rlx.offload")
 
@@ -52,9 +53,10 @@ class FrozenWeights:
         copy_streams: of the device on which the layer computes.
         begin: makes this layer the one at work (`LayerOffloading.begin`).
         group: processes of this machine that share the host memory and the values of the first one; None: this process alone.
+        file: which takes the weights in place of host memory.
 
     Raises:
-        OSError: the host has no memory left.
+        OSError: the host has no memory left, or the disk no room.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class FrozenWeights:
         copy_streams: CopyStreams,
         begin: Callable[[FrozenWeights], None],
         group: dist.ProcessGroup | None = None,
+        file: WeightFile | None = None,
     ) -> None:
         self.index = index
         self.name = name
@@ -80,8 +83,12 @@ class FrozenWeights:
         padded = [-(-length // TENSOR_ALIGN_BYTES) * TENSOR_ALIGN_BYTES for length in lengths]
         *starts, self.nbytes = accumulate(padded, initial=0)
         self._layout = list(zip(starts, lengths, types, [p.shape for p in self.parameters], strict=True))
-        self._pages = _pages(self.nbytes, is_locked=copy_streams.device.type != "cpu", group=group)
-        self._block = Block(self.nbytes, [], [self._pages.bytes])
+        self._source: Block | DiskAllocation
+        if file is not None:
+            self._pages, self._source = file.allocate(self.nbytes)
+        else:
+            self._pages = _pages(self.nbytes, is_locked=copy_streams.device.type != "cpu", group=group)
+            self._source = Block(self.nbytes, [], [self._pages.bytes])
         self._on_host = self._views(self._pages.bytes)
         for parameter, host in zip(self.parameters, self._on_host, strict=True):
             if group is None or dist.get_rank(group) == 0:
@@ -106,7 +113,10 @@ class FrozenWeights:
         self._check_in_place(self._on_host)
         home = self._copy_streams.compute_stream()
         buffer = FetchBuffer(torch.Size([self.nbytes]), torch.uint8, self._copy_streams.device, home)
-        self._copy_streams.copy_to_device(self._block, buffer, after=None)
+        if isinstance(self._source, DiskAllocation):
+            self._source.read(self._copy_streams, buffer)
+        else:
+            self._copy_streams.copy_to_device(self._source, buffer, after=None)
         self._buffer, self._versions = buffer, versions
 
     def attach(self) -> None:
@@ -114,7 +124,11 @@ class FrozenWeights:
         assert self._buffer is not None
         if not self._is_attached:
             self._check_in_place(self._on_host)
-            self._copy_streams.wait_for(self._buffer)
+            try:
+                self._copy_streams.wait_for(self._buffer)
+            except OSError:  # the disk failed; the next fetch reads again
+                self._buffer = None
+                raise
             for parameter, view in zip(self.parameters, self._views(self._buffer.tensor), strict=True):
                 parameter.data = view
             self._is_attached = True
@@ -225,7 +239,7 @@ def _forget(ids: list[int], owner: weakref.ref[FrozenWeights]) -> None:
 
 
 def _pages(nbytes: int, is_locked: bool, group: dist.ProcessGroup | None) -> Pages:
-    with contextlib.nullcontext() if group is None else shared_file(nbytes, group) as file:
+    with contextlib.nullcontext() if group is None else shared_memory(nbytes, group) as file:
         with contextlib.suppress(RuntimeError):
             return Pages(nbytes, is_locked, file)
         logger.warning(

@@ -300,6 +300,12 @@ CASES = [
         "critic.model.enable_gradient_checkpointing=True",
     ),
     (
+        "layers_can_stream",
+        f"{JUDGE} reward_model.model.layer_offload=True reward_model.model.layer_offload_directory=/nowhere",
+        ["frozen weights that go to disk have no usable folder"],
+        "reward_model.model.layer_offload_directory=null",
+    ),
+    (
         "offload_options_agree",
         f"{MODEL}.activation_offload.tier=disk",
         ["activations that go to disk have no usable folder"],

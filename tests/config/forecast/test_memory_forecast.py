@@ -328,7 +328,12 @@ def test_a_host_too_small_for_streamed_weights_is_told_what_would_fit(forecast):
     needed = max(phase.host for phase in forecast(*streams, num_hidden_layers=8).phases())
     little = replace(machine(host_gb=0.7 * needed / 1e9), packages=frozenset({"bitsandbytes"}))
     text = remedies(forecast(*streams, num_hidden_layers=8, on=little))
-    assert text == f"set {MODEL}.layer_offload=False, or {MODEL}.quantization=nf4"
+    others = f"{MODEL}.quantization=nf4, or {MODEL}.layer_offload_directory=FOLDER"
+    assert text == f"set {MODEL}.layer_offload=False, or {others}"
+    on_disk = forecast(*streams, f"{MODEL}.layer_offload_directory=/tmp", num_hidden_layers=8)
+    assert max(phase.host for phase in on_disk.phases()) == needed - 2 * 8 * LAYER
+    (line,) = [line for line in long_text(on_disk).splitlines() if "layer_offload" in line]
+    assert "GB from /tmp, twice" in line
 
 
 @pytest.mark.parametrize("processes", [1, 2])

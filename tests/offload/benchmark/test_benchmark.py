@@ -296,6 +296,8 @@ def test_a_mode_takes_options_of_its_own():
     assert mode == Mode("boundary:prefetch_layers=2:pin_memory=false", "boundary", options)
     assert parse_mode("plain:tile=auto", {}) == Mode("plain:tile=auto", "plain", None, 0)
     assert parse_mode("all:min_bytes=5:tile=9", {}).tile == 9
+    streamed = parse_mode("boundary:tile=9:resident=2:weights_in=/disk", {})
+    assert (streamed.tile, streamed.resident, streamed.weights_in) == (9, 2, "/disk")
     assert set(MODE_DESCRIPTIONS) == {*modes.OWN_MODES, *modes.PEERS}
 
 

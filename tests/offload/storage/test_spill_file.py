@@ -211,11 +211,11 @@ def test_trim_empties_the_file_once_nothing_is_in_use(tmp_path):
     file.freed.append(given)
     trim()
     assert file.nbytes >= 6 * MIB
-    assert os.fstat(file._descriptor).st_blocks * 512 >= 6 * MIB  # the room is taken, not only promised
+    assert os.fstat(file.descriptor).st_blocks * 512 >= 6 * MIB  # the room is taken, not only promised
     file.freed.append(kept)
     trim()
     assert file.nbytes == 0
-    assert os.fstat(file._descriptor).st_size == 0
+    assert os.fstat(file.descriptor).st_size == 0
     assert file.allocate(MIB)
 
 

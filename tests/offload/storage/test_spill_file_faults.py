@@ -130,11 +130,11 @@ def break_file():
 
     def swap(file, path=None, flags=0):
         if path is None:
-            os.dup2(saved.pop(), file._descriptor)
+            os.dup2(saved.pop(), file.descriptor)
             return
-        saved.append(os.dup(file._descriptor))
+        saved.append(os.dup(file.descriptor))
         broken = os.open(path, flags)
-        os.dup2(broken, file._descriptor)
+        os.dup2(broken, file.descriptor)
         os.close(broken)
 
     yield swap
@@ -240,7 +240,7 @@ def test_trim_in_a_forked_child_leaves_the_file_alone(tmp_path):
         trim()
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert os.fstat(file._descriptor).st_size == size
+    assert os.fstat(file.descriptor).st_size == size
 
 
 def test_a_thread_that_cannot_be_started_is_an_error_after_which_nothing_hangs(tmp_path, monkeypatch):

@@ -2,12 +2,15 @@
 
 import copy
 import gc
+import os
+import resource
 
 import pytest
 import torch
 from torch import nn
 
 from rlx.offload import OffloadOptions, enable_activation_offloading, enable_layer_offloading, enable_tiling
+from rlx.offload.storage.spill_file import DiskError
 from rlx.offload.streaming.weights import _STREAMED
 
 SAVES = (None, "boundary", "attention", "auto", "all")
@@ -25,8 +28,8 @@ def poison(handle):
 def stream(request):
     """`stream(model, save, poisoned, **options)`: weights stream and activations are saved in a way; returns the first handle."""
 
-    def run(model, save=None, poisoned=True, tier="cpu", directory=None, **options):
-        handle = enable_layer_offloading(model, **options)
+    def run(model, save=None, poisoned=True, tier="cpu", directory=None, weights_in=None, **options):
+        handle = enable_layer_offloading(model, directory=weights_in, **options)
         request.addfinalizer(handle.disable)
         if poisoned:
             poison(handle)
@@ -62,6 +65,50 @@ def test_activations_on_the_disk(decoder, toys, stream, save, emptied_folder, tm
     model, plain = decoder
     stream(model, save, tier="disk", directory=str(tmp_path))
     toys.grade(plain, toys.read).assert_equal(toys.grade(model, toys.read))
+
+
+@pytest.mark.parametrize("save", SAVES)
+def test_weights_on_the_disk(decoder, toys, stream, save, emptied_folder, tmp_path):
+    model, plain = decoder
+    handle = stream(model, save, weights_in=tmp_path)
+    for _ in range(3):
+        toys.grade(plain, toys.read).assert_equal(toys.grade(model, toys.read))
+    assert handle.stats().held_bytes == 0 < handle.streamed_bytes < handle.stats().copied_bytes
+
+
+def test_weights_on_the_disk_are_read_and_written_where_they_wait(decoder, toys, stream, tmp_path):
+    model, plain = decoder
+    handle = stream(model, "boundary", poisoned=False, weights_in=tmp_path)
+    toys.grade(plain, toys.read).assert_equal(toys.grade(model, toys.read))
+    for name, value in plain.state_dict().items():
+        assert torch.equal(model.state_dict()[name], value)
+    other = {name: torch.rand_like(value) / 9 for name, value in plain.state_dict().items()}
+    model.load_state_dict(other)  # the last layers are fetched
+    plain.load_state_dict(other)
+    toys.grade(plain, toys.read).assert_equal(toys.grade(model, toys.read))
+    handle.disable()
+    toys.grade(plain, toys.read).assert_equal(toys.grade(model, toys.read))
+
+
+def test_a_disk_that_is_no_folder_is_full_or_fails(decoder, toys, stream, tmp_path):
+    model, _ = decoder
+    with pytest.raises(DiskError, match=r"cannot use the directory .*nowhere"):
+        enable_layer_offloading(model, directory=tmp_path / "nowhere")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))  # of any file
+    big = toys.adapt(toys.decoder(blocks=2, width=512))
+    try:
+        with pytest.raises(DiskError, match=r"needs \d+ more .*another directory"):
+            enable_layer_offloading(big, directory=tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    handle = stream(model, "boundary", poisoned=False, weights_in=tmp_path)
+    file = handle._file._file
+    whole = os.fstat(file.descriptor).st_size
+    os.ftruncate(file.descriptor, 0)
+    with pytest.raises(DiskError, match=r"failed to read .* bytes at byte 0"):
+        toys.read(model)
+    os.ftruncate(file.descriptor, whole)
 
 
 @pytest.mark.parametrize("save", SAVES)
