@@ -2,9 +2,10 @@
 
 Note [where a frozen weight is]
 The parameter stays the same object with the same version counter; only `parameter.data` changes. While the layer waits, it is
-a view of the host memory, or of the mapped file. While the layer is at work, it is a view of the fetched buffer. So a state dict, an export or a
-checkpoint reads the right values at any time, and a write before or after the layer's work changes the host's copy. A write
-while the layer is at work changes the device's copy, and is copied to the host when the layer leaves the device.
+a view of the host memory, or of the mapped file. While the layer is at work, it is a view of the fetched buffer. So a state
+dict, an export or a checkpoint reads the right values at any time, and a write before or after the layer's work changes the
+host's copy. A write while the layer is at work changes the device's copy, and is copied to the host when the layer leaves the
+device. The file is read past the page cache; the system writes changed pages of the mapping to it before such a read.
 
 Note [who keeps a fetched buffer]
 A layer that leaves the device drops its reference to the buffer, nothing more. Tensors that autograd has saved are views of
