@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
-from threading import Thread, get_native_id
+from threading import Event, Thread, get_native_id
 
 from rlx.cluster import without_collection
 from rlx.processes.child import end_with
@@ -52,9 +52,9 @@ def template(folder: Path, modules: Sequence[str]) -> Iterator[str]:
 def serve(listener: socket.socket, modules: Sequence[str]) -> None:
     """Import the modules, then fork a worker for each connection. Returns only in a worker's process."""
     before = dict(os.environ)
-    importing = Thread(target=import_ahead, args=[modules])
-    importing.start()
-    importing.join()
+    has_imported = Event()
+    Thread(target=_import_and_stay, args=[modules, has_imported], daemon=True).start()
+    has_imported.wait()
     imported = {name: value for name, value in os.environ.items() if before.get(name) != value}
     gc.freeze()
     # A fork cannot use CUDA that has begun here. With GPUs vLLM's import begins it, so `runtime` starts no template there.
@@ -78,6 +78,17 @@ def serve(listener: socket.socket, modules: Sequence[str]) -> None:
                 os.execv(sys.executable, [sys.executable, *sys.argv])
             return
         connection.close()
+
+
+def _import_and_stay(modules: Sequence[str], has_imported: Event) -> None:
+    """Import modules and never return.
+
+    A thread that ends frees what libraries keep for it, after Python has called it ended. MKL takes a lock for that; a worker
+    forked meanwhile inherits the lock, and its first product of matrices waits for ever.
+    """
+    import_ahead(modules)
+    has_imported.set()
+    Event().wait()
 
 
 def import_ahead(modules: Sequence[str]) -> None:

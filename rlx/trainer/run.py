@@ -148,16 +148,28 @@ def with_models(config: PPOConfig) -> PPOConfig:
             policy, model=located(policy.model, policy_path), actor=replace(policy.actor, policy_loss=loss)
         ),
         critic=replace(critic, model=located(critic.model, critic_path)),
-        reward_model=replace(judge, model=replace(judge.model, path=absolute(judge.model.path))),
+        reward_model=replace(
+            judge,
+            model=replace(
+                judge.model,
+                path=absolute(judge.model.path),
+                layer_offload_directory=_of_run(judge.model.layer_offload_directory),
+            ),
+        ),
     )
 
 
 def located(model: ModelConfig, path: str | None) -> ModelConfig:
-    """Return the model at `path`, with an absolute path of the folder for offloaded activations."""
+    """Return the model at `path`, with absolute paths of the folders for activations and for weights that stream."""
     offload = model.activation_offload
-    if offload.directory is not None:
-        offload = replace(offload, directory=str(Path(offload.directory).expanduser().absolute()))
-    return replace(model, path=path, activation_offload=offload)
+    offload = replace(offload, directory=_of_run(offload.directory))
+    return replace(
+        model, path=path, activation_offload=offload, layer_offload_directory=_of_run(model.layer_offload_directory)
+    )
+
+
+def _of_run(folder: str | None) -> str | None:
+    return None if folder is None else str(Path(folder).expanduser().absolute())
 
 
 def absolute(path: str | None) -> str | None:

@@ -74,3 +74,17 @@ def test_a_command_that_ends_before_its_order_is_whole_leaves_no_process(tmp_pat
         connection.shutdown(socket.SHUT_WR)
         connection.settimeout(60)
         assert connection.recv(1) == b""  # the fork is gone, and did not become a worker
+
+
+def test_the_thread_that_imports_lives_when_workers_are_forked(said, tmp_path, monkeypatch):
+    """A thread that ends may hold locks of libraries, of MKL for example, which a fork would inherit."""
+    (tmp_path / "notes_its_thread.py").write_text("from threading import get_native_id\nTHREAD = get_native_id()\n")
+    (tmp_path / "worker.py").write_text(
+        "import os, sys\n"
+        'thread = sys.modules["notes_its_thread"].THREAD\n'
+        'print(thread != os.getppid(), os.path.exists(f"/proc/{os.getppid()}/task/{thread}"))\n'
+    )
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
+    with template(tmp_path, ["notes_its_thread"]) as command:
+        output, _, _ = said(command)
+    assert output == "True True\n"

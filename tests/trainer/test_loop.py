@@ -31,11 +31,14 @@ from rlx.trainer.run import located, with_steps
 from rlx.trainer.sample_selection import SelectionError
 
 
-def test_the_folder_of_activations_is_the_same_in_a_worker_that_runs_elsewhere(tmp_path, monkeypatch):
+def test_folders_of_offloaded_bytes_are_the_same_in_a_worker_that_runs_elsewhere(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     given = (None, "scratch", "~/scratch", "/scratch")
-    models = [ModelConfig(activation_offload=ActivationOffloadConfig(directory=directory)) for directory in given]
+    models = [
+        ModelConfig(activation_offload=ActivationOffloadConfig(directory=directory), layer_offload_directory=directory)
+        for directory in given
+    ]
     found = [located(model, "/policy") for model in models]
     assert [model.activation_offload.directory for model in found] == [
         None,
@@ -43,6 +46,7 @@ def test_the_folder_of_activations_is_the_same_in_a_worker_that_runs_elsewhere(t
         str(tmp_path / "home/scratch"),
         "/scratch",
     ]
+    assert [model.layer_offload_directory for model in found] == [model.activation_offload.directory for model in found]
     assert {model.path for model in found} == {"/policy"}
 
 
