@@ -86,9 +86,23 @@ def _import_and_stay(modules: Sequence[str], has_imported: Event) -> None:
     A thread that ends frees what libraries keep for it, after Python has called it ended. MKL takes a lock for that; a worker
     forked meanwhile inherits the lock, and its first product of matrices waits for ever.
     """
-    import_ahead(modules)
+    with _without_ray():
+        import_ahead(modules)
     has_imported.set()
     Event().wait()
+
+
+@contextmanager
+def _without_ray() -> Iterator[None]:
+    """Let imports of Ray fail: on import it reads variables, such as the token's mode, that only the worker's command has.
+
+    vLLM would import it for its own Ray executor, and does without.
+    """
+    sys.modules["ray"] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        del sys.modules["ray"]
 
 
 def import_ahead(modules: Sequence[str]) -> None:

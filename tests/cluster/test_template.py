@@ -88,3 +88,16 @@ def test_the_thread_that_imports_lives_when_workers_are_forked(said, tmp_path, m
     with template(tmp_path, ["notes_its_thread"]) as command:
         output, _, _ = said(command)
     assert output == "True True\n"
+
+
+def test_ray_is_not_imported_before_the_worker_has_its_variables(said, tmp_path, monkeypatch):
+    """Ray would keep the mode of tokens that the template's environment has, and its cluster would refuse the worker."""
+    (tmp_path / "wants_ray.py").write_text("try:\n    import ray\nexcept ImportError:\n    ray = None\n")
+    (tmp_path / "worker.py").write_text(
+        'import sys\nprint(sys.modules["wants_ray"].ray, any(name.partition(".")[0] == "ray" for name in sys.modules))\n'
+        "import ray\nprint(ray.__name__)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
+    with template(tmp_path, ["wants_ray"]) as command:
+        output, _, _ = said(command)
+    assert output == "None False\nray\n"
