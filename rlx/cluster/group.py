@@ -21,6 +21,7 @@ from rlx.data.batch import Batch, concat
 GRACE_S = 2.0  # after an error of a rank's own: time for an earlier error to arrive
 COLLECTIVE_GRACE_S = 20.0  # after a collective's error: time for Ray to notice the dead peer that caused it
 LOOK_S = 15.0  # between two looks at ranks that work
+SLOW_START_S = 30.0  # processes that start longer than that get a line
 ANSWER_S = 5.0  # for the answer where a rank stands
 
 logger = logging.getLogger(__name__)
@@ -69,7 +70,9 @@ class WorkerGroup:
             WorkerFailure: a process did not start.
         """
         try:
-            located = self._collect([p.location.remote() for p in self._processes], "worker", "start")
+            started = [p.location.remote() for p in self._processes]
+            _warn_if_slow(started)
+            located = self._collect(started, "worker", "start")
             self._locations = dict(enumerate(located))
             self._set_environment()
             self._loading = [p.load.remote(self._worker_class) for p in self._processes]
@@ -212,6 +215,21 @@ class WorkerGroup:
                 own["CUDA_VISIBLE_DEVICES"] = ""
             prepared.append(process.prepare.remote({**common, **own}, several_nodes))
         self._collect(prepared, "worker", "prepare")
+
+
+def _warn_if_slow(started: list[Any]) -> None:
+    """Wait a while for processes to start, and name Ray's logs if that is not enough: it tries to start them again and again."""
+    done, missing = ray.wait(started, num_returns=len(started), timeout=SLOW_START_S)
+    if missing:
+        folder = ray._private.worker.global_worker.node.get_logs_dir_path()
+        logger.warning(
+            "%d of %d worker processes have not started after %.0f s; if none does, the reason is in %s/raylet.err or the python-core "
+            "logs beside it",
+            len(missing),
+            len(started),
+            SLOW_START_S,
+            folder,
+        )
 
 
 def _receive(call: Any, rank: int) -> Any:

@@ -1,12 +1,14 @@
 import logging
 import re
 import time
+from pathlib import Path
 
 import pytest
 import ray
 import torch
 from ray.util.placement_group import placement_group_table
 
+from rlx.cluster import group as group_module
 from rlx.cluster.errors import WorkerFailure
 from rlx.cluster.group import WorkerGroup
 from rlx.cluster.mesh import Mesh
@@ -73,6 +75,14 @@ def test_what_workers_log_reaches_the_driver_once(worker_class, caplog):
     ):
         texts = sorted(record.getMessage() for record in caplog.records if record.name == "rlx.tests")
     assert texts == ["built y", "rank 0 speaks", "rank 1 speaks"]
+
+
+def test_processes_that_start_slowly_get_a_line_that_names_rays_logs(worker_class, caplog, monkeypatch):
+    monkeypatch.setattr(group_module, "SLOW_START_S", 0.01)
+    with WorkerGroup(Placement.reserve(1, 1, "cpu"), worker_class).build("y"):
+        (line,) = [record.getMessage() for record in caplog.records if "have not started" in record.getMessage()]
+    folder = re.search(r"in (\S+)/raylet\.err", line)[1]
+    assert line.startswith("1 of 1 worker processes") and (Path(folder) / "raylet.err").is_file()
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,8 @@
 """A whole run that samples with vLLM: two processes around one tensor-parallel engine, and activations that leave the device."""
 
+import subprocess
+import sys
+
 import pytest
 
 pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("cpu_vllm")]
@@ -50,3 +53,17 @@ def test_two_processes_sample_with_one_engine_and_a_resumed_run_equals_an_unbrok
     expected = {name: value for name, value in unbroken[2].items() if not name.startswith(OF_MACHINE)}
     found = {name: value for name, value in resumed[2].items() if not name.startswith(OF_MACHINE)}
     assert found == pytest.approx(expected, rel=1e-4, abs=1e-6)
+
+
+def test_the_command_starts_vllm_in_a_forked_worker(short_run, tmp_path):
+    """The other tests use a Ray that is there already, whose workers import their code themselves."""
+    options = [
+        "actor_rollout_ref.rollout.name=vllm",
+        "actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_memory_bytes=16777216",
+        "trainer.n_gpus_per_node=1",
+        "trainer.total_training_steps=1",
+    ]
+    command = [sys.executable, "-m", "rlx.main_ppo", *short_run, *options]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=180)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert [*(tmp_path / "runs").rglob("metrics.jsonl")]
