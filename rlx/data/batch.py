@@ -46,7 +46,10 @@ TENSORS: dict[str, Column] = {
         "BR", F32, "rollout", "reward that an environment gave a turn, on its last token; only with an environment"
     ),
     "branch": Column(
-        "B", I64, "trainer", "index of the row among those of its conversation; only if a conversation of the batch forked"
+        "B",
+        I64,
+        "trainer",
+        "index of the row among those of its conversation; only if a conversation of the batch forked",
     ),
     "scores": Column("B", F32, "rewards", "one score per sample"),
     "greedy_scores": Column(

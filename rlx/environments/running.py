@@ -266,7 +266,7 @@ class _Run:
                 reason = f"the first prompt has {count} tokens, expected 1 to {longest}"
                 self._fail(conversation, TEMPLATE_REASON, reason)
             else:
-                conversation.prompt_ids, conversation.text = written
+                conversation.prompt_ids, conversation.text = written.token_ids, written.text
                 conversation.messages, conversation.tools = [*answer.messages], answer.tools
 
     def _goes_on(self, conversation: Conversation, answer: Observation) -> bool:

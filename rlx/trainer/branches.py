@@ -71,9 +71,7 @@ def _places(batch: Batch) -> _Places:
                 first.append(row)
             row_B[row], start_B[row] = number, start
             start += int(reach_B[row]) + 1  # a column lies between turns
-    return _Places(
-        row_B[:, None].expand(mask_BR.shape), start_B[:, None] + columns, columns < reach_B[:, None], first
-    )
+    return _Places(row_B[:, None].expand(mask_BR.shape), start_B[:, None] + columns, columns < reach_B[:, None], first)
 
 
 def joined(batch: Batch) -> Batch:

@@ -69,7 +69,9 @@ METRIC_TABLE = (
     Metric("correction/*", "", "Weights and rejections of algorithm.rollout_correction.", "rollout_corr/*"),
     Metric("filter_groups/*", "", "Prompts kept by algorithm.filter_groups, and the generations they took."),
     Metric(
-        "conversation/forks", "", "Mean rows of a conversation less 1: how often on_rewritten_history=fork began another row."
+        "conversation/forks",
+        "",
+        "Mean rows of a conversation less 1: how often on_rewritten_history=fork began another row.",
     ),
     Metric("conversation/*", "", "Turns, calls and failures of conversations; docs/environments.md."),
     Metric("advantages/abs_mean", "", "Mean size of an advantage."),

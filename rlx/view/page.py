@@ -116,8 +116,8 @@ class _Packed:
 
 
 _COLUMNS = (
-    *("step", "group", "sample", "branch", "source", "reward", "tokens", "trained", "turns", "calls", "failed", "seconds"),
-    *("reason", "title", "file", "block", "at"),
+    *("step", "group", "sample", "branch", "source", "reward", "tokens", "trained", "turns"),
+    *("calls", "failed", "seconds", "reason", "title", "file", "block", "at"),
 )
 
 

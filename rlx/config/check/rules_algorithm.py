@@ -82,9 +82,7 @@ def branches_are_no_samples(s: CheckContext) -> Faults:
     policy_loss = s.config.actor_rollout_ref.actor.policy_loss
     if policy_loss.loss_mode in SEQUENCE_RATIOS and policy_loss.path is None:
         what = f"{policy_loss.loss_mode} has a ratio for each row, and a conversation that forks has several rows"
-        yield s.fault(
-            what, "a ratio of tokens", f"set {LOSS_MODE}=vanilla, or {REWRITTEN}=keep", LOSS_MODE, REWRITTEN
-        )
+        yield s.fault(what, "a ratio of tokens", f"set {LOSS_MODE}=vanilla, or {REWRITTEN}=keep", LOSS_MODE, REWRITTEN)
     if s.value(PENALTY):
         what = f"the penalty compares a row with {LONGEST}, and a conversation that forks has several rows"
         yield s.fault(what, "no penalty", f"set {PENALTY}=False, or {REWRITTEN}=keep", PENALTY, REWRITTEN)
