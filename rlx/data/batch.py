@@ -51,6 +51,9 @@ TENSORS: dict[str, Column] = {
         "trainer",
         "index of the row among those of its conversation; only if a conversation of the batch forked",
     ),
+    "sample_tokens": Column(
+        "B", I64, "trainer", "tokens in the loss of all rows of the row's conversation; only with `branch`"
+    ),
     "scores": Column("B", F32, "rewards", "one score per sample"),
     "greedy_scores": Column(
         "B", F32, "rewards", "score of the greedy response to the sample's prompt, if ReMax asks for it"
@@ -85,6 +88,9 @@ TENSORS: dict[str, Column] = {
 
 SEQUENCE = ("input_ids", "attention_mask", "response_mask")
 """The columns that a model reads."""
+
+SAMPLE_TOKENS = "sample_tokens"
+"""The column that losses read in addition, if samples of the batch have several rows."""
 
 EXPERTS = "routed_experts"
 """The column that routers of a mixture of experts read in addition, if the sampler writes it."""

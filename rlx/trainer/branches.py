@@ -49,12 +49,17 @@ def sampled_tokens(batch: Batch) -> Tensor:
 
 
 class _Places(NamedTuple):
-    """The joined row and its column for each response token of each row up to the last sampled one (`inside_BR`)."""
+    """Where the response columns of each row are in the joined batch."""
 
-    row_BR: Tensor
-    column_BR: Tensor
-    inside_BR: Tensor
-    first: list[int]  # row of each conversation
+    joined_B: Tensor  # row
+    first_B: Tensor  # column
+    inside_BR: Tensor  # True up to the last sampled token
+    conversations: list[int]  # the first row of each
+
+    def of_tokens(self) -> tuple[Tensor, Tensor]:
+        """Return the row and the column of each token inside."""
+        columns_BR = self.first_B[:, None] + torch.arange(self.inside_BR.shape[1])
+        return self.joined_B[:, None].expand_as(columns_BR)[self.inside_BR], columns_BR[self.inside_BR]
 
 
 def _places(batch: Batch) -> _Places:
@@ -62,16 +67,16 @@ def _places(batch: Batch) -> _Places:
     columns = torch.arange(mask_BR.shape[1])
     reach_B = ((columns + 1) * mask_BR).amax(dim=1)
     branches, groups, samples = batch[BRANCH].tolist(), batch["group_id"].tolist(), batch.info["sample"]
-    row_B, start_B, first = torch.zeros_like(reach_B), torch.zeros_like(reach_B), []
+    joined_B, first_B, found = torch.zeros_like(reach_B), torch.zeros_like(reach_B), []
     order = sorted(range(len(batch)), key=lambda row: (groups[row], samples[row], branches[row]))
     for number, (_, rows) in enumerate(groupby(order, key=lambda row: (groups[row], samples[row]))):
         start = 0
         for row in rows:
             if start == 0:
-                first.append(row)
-            row_B[row], start_B[row] = number, start
-            start += int(reach_B[row]) + 1  # a column lies between turns
-    return _Places(row_B[:, None].expand(mask_BR.shape), start_B[:, None] + columns, columns < reach_B[:, None], first)
+                found.append(row)
+            joined_B[row], first_B[row] = number, start
+            start += int(reach_B[row]) + 1  # a column parts the turns of two rows
+    return _Places(joined_B, first_B, columns < reach_B[:, None], found)
 
 
 def joined(batch: Batch) -> Batch:
@@ -82,17 +87,18 @@ def joined(batch: Batch) -> Batch:
     if BRANCH not in batch:
         return batch
     places = _places(batch)
-    inside = places.inside_BR
-    at = places.row_BR[inside], places.column_BR[inside]
+    inside, at = places.inside_BR, places.of_tokens()
     width = int(at[1].max()) + 1 if len(at[1]) else 1
     tensors = {}
     for name, column in batch.tensors.items():
         if TENSORS[name].shape == "BR":
-            tensors[name] = column.new_zeros(len(places.first), width)
+            tensors[name] = column.new_zeros(len(places.conversations), width)
             tensors[name][at] = column[inside]
         elif TENSORS[name].shape == "B" and name != BRANCH:
-            tensors[name] = column[places.first]
-    return Batch.of(tensors, {name: [values[row] for row in places.first] for name, values in batch.info.items()})
+            tensors[name] = column[places.conversations]
+    return Batch.of(
+        tensors, {name: [values[row] for row in places.conversations] for name, values in batch.info.items()}
+    )
 
 
 def parted(whole: Batch, batch: Batch) -> Batch:
@@ -100,10 +106,19 @@ def parted(whole: Batch, batch: Batch) -> Batch:
     if BRANCH not in batch:
         return whole
     places = _places(batch)
-    inside = places.inside_BR
-    at = places.row_BR[inside], places.column_BR[inside]
+    inside, at = places.inside_BR, places.of_tokens()
     added = {}
     for name in whole.tensors.keys() - batch.tensors.keys():
         added[name] = whole[name].new_zeros(inside.shape)
         added[name][inside] = whole[name][at]
     return batch.with_(**added)
+
+
+def with_sample_tokens(batch: Batch, counted: str) -> Batch:
+    """Write `sample_tokens`, of the mask `counted`, if conversations have several rows."""
+    if BRANCH not in batch:
+        return batch
+    places = _places(batch)
+    tokens_C = torch.zeros(len(places.conversations), dtype=torch.int64)
+    tokens_C.index_add_(0, places.joined_B, batch[counted].sum(dim=1))
+    return batch.with_(sample_tokens=tokens_C[places.joined_B])

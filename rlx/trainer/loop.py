@@ -11,7 +11,7 @@ from rlx.algorithms.kl import KLController
 from rlx.cluster.group import WorkerGroup
 from rlx.config.schema import GREEDY, PPOConfig
 from rlx.config.schema.roles import has_critic, has_reference, has_reference_model, has_reward_model, trained_roles
-from rlx.data.batch import EXPERTS, SEQUENCE, Batch
+from rlx.data.batch import EXPERTS, SAMPLE_TOKENS, SEQUENCE, Batch
 from rlx.data.prompts import PromptDataset
 from rlx.data.sampler import PromptSampler
 from rlx.data.seeding import seed_for
@@ -254,6 +254,8 @@ class Trainer:
         step, because weight decay and momentum would still move the weights.
         """
         counted = "loss_mask" if "loss_mask" in columns else "response_mask"
+        batch = branches.with_sample_tokens(batch, counted)
+        columns = (*columns, *([SAMPLE_TOKENS] if SAMPLE_TOKENS in batch else []))
         seed = seed_for(self.seed, "mini-batches", role, step) if shuffle else None
         model = self.config.critic.model if role == "critic" else self.config.actor_rollout_ref.model
         each: list[Metrics] = []

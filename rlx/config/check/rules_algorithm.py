@@ -72,13 +72,9 @@ def penalty_fits_the_length(s: CheckContext) -> Faults:
 
 
 def branches_are_no_samples(s: CheckContext) -> Faults:
-    """The rows of a conversation that forks are parts of one sample, so losses and penalties must not count rows."""
+    """The rows of a conversation that forks are parts of one sample, so no ratio or penalty may be one of a row."""
     if s.value(REWRITTEN) != "fork":
         return
-    for key in (AGGREGATION, *(["critic.loss_agg_mode"] if has_critic(s.config) else [])):
-        if s.value(key) not in ("token-mean", None):
-            what = "this mode counts rows, and a conversation that forks has several"
-            yield s.fault(what, "token-mean", f"set {key}=token-mean, or {REWRITTEN}=keep", key, REWRITTEN)
     policy_loss = s.config.actor_rollout_ref.actor.policy_loss
     if policy_loss.loss_mode in SEQUENCE_RATIOS and policy_loss.path is None:
         what = f"{policy_loss.loss_mode} has a ratio for each row, and a conversation that forks has several rows"
