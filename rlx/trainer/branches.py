@@ -108,7 +108,7 @@ def parted(whole: Batch, batch: Batch) -> Batch:
     places = _places(batch)
     inside, at = places.inside_BR, places.of_tokens()
     added = {}
-    for name in whole.tensors.keys() - batch.tensors.keys():
+    for name in (name for name in whole.tensors if name not in batch):
         added[name] = whole[name].new_zeros(inside.shape)
         added[name][inside] = whole[name][at]
     return batch.with_(**added)
