@@ -208,12 +208,16 @@ def test_messages_without_room_for_an_answer_are_not_appended(tokenizer):
     assert add(conversation, chat, [{"role": "user", "content": "g"}]) and conversation.room == 1
 
 
-def test_a_tokenizer_that_begins_texts_with_a_space_does_not_do_so_between_turns(tokenizer):
+def tokenizer_with_spaces():
     """As Llama 2's, whose tokens of a text depend on whether something stands before it."""
     pieces = ["<unk>", "</s>", "\u2581", "\n", *"abgo"]
     words = Tokenizer(models.BPE({piece: number for number, piece in enumerate(pieces)}, [], unk_token="<unk>"))
     words.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
-    spaced = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="</s>", unk_token="<unk>")
+    return PreTrainedTokenizerFast(tokenizer_object=words, eos_token="</s>", unk_token="<unk>", pad_token="</s>")
+
+
+def test_a_tokenizer_that_begins_texts_with_a_space_does_not_do_so_between_turns():
+    spaced = tokenizer_with_spaces()
     assert spaced.convert_ids_to_tokens(spaced.encode("go")) == ["\u2581", "g", "o"]
     spaced.chat_template = (
         "{%- for m in messages -%}{{ 'a' + m.content + (eos_token if m.role == 'assistant' else '') }}{%- endfor -%}b"

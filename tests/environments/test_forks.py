@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from in_this_process import Echo, Pool, Sampler
-from test_conversation import DROPS_THINKING
+from test_conversation import DROPS_THINKING, tokenizer_with_spaces
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -74,11 +74,11 @@ class Scripted:
         return Observation([] if done else self._answers[turn.index], 2.0**turn.index, done)
 
 
-def run(tokenizer, turns, answers, mode="fork", bounds=BOUNDS, make=None):
+def run(tokenizer, turns, answers, mode="fork", bounds=BOUNDS, make=None, prompt=PROMPT):
     left = iter(turns)
     sampler, pool = Numbered(tokenizer, lambda request: (next(left), True)), Pool(make or (lambda: Scripted(*answers)))
     sampling = Sampling(bounds.response_tokens, stop_token_ids=(tokenizer.eos_token_id,))
-    row = ConversationRow({"prompt": PROMPT}, 5, [7])
+    row = ConversationRow({"prompt": prompt}, 5, [7])
     ran = run_conversations(sampler, pool, [row], ConversationOptions(Chat(tokenizer, mode), sampling, bounds))
     batch = batch_of(ran, [row], tokenizer.pad_token_id, bounds.response_tokens, 3, True)
     batch = batch.with_({**batch.info, "sample": [0]}, group_id=batch["seed"])
@@ -232,6 +232,19 @@ def test_a_rewritten_history_may_be_the_first_prompt_again(tokenizer):
     conversation, requests, batch = run(tokenizer, ["hi", "ho"], [[PROMPT[0]]])
     assert requests[0] == requests[1] and batch["response_mask"][:, 0].tolist() == [True, True]
     check_rows(conversation, requests, batch, tokenizer)
+
+
+def test_a_tokenizer_that_begins_texts_with_a_space_begins_a_rewritten_history_with_it_too():
+    spaced = tokenizer_with_spaces()
+    spaced.chat_template = (
+        "{%- for m in messages -%}{{ 'g' if m.role == 'assistant' and not loop.last else m.content }}"
+        "{%- if m.role == 'assistant' -%}{{ eos_token }}{%- endif -%}{%- endfor -%}b"
+    )
+    conversation, requests, batch = run(spaced, ["a", "b"], [[user("o</s>o")]], prompt=[user("go")])
+    tokens = [spaced.convert_ids_to_tokens(request) for request in requests]
+    assert tokens[0] == ["\u2581", *"gob"] and tokens[1][:6] == ["\u2581", *"gog", "</s>", "o"]
+    assert tokens[1][-2:] == ["o", "b"] and requests[1].count(spaced.eos_token_id) == 1
+    check_rows(conversation, requests, batch, spaced)
 
 
 @pytest.mark.parametrize(("room", "rows"), [(37, 1), (38, 1), (39, 2), (40, 2)])
