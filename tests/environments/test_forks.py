@@ -1,5 +1,6 @@
 """on_rewritten_history=fork: rows of a conversation whose history the template rewrites, with templates of real models."""
 
+import asyncio
 import random
 import re
 from importlib.util import find_spec
@@ -16,11 +17,12 @@ from rlx.environments.chat import Chat
 from rlx.environments.protocol import Observation
 from rlx.environments.rows import batch_of
 from rlx.environments.running import ConversationBounds, ConversationOptions, ConversationRow, run_conversations
+from rlx.environments.tools import ToolEnvironment, Tools
 from rlx.rollout.protocol import Completion, Sampling
 from rlx.trainer.branches import all_rows
 
 PROMPT = [{"role": "user", "content": "How many?"}]
-BOUNDS = ConversationBounds(prompt_tokens=40, response_tokens=200)
+BOUNDS = ConversationBounds(prompt_tokens=40, response_tokens=600)
 THOUGHT = "<think>\nlet me see\n</think>\n\n"
 MARKERS = {
     "qwen3": ["<|im_end|>", "<|im_start|>", "<think>", "</think>", "<tool_response>"],
@@ -158,6 +160,41 @@ def test_a_row_goes_on_as_long_as_messages_are_only_added():
         *("tool", "tool", "history", "tool", "history")
     ]
     assert batch["turn_rewards"].sum(dim=1).tolist() == [7.0, 24.0, 32.0] and conversation.reward == 63.0
+
+
+class Adds(ToolEnvironment):
+    """A tool, whose calls are awaited here."""
+
+    def __init__(self):
+        super().__init__(Tools([add]), "hermes")
+
+    def step(self, turn):
+        return asyncio.run(super().step(turn))
+
+
+def add(a: int, b: int) -> int:
+    """Add.
+
+    Args:
+        a: the first.
+        b: the second.
+    """
+    return a + b
+
+
+def test_calls_in_the_models_form_share_a_row_and_others_fork():
+    """Qwen3's template writes a call as the model is taught to; here the fourth turn lacks a space behind a colon."""
+    tokenizer = tokenizer_of("qwen3")
+    call = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
+    calls = [call, call, f"then\n{call}", call.replace('"a": 1', '"a":1'), call]
+    turns = [*(THOUGHT + each for each in calls), f"{THOUGHT}three"]
+    conversation, requests, batch = run(tokenizer, turns, [], make=Adds)
+    assert [turn["branch"] for turn in conversation.own_turns] == [0, 0, 0, 0, 1, 1] and conversation.reason == "done"
+    written = tokenizer.decode(requests[5])
+    assert (
+        written.count('{"a": 1, "b": 2}') == 5 and written.count("<tool_response>\n3\n") == 5 and '"a":1' not in written
+    )
+    check_rows(conversation, requests, batch, tokenizer)
 
 
 @pytest.mark.parametrize("template", ["tiny", "drops"])
