@@ -5,7 +5,9 @@ python -m rlx.benchmarks.optimizer_step --tokens 32768,131072,393216 --optimizer
 Each step runs in a process of its own: forward, loss over all tokens but the first, backward, clipping, AdamW. Weights are bf16.
 `rlx` has fp32 masters and moments, of which `--optimizer-state` says where they are; with `--lossy` its AdamW has bf16 moments
 alone, as the other modes: less memory, but at RL's learning rates rounding hides most updates. `--micro-batches` of so many
-sequences each are summed before AdamW, in fp32 for `rlx`; the other modes have one.
+sequences each are summed before AdamW, in fp32 for `rlx`; the other modes have one. With `--gpus` processes share each sequence
+(Ulysses), weights, gradients and state; device memory and seconds are then those of the fullest and slowest, and the figures of
+the host are sums.
 Seconds by phase are measured between events on the device: layers forward, the head both ways, layers backward, the work
 between backward and AdamW (gradients of embeddings, FSDP's last sum, clipping), and AdamW with the rest. `hand-over` follows
 the step and is not in its seconds, because an engine returns memory once per update, after its last step. A peer returns none.
@@ -18,6 +20,7 @@ log-probs without logits. The others are the transformers model, with whole logi
 """
 
 import argparse
+import datetime
 import json
 import resource
 import subprocess
@@ -28,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.optim import AdamW
 
@@ -41,6 +45,7 @@ from rlx.engine.micro_batch import MicroBatchRule
 from rlx.engine.objectives import PolicyObjective
 from rlx.offload.autotune.profile_key import device_name
 from rlx.offload.benchmark.device import clock, used_bytes
+from rlx.offload.benchmark.distributed import in_processes
 from rlx.offload.benchmark.modes import PEERS
 from rlx.offload.plan.shapes import SHAPES
 
@@ -48,13 +53,14 @@ RLX = "rlx"
 HAND_OVER = "hand-over"
 MEMORY_PARTS = ("weights", "gradients", "optimizer", "rest")
 TOTALS = ("reserved", "host", "process")
+SUMMED = ("host_bytes", "process_bytes")  # over processes
 WIDTH = 12
 PROGRESS = "measuring"  # begins a child's lines about its progress
+TIMEOUT = datetime.timedelta(hours=1)  # longer than any step
 
 
 def engine_step(folder: str, options: argparse.Namespace, device: torch.device) -> tuple[Any, ...]:
     """Return the model, its optimizer, a step on some tokens, and a hand-over that returns the reserved host memory [bytes]."""
-    join_alone(device)
     engine = Engine(
         ModelConfig(
             path=folder,
@@ -70,6 +76,7 @@ def engine_step(folder: str, options: argparse.Namespace, device: torch.device) 
         strategy="fsdp2",
         device=device,
         optim=OptimConfig(lr=1e-6, master_weights=not options.lossy),
+        sequence_parallel=dist.get_world_size(),
     )
 
     def step(ids_T: Tensor, rows: int) -> None:
@@ -132,15 +139,14 @@ def measure(folder: str, mode: str, tokens: int, options: argparse.Namespace, de
     measured: list[Figures] = []
     for number in range(options.rounds + 1):
         ids, rows = (ids_T, options.micro_batches) if number else (ids_T[:first], 1)
-        progress = f"{PROGRESS} {mode}: step {number + 1} of {options.rounds + 1}, {rows} x {len(ids)} tokens"
-        print(progress, file=sys.stderr, flush=True)
+        show(f"{mode}: step {number + 1} of {options.rounds + 1}, {rows} x {len(ids)} tokens")
         peaks.begin()
         began = clock(device)
         step(ids, rows)
         if number:
             seconds = clock(device) - began
             measured.append({"seconds": seconds, **peaks.finish()})
-            print(f"{PROGRESS} {mode}: {json.dumps(measured[-1])}", file=sys.stderr, flush=True)
+            show(f"{mode}: {json.dumps(measured[-1])}")
     figures = sorted(measured, key=lambda each: float(each["seconds"]))[len(measured) // 2]
     began, host_bytes = clock(device), hand_over and hand_over()
     figures["times"][HAND_OVER] = clock(device) - began if hand_over else None
@@ -152,6 +158,34 @@ def measure(folder: str, mode: str, tokens: int, options: argparse.Namespace, de
         "reserved_bytes": 0 if device.type == "cpu" else torch.accelerator.max_memory_reserved(device),
         "process_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10,
     }
+
+
+def show(progress: str) -> None:
+    """Print a line about the first process's progress."""
+    if dist.get_rank() == 0:
+        print(f"{PROGRESS} {progress}", file=sys.stderr, flush=True)
+
+
+def measure_and_print(device: torch.device, options: argparse.Namespace) -> None:
+    """Measure in all processes of the group; the first prints the figures of all together, in one line."""
+    each: list[Figures] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(each, measure(options.folder, options.modes[0], options.tokens[0], options, device))
+    if dist.get_rank() == 0:
+        print(json.dumps(together(each)), flush=True)
+
+
+def together(each: Sequence[Figures]) -> Figures:
+    """Return the figures of all processes: the largest of times and device memory, the sums of host memory."""
+    found: Figures = {}
+    for name, first in each[0].items():
+        values = [figures[name] for figures in each]
+        if isinstance(first, dict):
+            found[name] = together(values)
+        elif isinstance(first, list):
+            found[name] = [max(of_round) for of_round in zip(*values, strict=True)]
+        else:
+            found[name] = None if first is None else sum(values) if name in SUMMED else max(values)
+    return found
 
 
 def parts(figures: Mapping[str, Any]) -> dict[str, float]:
@@ -237,6 +271,7 @@ def options_of() -> argparse.Namespace:
         help="rlx: device, host, or the part of AdamW's state on the device [10^9 bytes]; one or several (default device)",
     )
     parser.add_argument("--micro-batches", type=int, default=1, help="rlx: sequences of a step (default 1)")
+    parser.add_argument("--gpus", type=int, default=1, help="rlx: processes that share each sequence (default 1)")
     parser.add_argument("--rounds", type=int, default=1, help="steps to measure, after a first one (default 1)")
     first = "tokens of the first step, which makes the optimizer's state (default: as many)"
     parser.add_argument("--first-tokens", type=int, help=first)
@@ -246,6 +281,8 @@ def options_of() -> argparse.Namespace:
     options = parser.parse_args()
     if unknown := [mode for mode in options.modes if mode != RLX and mode not in PEERS]:
         parser.error(f"--modes: got {', '.join(unknown)}, expected some of {', '.join((RLX, *PEERS))}")
+    if options.gpus > 1 and options.modes != [RLX]:
+        parser.error(f"--gpus {options.gpus}: the other modes do not share sequences; set --modes {RLX}")
     return options
 
 
@@ -253,11 +290,15 @@ def main() -> int:
     """Run the command and return the exit code."""
     options, device = options_of(), chosen_device()
     if options.folder:
-        print(json.dumps(measure(options.folder, options.modes[0], options.tokens[0], options, device)))
+        if options.gpus == 1:
+            join_alone(device)
+            measure_and_print(device, options)
+        else:
+            in_processes(options.gpus, device, measure_and_print, options, timeout=TIMEOUT)
         return 0
     options.out.mkdir(parents=True, exist_ok=True)
     print(
-        f"{options.shape} on {device_name(device)}; seconds of the step and by phase, and GB: parts of the largest phase, peaks by "
+        f"{options.shape} on {options.gpus} x {device_name(device)}; seconds of the step and by phase, and GB: parts of the largest phase, peaks by "
         "phase, what torch reserved of the device, the arena's host memory, the process"
     )
     print(header())
@@ -270,7 +311,8 @@ def main() -> int:
         for name in ("first_tokens", "directory", "max_host_gb"):
             if (given := getattr(options, name)) is not None:
                 passed_on.append(f"--{name.replace('_', '-')}={given}")
-        passed_on += [f"--micro-batches={options.micro_batches}"] + ["--lossy"] * options.lossy
+        passed_on += [f"--gpus={options.gpus}", f"--micro-batches={options.micro_batches}"]
+        passed_on += ["--lossy"] * options.lossy
         states = [state if isinstance(state, str) else f"{state / GB:g}" for state in options.optimizer_state]
         for mode, where in [(m, s) for m in options.modes for s in (states if m == RLX else ["device"])]:
             name = f"{mode}, {where}" if mode == RLX else mode

@@ -7,7 +7,17 @@ import torch
 
 from rlx.benchmarks import optimizer_step
 from rlx.benchmarks.common import write_random_model
-from rlx.benchmarks.optimizer_step import PROGRESS, STEP_PHASES, TIMES, draw, header, in_own_process, line, parts
+from rlx.benchmarks.optimizer_step import (
+    PROGRESS,
+    STEP_PHASES,
+    TIMES,
+    draw,
+    header,
+    in_own_process,
+    line,
+    parts,
+    together,
+)
 
 FIGURES = {
     "seconds": 2.0,
@@ -43,6 +53,31 @@ def test_a_step_of_each_kind_is_watched_from_forward_to_optimizer(model_folder, 
 def test_the_step_before_the_measured_ones_may_be_shorter(mode, first_tokens, expected, model_folder, one_rank):
     (seen,) = one_rank("step", "tokens_by_step", model_folder, mode, first_tokens)
     assert seen == [tokens - 1 for tokens in expected], "nothing follows the last token, which no model reads"
+
+
+@pytest.mark.slow
+def test_two_processes_share_a_sequence_and_the_state(model_folder):
+    arguments = ["--modes=rlx", "--tokens=65", "--optimizer-state=device", f"--folder={model_folder}"]
+    alone, shared = (in_own_process([*arguments, f"--gpus={count}"]) for count in (1, 2))
+    for part in ("weights", "gradients"):
+        assert shared["static"][part] == alone["static"][part] / 2
+    assert shared["process_bytes"] > alone["process_bytes"], "the sum of both processes"
+
+
+def test_figures_of_processes_are_sums_of_host_memory_and_the_largest_of_the_rest():
+    slower = {**FIGURES, "seconds": 3.0, "peaks": {**FIGURES["peaks"], "head": 70e9}, "rounds": [3.0, 5.0]}
+    found = together([{**FIGURES, "rounds": [2.0, 6.0]}, slower])
+    assert found["seconds"] == 3.0 and found["rounds"] == [3.0, 6.0]
+    assert found["peaks"] == FIGURES["peaks"] and found["times"]["hand-over"] is None
+    assert found["host_bytes"] == 210e9 and found["process_bytes"] == 224e9 and found["reserved_bytes"] == 110e9
+
+
+@pytest.mark.parametrize(("options", "said"), [(["--gpus=2"], "set --modes rlx"), (["--modes=x"], "got x")])
+def test_options_without_effect_are_refused(options, said, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["optimizer_step", *options])
+    with pytest.raises(SystemExit):
+        optimizer_step.main()
+    assert said in capsys.readouterr().err
 
 
 def test_the_rest_is_what_the_dearest_phase_takes_beside_what_stays():

@@ -5,6 +5,8 @@ from __future__ import annotations
 import datetime
 import functools
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,11 +28,8 @@ def run_on(world_size: int, benchmark: Benchmark) -> bool:
     Times are those of the slowest process, peaks the largest; other figures are the first process's. Returns as `Benchmark.run`
     does; a process that fails outside a mode raises torch's ProcessRaisedException.
     """
-    # The store stays here and has its port from the start, so that nobody else can take it while the processes import torch.
-    # torch documents the name, but does not export it in a way that mypy follows.
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
     try:
-        spawn(_work, (world_size, store.port, benchmark), nprocs=world_size)  # type: ignore[no-untyped-call]
+        in_processes(world_size, benchmark.device, _run, benchmark)
     except ProcessExitedException as ended:
         if ended.exit_code != _NOTHING_MEASURED:
             raise
@@ -38,27 +37,59 @@ def run_on(world_size: int, benchmark: Benchmark) -> bool:
     return True
 
 
-def _work(rank: int, world_size: int, port: int, benchmark: Benchmark) -> None:
-    device = benchmark.device
+def in_processes(
+    world_size: int,
+    device: torch.device,
+    work: Callable[..., None],
+    *arguments: Any,
+    timeout: datetime.timedelta = _TIMEOUT,
+) -> None:
+    """Call `work(device, *arguments)` in processes of one group, each with an accelerator of its own if `device` is one.
+
+    Args:
+        world_size: number of processes.
+        device: `work` gets the device of its process.
+        work: a function of a module; all processes call it together.
+        arguments: of `work`; they are pickled.
+        timeout: of collectives.
+
+    Raises:
+        ProcessRaisedException: with the traceback of the first process that failed.
+    """
+    # The store stays here and has its port from the start, so that nobody else can take it while the processes import torch.
+    # torch documents the name, but does not export it in a way that mypy follows.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+    spawn(_join, (world_size, store.port, timeout, device, work, arguments), nprocs=world_size)  # type: ignore[no-untyped-call]
+
+
+def _join(
+    rank: int,
+    world_size: int,
+    port: int,
+    timeout: datetime.timedelta,
+    device: torch.device,
+    work: Callable[..., None],
+    arguments: tuple[Any, ...],
+) -> None:
+    backend = "gloo"
     if device.type == "cpu":
         torch.set_num_threads(1)
     else:
         device = torch.device(device.type, rank)
         torch.accelerator.set_device_index(rank)
-    dist.init_process_group(
-        dist.get_default_backend_for_device(device),
-        store=dist.TCPStore("127.0.0.1", port, timeout=_TIMEOUT),  # type: ignore[attr-defined]
-        rank=rank,
-        world_size=world_size,
-        timeout=_TIMEOUT,
-    )
+        backend = f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
+    store = dist.TCPStore("127.0.0.1", port, timeout=timeout)  # type: ignore[attr-defined]
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     try:
-        ranks = Ranks(dist.new_group(backend="gloo", timeout=_TIMEOUT))
-        shard = functools.partial(_shard, mesh=init_device_mesh(device.type, (world_size,)))
-        is_measured = benchmark._replace(device=device, adapt=shard).run(ranks)
+        work(device, *arguments)
     finally:
         dist.destroy_process_group()
-    if not is_measured:
+
+
+def _run(device: torch.device, benchmark: Benchmark) -> None:
+    ranks = Ranks(dist.new_group(backend="gloo", timeout=_TIMEOUT))
+    shard = functools.partial(_shard, mesh=init_device_mesh(device.type, (dist.get_world_size(),)))
+    if not benchmark._replace(device=device, adapt=shard).run(ranks):
         sys.exit(_NOTHING_MEASURED)
 
 
