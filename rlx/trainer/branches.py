@@ -29,12 +29,9 @@ def all_rows(batch: Batch) -> Batch:
     of_conversation = batch.rows([row for row, count in enumerate(counts) for _ in range(count)])
     first = Batch({**of_conversation.tensors, **first.tensors}, of_conversation.info)
     whole = concat([first, batch.with_prompts(widest)])
-    rows, branches, next_first = [], [], 0
-    for row, count in enumerate(counts):
-        rows += [*range(next_first, next_first + count), len(first) + row]
-        branches += range(count + 1)
-        next_first += count
-    return whole.rows(rows).with_(branch=torch.tensor(branches))
+    places = [*((row, branch) for row, count in enumerate(counts) for branch in range(count)), *enumerate(counts)]
+    order = sorted(range(len(whole)), key=places.__getitem__)
+    return whole.rows(order).with_(branch=torch.tensor([places[row][1] for row in order]))
 
 
 def conversations_of(batch: Batch) -> Batch:
