@@ -5,7 +5,7 @@ from collections import defaultdict
 
 import pytest
 from test_run import results, resume_from
-from test_run_environment import check, read_transcripts
+from test_run_environment import VLLM, check, read_transcripts
 from transformers import AutoTokenizer
 
 pytestmark = pytest.mark.e2e
@@ -110,6 +110,14 @@ def test_conversations_fork_and_resume_exactly(train, options, algorithm):
             advantages = [{x for row in rows for x in row["advantages"] if x is not None} for rows in own]
             assert all(len(each) == 1 for each in advantages), "one number for all rows of a conversation"
             assert sum(each.pop() for each in advantages) == pytest.approx(0.0, abs=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("cpu_vllm")
+def test_vllm_saw_the_rows_that_are_trained_on(train, options):
+    (_, steps) = train(*options(SHORTENS), *VLLM, "trainer.total_training_steps=1", "trainer.save_freq=-1")
+    assert steps[1]["conversation/forks"] > 0
+    assert 0 < steps[1]["mismatch/turn_2/max_abs_log_prob"] < 1e-3
 
 
 @pytest.mark.slow
