@@ -66,10 +66,10 @@ def scores(config: PPOConfig, batch: Batch, by_functions: Callable[[], Scores]) 
 def describe(batch: Batch) -> dict[str, float]:
     """Return metrics of the conversations; none without environments.
 
-    Metrics are conversation/turns_mean and turns_max (turns of the policy); forks (mean rows less one); tool_calls and tool_errors of a conversation on average;
-    failures (conversations that an environment's failure ended); environment_s (mean seconds that a conversation waited for its
-    environment); waited_s (seconds in which a process had nothing to sample, the longest of all processes); loss_token_share
-    (tokens of the policy among those behind prompts); and ended/<reason>, the share that ended so.
+    Metrics are conversation/turns_mean and turns_max (turns of the policy); forks (mean rows less one); tool_calls and tool_errors
+    of a conversation on average; failures (conversations that an environment's failure ended); environment_s (mean seconds that
+    a conversation waited for its environment); waited_s (seconds in which a process had nothing to sample, the longest of all
+    processes); loss_token_share (tokens of the policy among those behind prompts); and ended/<reason>, the share that ended so.
     """
     records: list[dict[str, Any]] = conversations_of(batch).info.get(CONVERSATION, [])
     if not records:

@@ -152,3 +152,11 @@ def test_conversations_of_several_rows_in_two_processes(
     arguments = (model_folder, (kind,), strategy, cases, 1, None, "auto", True)
     for results in two_ranks("invariance", "grouped_gradients", *arguments):
         agree(results, expected_of_conversations)
+
+
+def test_conversations_of_several_rows_in_processes_that_share_them(
+    kind, expected_of_conversations, model_folder, two_ranks
+):
+    arguments = (model_folder, (kind,), "fsdp2", [((8,), TOKENS[1], "reordered")], 2, None, True, True)
+    for results in two_ranks("invariance", "grouped_gradients", *arguments):
+        agree(results, expected_of_conversations)
