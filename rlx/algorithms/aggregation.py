@@ -18,10 +18,16 @@ def _check(mask_BT: Tensor, mode: str) -> None:
         raise ValueError(f"mask: got shape {tuple(mask_BT.shape)} {mask_BT.dtype}, expected (B, T) torch.bool")
 
 
-def token_weights(mask_BT: Tensor, mode: str, horizon: int, dtype: torch.dtype = torch.float32) -> Tensor:
+def token_weights(
+    mask_BT: Tensor,
+    mode: str,
+    horizon: int,
+    dtype: torch.dtype = torch.float32,
+    sample_tokens_B: Tensor | None = None,
+) -> Tensor:
     """Return the weight (B, T) of each token's loss before the division by the denominator.
 
-    `token-mean` and `seq-mean-token-sum` weigh each token 1, `seq-mean-token-mean` 1 / (the row's tokens),
+    `token-mean` and `seq-mean-token-sum` weigh each token 1, `seq-mean-token-mean` 1 / (the sample's tokens),
     `seq-mean-token-sum-norm` 1 / horizon. Weights outside the mask are 0, which hides finite losses there but not NaN.
 
     Args:
@@ -29,6 +35,7 @@ def token_weights(mask_BT: Tensor, mode: str, horizon: int, dtype: torch.dtype =
         mode: one of AGGREGATION_MODES.
         horizon: longest response allowed [tokens]; only read by `seq-mean-token-sum-norm`.
         dtype: of the weights, the loss's.
+        sample_tokens_B: (B,) int64, tokens that count in all rows of the row's sample; None: each row is a sample.
 
     Raises:
         ValueError: the mode is unknown, the mask has another type, or a horizon that is read is below 1.
@@ -38,7 +45,8 @@ def token_weights(mask_BT: Tensor, mode: str, horizon: int, dtype: torch.dtype =
     _check(mask_BT, mode)
     weights_BT = mask_BT.to(dtype)
     if mode == "seq-mean-token-mean":
-        return weights_BT / mask_BT.sum(dim=1, keepdim=True).clamp(min=1)
+        tokens_B = mask_BT.sum(dim=1) if sample_tokens_B is None else sample_tokens_B
+        return weights_BT / tokens_B.clamp(min=1)[:, None]
     if mode == "seq-mean-token-sum-norm":
         if horizon < 1:
             raise ValueError(f"horizon: got {horizon}, expected the longest response in tokens, at least 1")
@@ -46,11 +54,17 @@ def token_weights(mask_BT: Tensor, mode: str, horizon: int, dtype: torch.dtype =
     return weights_BT
 
 
-def denominator(mask_BT: Tensor, mode: str) -> Tensor:
-    """Return the number to divide the weighted sum of losses by: tokens for `token-mean`, rows for the other modes.
+def denominator(mask_BT: Tensor, mode: str, sample_tokens_B: Tensor | None = None) -> Tensor:
+    """Return the number to divide the weighted sum of losses by: tokens for `token-mean`, samples for the other modes.
 
     A row without a token in the mask (B, T) does not count, so rows that are added to keep processes in step change nothing.
-    The result is a scalar int64, exact under any order of summation; 0 if no row counts. Raises ValueError as `token_weights`.
+    The result is a scalar int64, exact under any order of summation; 0 if no row counts. If samples have several rows, each counts
+    as its share of `sample_tokens_B`: then it is fp64, and the sum over whole samples is a whole number but for rounding.
+    Raises ValueError as `token_weights`.
     """
     _check(mask_BT, mode)
-    return mask_BT.sum() if mode == "token-mean" else mask_BT.any(dim=1).sum()
+    if mode == "token-mean":
+        return mask_BT.sum()
+    if sample_tokens_B is None:
+        return mask_BT.any(dim=1).sum()
+    return (mask_BT.sum(dim=1).double() / sample_tokens_B.clamp(min=1)).sum()

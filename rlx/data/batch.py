@@ -45,6 +45,15 @@ TENSORS: dict[str, Column] = {
     "turn_rewards": Column(
         "BR", F32, "rollout", "reward that an environment gave a turn, on its last token; only with an environment"
     ),
+    "branch": Column(
+        "B",
+        I64,
+        "trainer",
+        "index of the row among those of its conversation; only if a conversation of the batch forked",
+    ),
+    "sample_tokens": Column(
+        "B", I64, "trainer", "tokens in the loss of all rows of the row's conversation; only with `branch`"
+    ),
     "scores": Column("B", F32, "rewards", "one score per sample"),
     "greedy_scores": Column(
         "B", F32, "rewards", "score of the greedy response to the sample's prompt, if ReMax asks for it"
@@ -80,6 +89,9 @@ TENSORS: dict[str, Column] = {
 SEQUENCE = ("input_ids", "attention_mask", "response_mask")
 """The columns that a model reads."""
 
+SAMPLE_TOKENS = "sample_tokens"
+"""The column that losses read in addition, if samples of the batch have several rows."""
+
 EXPERTS = "routed_experts"
 """The column that routers of a mixture of experts read in addition, if the sampler writes it."""
 
@@ -92,6 +104,7 @@ INFO: dict[str, str] = {
     "response_text": "str: all decoded tokens behind the prompt without special tokens (trainer)",
     "sample": "int: index among the samples of its prompt (trainer)",
     "conversation": "dict: the turns with their times and rewards, and the reason of the end (rollout, with an environment)",
+    "earlier_rows": "Batch or None: the rows of the conversation before this one, if it forked (rollout, with an environment)",
 }
 
 

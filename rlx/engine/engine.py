@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import AdamW
 
 from rlx.config.schema import FSDPConfig, ModelConfig, OptimConfig
-from rlx.data.batch import SEQUENCE, Batch
+from rlx.data.batch import SAMPLE_TOKENS, SEQUENCE, Batch
 from rlx.engine import checkpoint
 from rlx.engine import optimizer as adamw
 from rlx.engine.cutting import Cutter, SequenceGroup
@@ -221,7 +221,7 @@ class Engine:
         if self._state_on_host is not None:
             self._state_on_host.to_host()
         self.root.train()
-        batch = batch.select(*SEQUENCE, *objective.columns)
+        batch = batch.select(*SEQUENCE, *objective.columns, *([SAMPLE_TOKENS] if SAMPLE_TOKENS in batch else []))
         totals = totals_of(batch, objective, self.cutter.copies, self.device)
         parts = list(self.cutter.micro_batches(batch, micro))
         passes = partial(self._passes, parts, objective, totals)

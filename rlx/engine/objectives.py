@@ -17,7 +17,7 @@ from rlx.algorithms.kl import kl_estimate
 from rlx.algorithms.losses import POLICY_LOSSES, LossSettings, PolicyLoss, value_loss
 from rlx.algorithms.rollout_correction import mismatch_sums
 from rlx.config.schema import ActorConfig, CriticConfig, PolicyLossConfig, RolloutCorrectionConfig
-from rlx.data.batch import EXPERTS, Batch
+from rlx.data.batch import EXPERTS, SAMPLE_TOKENS, Batch
 from rlx.engine.forward import Distribution
 from rlx.user_code import POLICY_LOSS, load_callable
 
@@ -69,6 +69,11 @@ class Objective:
         """Return this micro-batch's share of loss and metrics; `outputs` are those of `Forward`, (B, R) each."""
         raise NotImplementedError
 
+    def weights(self, batch: Batch, horizon: int, dtype: torch.dtype, totals: Totals) -> Tensor:
+        """Return the weight of each token's loss, (B, R)."""
+        tokens_B = batch.tensors.get(SAMPLE_TOKENS)
+        return token_weights(self.mask(batch), self.loss_agg_mode, horizon, dtype, tokens_B) / totals.denominator
+
 
 # Every process calls these two functions.
 
@@ -76,9 +81,10 @@ class Objective:
 def totals_of(batch: Batch, objective: Objective, copies: int, device: torch.device) -> Totals:
     """Return the counts of a mini-batch of which each process has a share, and `copies` processes the same one."""
     mask_BR = objective.mask(batch)
-    counts = torch.stack([denominator(mask_BR, objective.loss_agg_mode), mask_BR.sum()]).double().to(device)
+    samples = denominator(mask_BR, objective.loss_agg_mode, batch.tensors.get(SAMPLE_TOKENS))
+    counts = torch.stack([samples.double(), mask_BR.sum().double()]).to(device)
     dist.all_reduce(counts)
-    return Totals(*(counts / copies).clamp(min=1).tolist())
+    return Totals(*(counts / copies).round().clamp(min=1).tolist())  # shares of samples add up to whole numbers
 
 
 def over_processes(each: dict[str, Tensor], op: dist.ReduceOp.RedOpType) -> dict[str, float]:
@@ -197,7 +203,7 @@ class PolicyObjective(Objective):
         """See Objective."""
         actor, mask_BR, bypass = self.actor, self.mask(batch), self.correction.bypass_mode
         log_probs, entropy = outputs["log_probs"], outputs.get("entropy")
-        weights = token_weights(mask_BR, self.loss_agg_mode, self.horizon, log_probs.dtype) / totals.denominator
+        weights = self.weights(batch, self.horizon, log_probs.dtype, totals)
         old_log_probs = batch["old_log_probs"]
         answer = self.policy_loss(log_probs, old_log_probs, batch["advantages"], mask_BR, self.settings)
         loss_BR, stats = _checked(answer, mask_BR, actor.policy_loss)
@@ -247,7 +253,7 @@ class ValueObjective(Objective):
     def share(self, outputs: dict[str, Tensor], batch: Batch, totals: Totals) -> Share:
         """See Objective."""
         mask_BR, values = batch["response_mask"], outputs["values"]
-        weights = token_weights(mask_BR, self.loss_agg_mode, self.horizon, values.dtype) / totals.denominator
+        weights = self.weights(batch, self.horizon, values.dtype, totals)
         loss_BR, stats = value_loss(values, batch["values"], batch["returns"], self.clip)
         loss = (weights * loss_BR).sum()
         figures = {**stats, "vpred_mean": values}

@@ -1,7 +1,7 @@
 """Messages in tokens, as the chat template writes them: first prompts, and the text between two turns."""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import groupby
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 PROBE, SAID, HIDDEN = "rlxPROBE", "rlxSAID", "rlxHIDDEN"
 """Words that stand in texts for others: those of a turn, of a message, and special tokens."""
+NUMBERED = re.compile(HIDDEN)
 ANCHOR = "\n"
 MOST_HANGS = 3
 """Chats that are tried alone although those before took too long."""
@@ -50,10 +51,17 @@ class UnusableTemplate(ExplainedError, ValueError):
 
 
 class Written(NamedTuple):
-    """Tokens that the template adds before a turn, and the text that it writes for the whole conversation up to this turn."""
+    """What the template writes before a turn.
+
+    Args:
+        token_ids: those that it adds; of the whole conversation up to the turn if the history is rewritten.
+        text: of the whole conversation up to the turn.
+        is_rewritten: whether it writes earlier turns in another way than the model has read and said them.
+    """
 
     token_ids: list[int]
     text: str
+    is_rewritten: bool = False
 
 
 class Gap(NamedTuple):
@@ -66,6 +74,7 @@ class Gap(NamedTuple):
         last_token: the last sampled token. If the template closes a turn with it, it is not written twice.
         before: the template's text up to the turn; empty if it is not known.
         said: the turn's text as it was sampled.
+        answers: places in `history` of messages that followed turns. Special tokens in their texts are plain text too.
     """
 
     history: list[Message]
@@ -74,6 +83,7 @@ class Gap(NamedTuple):
     last_token: int
     before: str = ""
     said: str = ""
+    answers: Collection[int] = ()
 
 
 class Chat:
@@ -81,12 +91,16 @@ class Chat:
 
     Args:
         tokenizer: of the policy.
-        keeps_rewritten: when the template would write earlier turns in another way than before, such as without their
-            thinking: keep their tokens and add the new messages' alone. Otherwise `between` raises RewrittenHistory.
+        on_rewritten: when the template would write earlier turns in another way than before, such as without their thinking:
+            `refuse` lets `between` return RewrittenHistory; `keep` keeps their tokens and adds the new messages' alone; `fork`
+            writes the whole conversation anew.
+
+    Attributes:
+        forks: whether it is `fork`.
     """
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase", keeps_rewritten: bool = False):
-        self._tokenizer, self._keeps = tokenizer, keeps_rewritten
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", on_rewritten: str = "refuse"):
+        self._tokenizer, self._keeps, self.forks = tokenizer, on_rewritten == "keep", on_rewritten == "fork"
         listed = sorted(filter(None, tokenizer.get_added_vocab()), key=len, reverse=True)
         self._marker = re.compile("|".join(map(re.escape, [*listed, HIDDEN])))
         # SentencePiece writes a space before each text; behind a line break it does not.
@@ -117,23 +131,25 @@ class Chat:
     def between(self, gaps: Sequence[Gap]) -> list[Written | Exception]:
         """Return for each gap the tokens from the end of its turn to the beginning of the next, or the error.
 
-        Errors are RewrittenHistory, if the template would write `history` in another way and `keeps_rewritten` is not set;
-        UnusableTemplate, if the template leaves the content of a message out; and any error of the template.
+        With `fork` and a rewritten history they are the tokens of the whole conversation. Errors are RewrittenHistory, with
+        `refuse`; UnusableTemplate, if the template leaves the content of a message out; and any error of the template.
         """
         return _together_or_alone(self._between, gaps)
 
     def _between(self, gaps: Sequence[Gap]) -> list[Written]:
         hidden: list[list[str]] = [[] for _ in gaps]
-        safe = [[self._hide(message, own) for message in gap.added] for gap, own in zip(gaps, hidden, strict=True)]
+        safe = [self._with_plain_answers(*each) for each in zip(gaps, hidden, strict=True)]
+        tails: list[str | None]
         if self._tokenizer.chat_template is None:
             texts = [""] * len(gaps)
-            tails = [contents_of(added) or "\n" for added in safe]  # something must lie between two turns
+            tails = [contents_of(gap.added) or "\n" for gap in safe]  # something must lie between two turns
         else:
-            texts = self._prompts([([*gap.history, *own], gap.tools) for gap, own in zip(gaps, safe, strict=True)])
-            tails = [self._tail(*each) for each in zip(gaps, safe, texts, strict=True)]
+            texts = self._prompts([([*gap.history, *gap.added], gap.tools) for gap in safe])
+            tails = [self._tail(*each) for each in zip(safe, texts, strict=True)]
+        ids = self._ids(tails, texts, hidden)
         return [
-            Written(ids[1:] if ids[:1] == [gap.last_token] else ids, text)
-            for gap, ids, text in zip(gaps, self._ids(tails, hidden), texts, strict=True)
+            Written(own[1:] if tail is not None and own[:1] == [gap.last_token] else own, text, tail is None)
+            for gap, own, text, tail in zip(gaps, ids, texts, tails, strict=True)
         ]
 
     def fault_of(self, role: str) -> str:
@@ -143,19 +159,25 @@ class Chat:
         (found,) = self.between([Gap(history, [{**answer, "role": role}], _TOOLS, last_token=-1)])
         return f"{type(found).__name__}: {found}" if isinstance(found, Exception) else ""
 
-    def _tail(self, gap: Gap, added: list[Message], after: str) -> str:
-        """Return the part of `after`, the text of all messages, behind the words of the turn.
+    def _tail(self, gap: Gap, after: str) -> str | None:
+        """Return the part of `after`, the text of all messages, behind the words of the turn; None if the row forks there.
 
         A text that begins with all that the model has read and said, and closes the turn there, rewrites nothing. Otherwise the
         template or the environment writes the turn in other words, for example calls of tools, and the template's text without
-        the new messages shows which.
+        the new messages shows which. A fork follows these words too.
         """
-        self._require_content(gap, added)
+        self._require_content(gap)
         words, closing = gap.before + gap.said, self._closing()
         # The template may write words of its own for an empty turn; a closing without letters may be part of a longer turn.
         if gap.before and gap.said and closing.strip() and after.startswith(words + closing):
             return after[len(words) :]
-        return self._tail_by_rendering(gap, added, after)
+        try:
+            tail = self._tail_by_rendering(gap, gap.added, after)
+        except RewrittenHistory:
+            if not self.forks:
+                raise
+            return None
+        return None if self.forks and gap.before and words + tail != after else tail
 
     def _tail_by_rendering(self, gap: Gap, added: list[Message], after: str) -> str:
         *earlier, turn = gap.history
@@ -175,7 +197,8 @@ class Chat:
         raise RewrittenHistory(
             "the chat template writes earlier turns in another way once new messages follow, for example without their "
             "thinking; expected one that only adds text. Set actor_rollout_ref.rollout.multi_turn.on_rewritten_history=keep to "
-            "go on with the tokens as they were sampled, or take a template that keeps them"
+            "go on with the tokens as they were sampled, or =fork to go on with the rewritten ones in a row of their own, or take "
+            "a template that keeps them"
         )
 
     def _closing(self) -> str:
@@ -190,13 +213,13 @@ class Chat:
             self._end = text.rpartition(PROBE)[2]
         return self._end
 
-    def _require_content(self, gap: Gap, added: list[Message]) -> None:
+    def _require_content(self, gap: Gap) -> None:
         """Raise UnusableTemplate if the template does not write what a role says, the first time that it comes."""
-        kind = (str(added[0].get("role")), "tool_calls" in gap.history[-1])
+        kind = (str(gap.added[0].get("role")), "tool_calls" in gap.history[-1])
         if kind not in self._checked:
-            said = [{**added[0], "content": SAID}]
+            said = [{**gap.added[0], "content": SAID}]
             (after,) = self._texts([[*gap.history, *said]], gap.tools, prompt=True)
-            if SAID not in self._tail_by_rendering(gap, said, after):
+            if SAID not in (after if self.forks else self._tail_by_rendering(gap, said, after)):
                 raise UnusableTemplate(
                     f"the chat template does not write the content of the role {kind[0]}, given as text"
                 )
@@ -218,8 +241,19 @@ class Chat:
                 chats, tools=tools or None, tokenize=False, add_generation_prompt=prompt
             )
 
-    def _hide(self, value: Any, hidden: list[str]) -> Any:
-        """Return the message with a number in place of each special token in its texts, and append these to `hidden`."""
+    def _with_plain_answers(self, gap: Gap, hidden: list[str]) -> Gap:
+        """Return the gap with numbers in place of special tokens in the environment's texts, and append these to `hidden`.
+
+        Special tokens in the first prompt and in the model's turns are read as such.
+        """
+        history = [
+            self._hide(message, hidden, self._marker if place in gap.answers else NUMBERED)
+            for place, message in enumerate(gap.history)
+        ]
+        return gap._replace(history=history, added=[self._hide(each, hidden, self._marker) for each in gap.added])
+
+    def _hide(self, value: Any, hidden: list[str], marker: re.Pattern[str]) -> Any:
+        """Return the message with a number in place of each match in its texts, and append these to `hidden`."""
 
         def number(match: re.Match[str]) -> str:
             hidden.append(match[0])
@@ -228,22 +262,26 @@ class Chat:
         match value:
             case str():
                 whole = value.encode("utf-8", "replace").decode()  # half a surrogate pair is no text
-                return self._marker.sub(number, whole)
+                return marker.sub(number, whole)
             case dict():
-                return {name: each if name == "role" else self._hide(each, hidden) for name, each in value.items()}
+                return {
+                    name: each if name == "role" else self._hide(each, hidden, marker) for name, each in value.items()
+                }
             case list():
-                return [self._hide(each, hidden) for each in value]
+                return [self._hide(each, hidden, marker) for each in value]
         return value
 
-    def _ids(self, texts: list[str], hidden: list[list[str]]) -> list[list[int]]:
-        """Return the tokens of each text, in which `_hide` hid its texts."""
+    def _ids(self, tails: list[str | None], texts: list[str], hidden: list[list[str]]) -> list[list[int]]:
+        """Return the tokens of each tail, or of the whole text where that is None, in which `_hide` hid its texts."""
         pieces: list[str] = []
-        ends = []
-        for text, own in zip(texts, hidden, strict=True):
-            for place, piece in enumerate(re.split(f"{HIDDEN}([0-9]+);", text)):
+        ends, firsts = [], set()
+        for tail, text, own in zip(tails, texts, hidden, strict=True):
+            if tail is None:
+                firsts.add(len(pieces))
+            for place, piece in enumerate(re.split(f"{HIDDEN}([0-9]+);", text if tail is None else tail)):
                 pieces += self._plain(own[int(piece)]) if place % 2 else [piece]
             ends.append(len(pieces))
-        ids = self._encoded(pieces)
+        ids = self._encoded(pieces, firsts)
         return [
             [token for piece in ids[first:end] for token in piece] for first, end in zip([0, *ends], ends, strict=False)
         ]
@@ -256,21 +294,22 @@ class Chat:
         cut = found.start() + 1
         return [text[:cut], *self._plain(text[cut:])]
 
-    def _encoded(self, texts: list[str]) -> list[list[int]]:
-        """Return the tokens of each text as they are behind another text."""
+    def _encoded(self, texts: list[str], firsts: Collection[int]) -> list[list[int]]:
+        """Return the tokens of each text as they are behind another text, but for the places in `firsts`."""
         anchor = self._anchor_ids
+        behind = [bool(anchor and text) and place not in firsts for place, text in enumerate(texts)]
         found: list[list[int]] = self._tokenizer(
-            [ANCHOR + text if anchor and text else text for text in texts],
+            [ANCHOR + text if each else text for text, each in zip(texts, behind, strict=True)],
             add_special_tokens=False,
             return_attention_mask=False,
         )["input_ids"]
         return [
             ids
-            if not anchor or not text
+            if not each
             else ids[len(anchor) :]
             if ids[: len(anchor)] == anchor
             else self._tokenizer.encode(text, add_special_tokens=False)
-            for text, ids in zip(texts, found, strict=True)
+            for text, ids, each in zip(texts, found, behind, strict=True)
         ]
 
 

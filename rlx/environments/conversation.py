@@ -1,11 +1,13 @@
 """One conversation in tokens: those that the model sampled, and those that the chat template puts between its turns.
 
-A turn's tokens stay as they were sampled; nobody reads them again from text. Pure data: no sampler, no process.
+A turn's tokens stay as they were sampled; nobody reads them again from text. Where the template writes the history in another way
+and a fork follows, a new branch begins: a row of its own, with that history. Pure data: no sampler, no process.
 """
 
 import math
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import takewhile
+from typing import Any, NamedTuple
 
 from rlx.environments.chat import Gap, Tools, Written, contents_of
 from rlx.environments.protocol import Message, Observation, Turn
@@ -16,20 +18,31 @@ CHARACTERS_PER_TOKEN = 100
 """Longer messages are not tokenised: they cannot fit into the tokens that are left."""
 
 
+class Branch(NamedTuple):
+    """The tokens of one row; see Conversation."""
+
+    prompt_ids: list[int]
+    token_ids: list[int]
+    sampled: list[bool]
+    log_probs: list[float]
+
+
 @dataclass
 class Conversation:
-    """A row: its prompt, and behind it turns of the model and tokens between them.
+    """A prompt, and behind it turns of the model and tokens between them.
 
     Attributes:
-        prompt_ids: the first prompt.
+        prompt_ids: the first prompt; in a later branch as much of it as the rewritten history begins with.
         width: most tokens behind it.
         messages, tools: what the template has written so far.
+        answers: places in `messages` of those that followed turns.
         text: of them up to the next turn, as the template writes it.
+        earlier: the branches before this one.
         token_ids: behind the prompt.
         sampled: whether the model sampled each of them.
         log_probs: of each under the sampler; 0 if it was not sampled.
-        turns: a record for each turn and each observation, as transcripts have it. Its `start` and `end` count from the prompt's
-            first token.
+        turns: a record for each turn and each observation, as transcripts have it. Its `start` and `end` count from the first
+            token of the prompt of its `branch`. The record of a rewritten history has the role `history`.
         reason: why the conversation ended; empty before.
         failed: whether the reason is a failure of the environment.
         info: numbers of the environment; a later turn's replace an earlier one's.
@@ -40,7 +53,9 @@ class Conversation:
     width: int
     messages: list[Message] = field(default_factory=list)
     tools: Tools = field(default_factory=list)
+    answers: list[int] = field(default_factory=list)
     text: str = ""
+    earlier: list[Branch] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     sampled: list[bool] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
@@ -54,6 +69,11 @@ class Conversation:
     def room(self) -> int:
         """Tokens that may still come."""
         return self.width - len(self.token_ids)
+
+    @property
+    def branches(self) -> list[Branch]:
+        """All rows of the conversation, in order."""
+        return [*self.earlier, Branch(self.prompt_ids, self.token_ids, self.sampled, self.log_probs)]
 
     @property
     def own_turns(self) -> list[dict[str, Any]]:
@@ -77,23 +97,35 @@ class Conversation:
         self.own_turns[-1].update(seconds=seconds, reward=observation.reward, calls=calls)
         self.messages.append(observation.assistant or {"role": "assistant", "content": text})
 
-    def gap(self, messages: list[Message]) -> Gap | None:
+    def gap(self, messages: list[Message], may_fork: bool = False) -> Gap | None:
         """Return the place of messages behind the last turn; None if they are longer than any text that fits."""
         characters = sum(len(str(message.get("content") or "")) for message in messages)
-        if characters > CHARACTERS_PER_TOKEN * self.room:
+        if characters > CHARACTERS_PER_TOKEN * (self.width if may_fork else self.room):
             return None
         said = self.own_turns[-1]["text"]
-        return Gap(self.messages, messages, self.tools, self.token_ids[-1], self.text, said)
+        return Gap(self.messages, messages, self.tools, self.token_ids[-1], self.text, said, {*self.answers})
 
     def add_messages(self, messages: list[Message], written: Written) -> bool:
         """Append messages, written as tokens, if one is left for the model's answer to them, else return False."""
-        if len(written.token_ids) >= self.room:
+        ids, role = written.token_ids, str(messages[-1].get("role", "user")) if messages else "user"
+        if written.is_rewritten:
+            prompt, role = max(1, _common(self.prompt_ids, ids)), "history"
+            if len(ids) - prompt >= self.width:
+                return False
+            self._fork(ids[:prompt])
+            ids = ids[prompt:]
+        elif len(ids) >= self.room:
             return False
+        self.answers += range(len(self.messages), len(self.messages) + len(messages))
         self.messages += messages
         self.text = written.text
-        role = str(messages[-1].get("role", "user")) if messages else "user"
-        self._append(written.token_ids, False, [0.0] * len(written.token_ids), role, contents_of(messages))
+        self._append(ids, False, [0.0] * len(ids), role, contents_of(messages))
         return True
+
+    def _fork(self, prompt_ids: list[int]) -> None:
+        """Begin a branch with this prompt."""
+        self.earlier = self.branches
+        self.prompt_ids, self.token_ids, self.sampled, self.log_probs = prompt_ids, [], [], []
 
     def end(self, reason: str) -> None:
         """End the conversation."""
@@ -128,4 +160,9 @@ class Conversation:
         self.sampled += [sampled] * len(ids)
         self.log_probs += log_probs
         record = {"start": start, "end": start + len(ids), "role": role, "text": text, "seconds": None, "reward": None}
-        self.turns.append({**record, "calls": [], "finish_reason": finish_reason})
+        self.turns.append({**record, "calls": [], "finish_reason": finish_reason, "branch": len(self.earlier)})
+
+
+def _common(first: list[int], second: list[int]) -> int:
+    """Return with how many equal tokens both begin."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))

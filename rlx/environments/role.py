@@ -35,7 +35,7 @@ def bounds(config: PPOConfig) -> ConversationBounds:
 
 def require_usable_template(config: PPOConfig, tokenizer: "PreTrainedTokenizerBase") -> None:
     """Raise UnusableTemplate if the chat template lets no conversation go on, neither by a user's messages nor by tools' output."""
-    chat = Chat(tokenizer, config.actor_rollout_ref.rollout.multi_turn.on_rewritten_history == "keep")
+    chat = Chat(tokenizer, config.actor_rollout_ref.rollout.multi_turn.on_rewritten_history)
     faults = [chat.fault_of(role) for role in ("user", "tool")]
     if all(faults):
         raise UnusableTemplate(
@@ -59,7 +59,7 @@ class ConversationSampler:
             self._pool = EnvironmentPool(environment_spec(config), own.processes, own.memory_limit_gb)
         self._options = partial(
             ConversationOptions,
-            chat=Chat(tokenizer, rollout.multi_turn.on_rewritten_history == "keep"),
+            chat=Chat(tokenizer, rollout.multi_turn.on_rewritten_history),
             bounds=bounds(config),
             first_rank=first_rank,
             in_waves=rollout.name == "hf",  # which decodes waves of requests; vLLM takes them at any time

@@ -1,12 +1,12 @@
 """From a batch of prompts to the rows of conversations, and from conversations to a batch. Letters as in `rlx/data/batch.py`."""
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
 from rlx.data.batch import Batch, BatchError, left_padded
-from rlx.environments.conversation import Conversation
+from rlx.environments.conversation import Branch, Conversation
 from rlx.environments.running import ConversationRow, RanConversations
 
 ROW_INFO = ("raw_prompt", "data_source", "ground_truth", "extra_info")
@@ -37,37 +37,55 @@ def batch_of(
     version: int | None,
     with_log_probs: bool,
 ) -> Batch:
-    """Return the conversations as a batch.
+    """Return the conversations as a batch, a row for each: its last branch.
 
     Returns:
         seed, input_ids, attention_mask, response_mask (True on sampled tokens alone), policy_version, turn_rewards, with log-probs
-        rollout_log_probs; and info conversation. A conversation without a prompt of its own has that of its row.
+        rollout_log_probs; and info conversation and earlier_rows. A conversation without a prompt of its own has that of its row.
     """
-    conversations = ran.conversations
-    prompts = [own.prompt_ids or row.prompt_ids for own, row in zip(conversations, rows, strict=True)]
+    shape = pad_token_id, response_length, version or 0, with_log_probs
+    last, earlier = [], []
+    for own, row in zip(ran.conversations, rows, strict=True):
+        branches = [each._replace(prompt_ids=each.prompt_ids or row.prompt_ids) for each in own.branches]
+        written = [_Row(*each) for each in zip([row.seed] * len(branches), branches, _rewards(own), strict=True)]
+        last.append(written[-1])
+        earlier.append(_columns(written[:-1], *shape) if own.earlier else None)
+    records = [_record(own, ran.waited_s) for own in ran.conversations]
+    return _columns(last, *shape).with_({"conversation": records, "earlier_rows": earlier})
+
+
+class _Row(NamedTuple):
+    seed: int
+    branch: Branch
+    rewards: list[float]
+
+
+def _columns(
+    rows: Sequence[_Row], pad_token_id: int, response_length: int, version: int, with_log_probs: bool
+) -> Batch:
+    def padded(values: Iterable[Sequence[float]], padding: float, dtype: torch.dtype) -> torch.Tensor:
+        return _right_padded([*values], response_length, padding, dtype)
+
+    branches = [row.branch for row in rows]
+    prompts = [own.prompt_ids for own in branches]
     prompt_ids, prompt_mask = (
         left_padded(prompts, pad_token_id) if prompts else (torch.zeros(0, 1, dtype=torch.int64),) * 2
     )
-    responses = _right_padded([own.token_ids for own in conversations], response_length, pad_token_id, torch.int64)
-    written = _right_padded([[True] * len(own.token_ids) for own in conversations], response_length, False, torch.bool)
-    count = len(conversations)
+    responses = padded((own.token_ids for own in branches), pad_token_id, torch.int64)
+    written = padded(([True] * len(own.token_ids) for own in branches), False, torch.bool)
     batch = Batch.of(
         {
             "seed": torch.tensor([row.seed for row in rows], dtype=torch.int64),
             "input_ids": torch.cat([prompt_ids, responses], dim=1),
             "attention_mask": torch.cat([prompt_mask.bool(), written], dim=1),
-            "response_mask": _right_padded([own.sampled for own in conversations], response_length, False, torch.bool),
-            "policy_version": torch.full((count,), version or 0, dtype=torch.int64),
-            "turn_rewards": _right_padded(
-                [_rewards(own) for own in conversations], response_length, 0.0, torch.float32
-            ),
-        },
-        {"conversation": [_record(own, ran.waited_s) for own in conversations]},
+            "response_mask": padded((own.sampled for own in branches), False, torch.bool),
+            "policy_version": torch.full((len(rows),), version, dtype=torch.int64),
+            "turn_rewards": padded((row.rewards for row in rows), 0.0, torch.float32),
+        }
     )
     if not with_log_probs:
         return batch
-    log_probs = _right_padded([own.log_probs for own in conversations], response_length, 0.0, torch.float32)
-    return batch.with_(rollout_log_probs=log_probs)
+    return batch.with_(rollout_log_probs=padded((own.log_probs for own in branches), 0.0, torch.float32))
 
 
 def _right_padded(rows: Sequence[Sequence[float]], width: int, padding: float, dtype: torch.dtype) -> torch.Tensor:
@@ -77,11 +95,13 @@ def _right_padded(rows: Sequence[Sequence[float]], width: int, padding: float, d
     return padded
 
 
-def _rewards(conversation: Conversation) -> list[float]:
-    """Return the reward of each token: that of a turn on its last one."""
-    rewards = [0.0] * len(conversation.token_ids)
+def _rewards(conversation: Conversation) -> list[list[float]]:
+    """Return the reward of each token of each branch: that of a turn on its last one."""
+    branches = conversation.branches
+    rewards = [[0.0] * len(own.token_ids) for own in branches]
     for turn in conversation.own_turns:
-        rewards[turn["end"] - len(conversation.prompt_ids) - 1] = float(turn["reward"] or 0.0)
+        branch = turn["branch"]
+        rewards[branch][turn["end"] - len(branches[branch].prompt_ids) - 1] = float(turn["reward"] or 0.0)
     return rewards
 
 

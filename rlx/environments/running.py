@@ -71,7 +71,7 @@ class ConversationBounds:
 
     Args:
         prompt_tokens: longest first prompt.
-        response_tokens: most tokens behind it.
+        response_tokens: most tokens behind it, in each branch.
         turns: most turns of the model; None: any number.
         answers: most answers of the environment that the model reads; None: any number.
         tool_characters: longer outputs of tools (messages of the role tool) are cut.
@@ -234,7 +234,8 @@ class _Run:
             elif isinstance(answer, Observation):
                 run.conversation.add_answer(answer, run.text, time.monotonic() - run.asked)
                 if self._goes_on(run.conversation, answer):
-                    gap = run.conversation.gap([_cut(message, self._bounds) for message in answer.messages])
+                    added = [_cut(message, self._bounds) for message in answer.messages]
+                    gap = run.conversation.gap(added, self._chat.forks)
                     if gap is None:
                         run.conversation.end("length")
                     else:
@@ -265,7 +266,7 @@ class _Run:
                 reason = f"the first prompt has {count} tokens, expected 1 to {longest}"
                 self._fail(conversation, TEMPLATE_REASON, reason)
             else:
-                conversation.prompt_ids, conversation.text = written
+                conversation.prompt_ids, conversation.text = written.token_ids, written.text
                 conversation.messages, conversation.tools = [*answer.messages], answer.tools
 
     def _goes_on(self, conversation: Conversation, answer: Observation) -> bool:

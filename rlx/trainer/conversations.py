@@ -13,6 +13,7 @@ from rlx.config.schema import PPOConfig
 from rlx.config.schema.roles import has_environment, only_environment_scores
 from rlx.data.batch import Batch
 from rlx.rewards.manager import Scores
+from rlx.trainer.branches import conversations_of
 
 CONVERSATION = "conversation"
 
@@ -65,12 +66,12 @@ def scores(config: PPOConfig, batch: Batch, by_functions: Callable[[], Scores]) 
 def describe(batch: Batch) -> dict[str, float]:
     """Return metrics of the conversations; none without environments.
 
-    Metrics are conversation/turns_mean and turns_max (turns of the policy); tool_calls and tool_errors of a conversation on average;
-    failures (conversations that an environment's failure ended); environment_s (mean seconds that a conversation waited for its
-    environment); waited_s (seconds in which a process had nothing to sample, the longest of all processes); loss_token_share
-    (tokens of the policy among those behind prompts); and ended/<reason>, the share that ended so.
+    Metrics are conversation/turns_mean and turns_max (turns of the policy); forks (mean rows less one); tool_calls and tool_errors
+    of a conversation on average; failures (conversations that an environment's failure ended); environment_s (mean seconds that
+    a conversation waited for its environment); waited_s (seconds in which a process had nothing to sample, the longest of all
+    processes); loss_token_share (tokens of the policy among those behind prompts); and ended/<reason>, the share that ended so.
     """
-    records: list[dict[str, Any]] = batch.info.get(CONVERSATION, [])
+    records: list[dict[str, Any]] = conversations_of(batch).info.get(CONVERSATION, [])
     if not records:
         return {}
     own = [[turn for turn in record["turns"] if turn["role"] == "assistant"] for record in records]
@@ -80,6 +81,7 @@ def describe(batch: Batch) -> dict[str, float]:
     metrics = {
         "turns_mean": sum(map(len, own)) / count,
         "turns_max": float(max(map(len, own))),
+        "forks": len(batch) / count - 1,
         "tool_calls": sum(map(len, calls)) / count,
         "tool_errors": sum(bool(call.get("error")) for each in calls for call in each) / count,
         "failures": float(sum(record["failed"] for record in records)),

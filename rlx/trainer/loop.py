@@ -11,14 +11,14 @@ from rlx.algorithms.kl import KLController
 from rlx.cluster.group import WorkerGroup
 from rlx.config.schema import GREEDY, PPOConfig
 from rlx.config.schema.roles import has_critic, has_reference, has_reference_model, has_reward_model, trained_roles
-from rlx.data.batch import EXPERTS, SEQUENCE, Batch
+from rlx.data.batch import EXPERTS, SAMPLE_TOKENS, SEQUENCE, Batch
 from rlx.data.prompts import PromptDataset
 from rlx.data.sampler import PromptSampler
 from rlx.data.seeding import seed_for
 from rlx.rewards.manager import RewardManager, Scores
 from rlx.supervisor.link import tell
 from rlx.supervisor.stopping import Stopping, Terminated
-from rlx.trainer import conversations, memory, mismatch, sample_selection, steps, transcripts, validation
+from rlx.trainer import branches, conversations, memory, mismatch, sample_selection, steps, transcripts, validation
 from rlx.trainer.balancing import balance
 from rlx.trainer.checkpoints import SUPERSEDED, DriverState, read_driver_state, set_aside_later, step_of
 from rlx.trainer.progress import Progress
@@ -131,6 +131,7 @@ class Trainer:
         epoch, (batch, scores), drawn = self.sampler.epoch, *self.samples(step)
         if config.trainer.rollout_data_dir:
             validation.dump(validation.generations(batch, scores), Path(config.trainer.rollout_data_dir), step)
+        batch = branches.all_rows(batch)
         if config.trainer.balance_batch:
             batch = balance(batch, self.workers.mesh("actor").shares, config.actor_rollout_ref.model)
         batch, compared = self.old_log_probs(batch)
@@ -142,14 +143,14 @@ class Trainer:
             with phase("values"):
                 batch = self.extend(batch, "critic", "values")
         with phase("advantages"):
-            batch, reward_kl = steps.add_rewards(batch, config.algorithm, self.kl_controller.coef)
-            batch = steps.add_advantages(batch, config.algorithm)
+            whole, reward_kl = steps.add_rewards(branches.joined(batch), config.algorithm, self.kl_controller.coef)
+            batch = branches.parted(steps.add_advantages(whole, config.algorithm), batch)
         transcripts.keep(config, self.folder, step, batch, self.tokenizer)
         metrics = steps.describe(batch) | conversations.describe(batch) | validation.extras(scores, "reward")
         metrics |= {"reward/accuracy": scores.right().mean().item(), "train/epoch": float(epoch), **drawn, **compared}
         if reward_kl is not None:
             metrics |= {"actor/reward_kl": reward_kl, "actor/reward_kl_coef": self.kl_controller.coef}
-            self.kl_controller.update(reward_kl, len(batch))
+            self.kl_controller.update(reward_kl, len(whole))
         if has_critic(config):
             with phase("update_critic"):
                 metrics |= self.update_critic(batch, step)
@@ -226,8 +227,8 @@ class Trainer:
             return batch.with_(old_log_probs=batch["rollout_log_probs"]), {}
         with self.progress.phase("old_log_prob"):
             batch = self.extend(batch, "actor", "log_probs", EXPERTS)
-            batch, corrected = mismatch.correct(batch, correction)
-            return batch, mismatch.measure(batch) | corrected
+            whole, corrected = mismatch.correct(branches.joined(batch), correction)
+            return branches.parted(whole, batch), mismatch.measure(whole) | corrected
 
     def update_actor(self, batch: Batch, step: int) -> Metrics:
         """Take the policy's optimizer steps on this batch."""
@@ -253,6 +254,8 @@ class Trainer:
         step, because weight decay and momentum would still move the weights.
         """
         counted = "loss_mask" if "loss_mask" in columns else "response_mask"
+        batch = branches.with_sample_tokens(batch, counted)
+        columns = (*columns, *([SAMPLE_TOKENS] if SAMPLE_TOKENS in batch else []))
         seed = seed_for(self.seed, "mini-batches", role, step) if shuffle else None
         model = self.config.critic.model if role == "critic" else self.config.actor_rollout_ref.model
         each: list[Metrics] = []

@@ -68,6 +68,11 @@ METRIC_TABLE = (
     Metric("actor/*", "", "Further figures of the policy's update."),
     Metric("correction/*", "", "Weights and rejections of algorithm.rollout_correction.", "rollout_corr/*"),
     Metric("filter_groups/*", "", "Prompts kept by algorithm.filter_groups, and the generations they took."),
+    Metric(
+        "conversation/forks",
+        "",
+        "Mean rows of a conversation less 1: how often on_rewritten_history=fork began another row.",
+    ),
     Metric("conversation/*", "", "Turns, calls and failures of conversations; docs/environments.md."),
     Metric("advantages/abs_mean", "", "Mean size of an advantage."),
     Metric(

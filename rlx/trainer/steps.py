@@ -15,6 +15,7 @@ from rlx.config.schema import AlgorithmConfig
 from rlx.data.batch import Batch
 from rlx.data.seeding import seed_for
 from rlx.rollout.flight import joined_loads
+from rlx.trainer.branches import joined
 
 
 def spread(prompts: Batch, samples: int, run_seed: int, purpose: str, step: int, first: int = 0) -> Batch:
@@ -77,7 +78,9 @@ def zero_advantage_share(batch: Batch) -> float:
 
 
 def describe(batch: Batch) -> dict[str, float]:
-    """Return the metrics of a finished batch."""
+    """Return the metrics of a finished batch, in which the rows of a conversation count as one sample."""
+    longest = batch.response_length
+    batch = joined(batch)
     mask = batch["response_mask"]
     lengths = mask.sum(dim=1).float()
     numbers = {
@@ -87,7 +90,7 @@ def describe(batch: Batch) -> dict[str, float]:
         "reward/min": batch["scores"].min().item(),
         "response_length/mean": lengths.mean().item(),
         "response_length/max": lengths.max().item(),
-        "response_length/clip_ratio": (lengths == mask.shape[1]).float().mean().item(),
+        "response_length/clip_ratio": (lengths == longest).float().mean().item(),
         "train/zero_advantage_share": zero_advantage_share(batch),
         "advantages/abs_mean": masked_mean(batch["advantages"].abs(), mask),
     }

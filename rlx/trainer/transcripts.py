@@ -1,4 +1,4 @@
-"""Keep each training sample with its tokens, turns and rewards: `<run>/transcripts/step_000001.jsonl`, a line per sample.
+"""Keep each training row with its tokens, turns and rewards: `<run>/transcripts/step_000001.jsonl`, a line per row.
 
 Lists of a line have one entry per token, from the prompt's first on. Entries outside the policy's tokens are null, but for the
 tokens themselves.
@@ -16,6 +16,7 @@ from rlx.config.schema import PPOConfig
 from rlx.config.schema.roles import has_environment
 from rlx.data.batch import Batch
 from rlx.errors import storing
+from rlx.trainer.branches import BRANCH
 from rlx.trainer.conversations import CONVERSATION
 
 DIGITS = 5
@@ -28,7 +29,7 @@ def keep(config: PPOConfig, folder: Path, step: int, batch: Batch, tokenizer: Pr
 
 
 def write(folder: Path, step: int, batch: Batch, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Write the transcripts of a step, in the order of prompts and samples.
+    """Write the transcripts of a step, in the order of prompts, samples and branches.
 
     Args:
         folder: of the run.
@@ -50,8 +51,9 @@ def _records(step: int, batch: Batch, tokenizer: PreTrainedTokenizerBase) -> Ite
         return tokenizer.decode([token], clean_up_tokenization_spaces=False)
 
     groups, samples = batch["group_id"].tolist(), batch.info["sample"]
+    branches = batch[BRANCH].tolist() if BRANCH in batch else [0] * len(batch)
     gaps = batch["old_log_probs"] - batch["rollout_log_probs"] if "rollout_log_probs" in batch else None
-    for row in sorted(range(len(batch)), key=lambda row: (groups[row], samples[row])):
+    for row in sorted(range(len(batch)), key=lambda row: (groups[row], samples[row], branches[row])):
         ids = batch["input_ids"][row][batch["attention_mask"][row]].tolist()
         written = batch["attention_mask"][row, batch.prompt_length :]
         prompt, mask = len(ids) - int(written.sum()), batch["response_mask"][row][written].tolist()
@@ -65,6 +67,7 @@ def _records(step: int, batch: Batch, tokenizer: PreTrainedTokenizerBase) -> Ite
             "step": step,
             "group": groups[row],
             "sample": samples[row],
+            "branch": branches[row],
             "data_source": batch.info["data_source"][row],
             "reward": round(float(batch["scores"][row]), DIGITS),
             "token_ids": ids,
@@ -72,7 +75,9 @@ def _records(step: int, batch: Batch, tokenizer: PreTrainedTokenizerBase) -> Ite
             "loss_mask": [0] * prompt + [int(own) for own in mask],
             "advantages": of_tokens(batch["advantages"]),
             "log_prob_gap": [None] * len(ids) if gaps is None else of_tokens(gaps),
-            "turns": conversation.get("turns") or _single_turn(batch, row, prompt, mask),
+            "turns": [turn for turn in conversation["turns"] if turn["branch"] == branches[row]]
+            if conversation
+            else _single_turn(batch, row, prompt, mask),
             "reason": conversation.get("reason", ""),
         }
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from rlx.data.batch import Batch
 from rlx.errors import storing
 from rlx.rewards.manager import Scores
+from rlx.trainer.branches import sampled_tokens
 
 
 def chunks(size: int, step: int | None) -> Iterator[list[int]]:
@@ -27,7 +28,7 @@ def summarise(batch: Batch, scores: Scores) -> dict[str, float]:
 
     Other numbers that reward functions report become `val/extra/...`, so that their names cannot hide these.
     """
-    lengths = batch["response_mask"].sum(dim=1).float()
+    lengths = sampled_tokens(batch).float()
     right = scores.right()
     metrics = extras(scores, "val") | {
         "val/accuracy": right.mean().item(),

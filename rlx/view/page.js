@@ -24,6 +24,7 @@ const HIDDEN = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u00ad\u061c\u200b-\u200
 const visible = (text) => String(text).replace(HIDDEN, (c) => "\\u" + c.charCodeAt(0).toString(16).padStart(4, "0"));
 const number = (value) => (value === null || value === undefined ? "–" : String(value));
 const plural = (count, word) => `${count.toLocaleString("en")} ${word}${count === 1 ? "" : "s"}`;
+const fork = (i) => (all.branch[i] ? `, fork ${all.branch[i]}` : "");
 const mean = (of) => shown.reduce((sum, i) => sum + (Number(all[of][i]) || 0), 0) / Math.max(1, shown.length);
 const total = (of) => shown.reduce((sum, i) => sum + all[of][i], 0);
 
@@ -58,7 +59,7 @@ function draw() {
     const row = make("button", i === chosen.sample ? "row chosen" : "row");
     const failed = all.failed[i] ? `, ${all.failed[i]} failed` : "";
     const calls = all.calls[i] ? ` · ${plural(all.calls[i], "call")}${failed}` : "";
-    row.append(make("span", "", `reward ${number(all.reward[i])} · step ${all.step[i]} · group ${all.group[i]}.${all.sample[i]} · ` +
+    row.append(make("span", "", `reward ${number(all.reward[i])} · step ${all.step[i]} · group ${all.group[i]}.${all.sample[i]}${fork(i)} · ` +
       `${plural(all.turns[i], "turn")}${calls}`));
     row.append(make("span", "title", visible(`${all.reason[i] ? `[${all.reason[i]}] ` : ""}${all.title[i]}`)));
     row.style.top = `${(first + k) * ROW}px`;
@@ -89,7 +90,7 @@ async function open(i) {
   }
   if (chosen.sample !== i) return; // another was chosen meanwhile
   const article = byId("sample");
-  article.replaceChildren(make("h2", "", `Step ${all.step[i]}, group ${all.group[i]}, sample ${all.sample[i]}`));
+  article.replaceChildren(make("h2", "", `Step ${all.step[i]}, group ${all.group[i]}, sample ${all.sample[i]}${fork(i)}`));
   article.append(make("p", "", visible(`reward ${number(all.reward[i])} · ${all.source[i]} · ${plural(all.tokens[i], "token")}, ` +
     `${all.trained[i].toLocaleString("en")} in the loss${all.reason[i] ? ` · ended: ${all.reason[i]}` : ""}`)));
   current = block < 0 ? null : cache.get(block)[all.at[i]];

@@ -116,8 +116,8 @@ class _Packed:
 
 
 _COLUMNS = (
-    *("step", "group", "sample", "source", "reward", "tokens", "trained", "turns", "calls", "failed", "seconds"),
-    *("reason", "title", "file", "block", "at"),
+    *("step", "group", "sample", "branch", "source", "reward", "tokens", "trained", "turns"),
+    *("calls", "failed", "seconds", "reason", "title", "file", "block", "at"),
 )
 
 
@@ -130,6 +130,7 @@ def _summary(sample: Sample) -> tuple[Any, ...]:
         sample["step"],
         sample["group"],
         sample["sample"],
+        sample.get("branch", 0),
         str(sample.get("data_source") or ""),
         _short(sample.get("reward")),
         len(sample["tokens"]),

@@ -26,6 +26,7 @@ from rlx.data.batch import Batch
 from rlx.engine.micro_batch import MicroBatchRule
 from rlx.models.loading import load_model
 from rlx.trainer.balancing import balance
+from rlx.trainer.branches import with_sample_tokens
 
 
 class Kind(NamedTuple):
@@ -51,6 +52,8 @@ KINDS = {
     "sapo": of_loss(policy, "sapo"),
 }
 CORRECTED = ("corrected", "gspo")
+CONVERSATION_OF_ROW = torch.tensor([0, 0, 0, 1, 1, 2, 3, 3])
+"""Of a batch in which conversations have several rows."""
 
 
 def changed(batch, change):
@@ -69,7 +72,14 @@ def changed(batch, change):
     return Batch.of({name: pad(name, column) for name, column in batch.tensors.items()})
 
 
-def cut_gradients(folder, kinds, strategy, cases, together=1, offload=None, shares=None):
+def forked(batch, kind):
+    """The batch with the rows of four conversations."""
+    branch = torch.tensor([0, 1, 2, 0, 1, 0, 0, 1])
+    batch = batch.with_({"sample": [0] * 8}, group_id=CONVERSATION_OF_ROW, branch=branch)
+    return with_sample_tokens(batch, "loss_mask" if kind in CORRECTED else "response_mask")
+
+
+def cut_gradients(folder, kinds, strategy, cases, together=1, offload=None, shares=None, forks=False):
     """The gradients and the metrics of kinds, modes and cases (shares, cut, change), from one engine that stays where it is.
 
     With FSDP2 each case is computed in every mode; with FSDP1 in one, the modes taking turns: a mode only decides which
@@ -90,22 +100,51 @@ def cut_gradients(folder, kinds, strategy, cases, together=1, offload=None, shar
         step = 1 if strategy == "fsdp2" else len(AGGREGATIONS)
         for rows, cut, change in cases[number % step :: step]:
             whole = make_batch() if shares is None else grouped(make_batch())
+            whole = forked(whole, kind) if forks else whole
             batch = own_share(changed(whole, change), rows, together)
             metrics.append(engine.update(batch, cut, KINDS[kind].objective(mode)))
             equal.append(number)
     return torch.stack(gradients.seen), metrics, equal
 
 
-def grouped_gradients(folder, kinds, strategy, cases, together, offload, shares):
+def grouped_gradients(folder, kinds, strategy, cases, together, offload, shares, forks=False):
     """`cut_gradients` of groups that share their prompts."""
     with norms_in_fp64():
-        return cut_gradients(folder, kinds, strategy, cases, together, offload, shares)
+        return cut_gradients(folder, kinds, strategy, cases, together, offload, shares, forks)
 
 
 def naive_of_groups(folder, kinds):
     """`naive` of groups that share their prompts."""
     with norms_in_fp64():
         return naive(folder, kinds, grouped(make_batch()))
+
+
+def naive_of_conversations(folder, kinds):
+    """`naive` of groups that share their prompts and of which conversations have several rows."""
+    with norms_in_fp64():
+        return naive(folder, kinds, grouped(make_batch()), of_conversations)
+
+
+def of_conversations(loss, mask):
+    """The mean over tokens, and those over conversations of sums, of means and of sums by the horizon."""
+    sums, tokens = (
+        torch.zeros(4, dtype=loss.dtype).index_add(0, CONVERSATION_OF_ROW, x.sum(dim=1))
+        for x in (loss * mask, mask.to(loss.dtype))
+    )
+    count = (tokens > 0).sum()
+    by_mode = {
+        "token-mean": sums.sum() / tokens.sum(),
+        "seq-mean-token-sum": sums.sum() / count,
+        "seq-mean-token-mean": (sums / tokens.clamp(min=1)).sum() / count,
+        "seq-mean-token-sum-norm": sums.sum() / count / mask.shape[1],
+    }
+    return [by_mode[mode] for mode in AGGREGATIONS]
+
+
+def of_rows(loss, mask):
+    """The losses of all modes, in which each row is a sample."""
+    weights = (token_weights(mask, mode, mask.shape[1], torch.float64) for mode in AGGREGATIONS)
+    return [(own * loss).sum() / denominator(mask, mode) for own, mode in zip(weights, AGGREGATIONS, strict=True)]
 
 
 def dealt_groups(folder, responses):
@@ -125,7 +164,7 @@ def several(calls):
     return [cut_gradients(*call) for call in calls]
 
 
-def naive(folder, kinds, batch=None):
+def naive(folder, kinds, batch=None, aggregate=of_rows):
     """The same by the formulas: each row alone, whole and without padding, through the plain model."""
     batch, head = batch or make_batch(), KINDS[kinds[0]].head
     model = load_model(ModelConfig(path=folder), head, torch.float64)
@@ -140,10 +179,10 @@ def naive(folder, kinds, batch=None):
             outputs[1, row, :length] = -(every.exp() * every).sum(-1)
         elif length:
             outputs[2, row, :length] = logits[:, 0]
-    return [found for kind in kinds for found in of_kind(kind, batch, outputs, model)]
+    return [found for kind in kinds for found in of_kind(kind, batch, outputs, model, aggregate)]
 
 
-def of_kind(kind, batch, outputs, model):
+def of_kind(kind, batch, outputs, model, aggregate):
     """Loss and gradient in each mode."""
     log_probs, entropy, values = outputs
     mask = batch["loss_mask" if kind in CORRECTED else "response_mask"]
@@ -155,9 +194,7 @@ def of_kind(kind, batch, outputs, model):
     else:
         loss, _ = value_loss(values, batch["values"], batch["returns"], 0.5)
     found = []
-    for mode in AGGREGATIONS:
-        weights = token_weights(mask, mode, batch.response_length, torch.float64)
-        total = (weights * loss).sum() / denominator(mask, mode)
+    for total in aggregate(loss, mask):
         _, parameters = zip(*sorted(model.named_parameters()), strict=True)
         gradients = torch.autograd.grad(total, parameters, retain_graph=True)
         found.append((total.item(), torch.cat([g.flatten() for g in gradients])))

@@ -128,3 +128,35 @@ def test_prompts_that_are_computed_once_in_processes_that_share_them(
     for results in two_ranks("invariance", "grouped_gradients", *arguments):
         agree(results, expected_of_groups)
         assert max(figures["tokens_saved"] for figures in results[1]) > 0.2
+
+
+@pytest.fixture(scope="module")
+def expected_of_conversations(kind, model_folder, one_rank):
+    return one_rank("invariance", "naive_of_conversations", model_folder, (kind,))[0]
+
+
+@pytest.mark.parametrize("shares", [False, True])
+def test_conversations_of_several_rows(shares, kind, expected_of_conversations, model_folder, one_rank):
+    cases = [((8,), ROWS[0], None), ((8,), ROWS[3], "reordered"), ((8,), TOKENS[0], None)]
+    arguments = (model_folder, (kind,), "fsdp2", cases, 1, None, shares, True)
+    (results,) = one_rank("invariance", "grouped_gradients", *arguments)
+    agree(results, expected_of_conversations)
+
+
+@pytest.mark.parametrize("strategy", ["fsdp2", "fsdp"])
+def test_conversations_of_several_rows_in_two_processes(
+    strategy, kind, expected_of_conversations, model_folder, two_ranks
+):
+    """Rows of a conversation are on both."""
+    cases = [((4, 4), ROWS[2], None), ((5, 3), TOKENS[0], "reordered"), ((8, 0), ROWS[1], "reordered")]
+    arguments = (model_folder, (kind,), strategy, cases, 1, None, "auto", True)
+    for results in two_ranks("invariance", "grouped_gradients", *arguments):
+        agree(results, expected_of_conversations)
+
+
+def test_conversations_of_several_rows_in_processes_that_share_them(
+    kind, expected_of_conversations, model_folder, two_ranks
+):
+    arguments = (model_folder, (kind,), "fsdp2", [((8,), TOKENS[1], "reordered")], 2, None, True, True)
+    for results in two_ranks("invariance", "grouped_gradients", *arguments):
+        agree(results, expected_of_conversations)

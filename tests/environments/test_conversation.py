@@ -27,9 +27,9 @@ DROPS_THINKING = (
 )
 
 
-def between(tokenizer, history, added, keeps=False, last_token=None):
+def between(tokenizer, history, added, mode="refuse", last_token=None):
     last_token = tokenizer.eos_token_id if last_token is None else last_token
-    (found,) = Chat(tokenizer, keeps).between([Gap(history, added, [], last_token)])
+    (found,) = Chat(tokenizer, mode).between([Gap(history, added, [], last_token)])
     if isinstance(found, Exception):
         raise found
     return found.token_ids
@@ -144,9 +144,9 @@ def test_a_template_that_drops_thinking_is_refused_or_its_turns_are_kept(tokeniz
     thought = {"role": "assistant", "content": "<think>hm</think>hi"}
     with pytest.raises(RewrittenHistory, match="on_rewritten_history=keep"):
         between(tokenizer, [USER, thought], [USER])
-    assert tokenizer.decode(between(tokenizer, [USER, thought], [USER], keeps=True)) == ".<|user|>go<|assistant|>"
+    assert tokenizer.decode(between(tokenizer, [USER, thought], [USER], mode="keep")) == ".<|user|>go<|assistant|>"
     call = {**thought, "tool_calls": [{"function": {"name": "add"}}]}
-    assert tokenizer.decode(between(tokenizer, [USER, call], [USER], keeps=True)) == ".<|user|>go<|assistant|>"
+    assert tokenizer.decode(between(tokenizer, [USER, call], [USER], mode="keep")) == ".<|user|>go<|assistant|>"
     # A tool's output is no user message, so its template keeps the thinking.
     tool = {"role": "tool", "content": "2"}
     assert tokenizer.decode(between(tokenizer, [USER, thought], [tool])) == ".<|user|>2<|assistant|>"
@@ -158,9 +158,7 @@ def test_a_role_with_which_no_conversation_goes_on_is_found(tokenizer):
     tokenizer.chat_template = DROPS_THINKING
     assert (Chat(tokenizer).fault_of("user"), Chat(tokenizer).fault_of("tool")) == ("", "")
     tokenizer.chat_template = DROPS_THINKING.replace("said.split('</think>')[-1]", "'earlier'")
-    assert "RewrittenHistory" in Chat(tokenizer).fault_of("user") and Chat(tokenizer, keeps_rewritten=True).fault_of(
-        "user"
-    )
+    assert "RewrittenHistory" in Chat(tokenizer).fault_of("user") and Chat(tokenizer, "keep").fault_of("user")
 
 
 def test_a_run_with_a_template_that_allows_no_second_turn_does_not_start(tokenizer):
@@ -210,12 +208,16 @@ def test_messages_without_room_for_an_answer_are_not_appended(tokenizer):
     assert add(conversation, chat, [{"role": "user", "content": "g"}]) and conversation.room == 1
 
 
-def test_a_tokenizer_that_begins_texts_with_a_space_does_not_do_so_between_turns(tokenizer):
+def tokenizer_with_spaces():
     """As Llama 2's, whose tokens of a text depend on whether something stands before it."""
     pieces = ["<unk>", "</s>", "\u2581", "\n", *"abgo"]
     words = Tokenizer(models.BPE({piece: number for number, piece in enumerate(pieces)}, [], unk_token="<unk>"))
     words.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
-    spaced = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="</s>", unk_token="<unk>")
+    return PreTrainedTokenizerFast(tokenizer_object=words, eos_token="</s>", unk_token="<unk>", pad_token="</s>")
+
+
+def test_a_tokenizer_that_begins_texts_with_a_space_does_not_do_so_between_turns():
+    spaced = tokenizer_with_spaces()
     assert spaced.convert_ids_to_tokens(spaced.encode("go")) == ["\u2581", "g", "o"]
     spaced.chat_template = (
         "{%- for m in messages -%}{{ 'a' + m.content + (eos_token if m.role == 'assistant' else '') }}{%- endfor -%}b"

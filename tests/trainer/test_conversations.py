@@ -79,6 +79,7 @@ def test_metrics_and_failures(batch):
     assert conversations.describe(batch) == {
         "conversation/turns_mean": 1.0,
         "conversation/turns_max": 2.0,
+        "conversation/forks": 0.0,
         "conversation/tool_calls": 1.0,
         "conversation/tool_errors": 0.5,
         "conversation/failures": 1.0,

@@ -68,6 +68,17 @@ def test_every_sample_is_listed_and_its_tokens_come_back(make_run):
     assert index["scale"]["advantage"] == largest and 0 < index["scale"]["gap"] <= 1
 
 
+def test_rows_of_a_conversation_that_forked_are_told_apart(make_run):
+    run = make_run(steps=1, groups=1, samples=3)
+    file = run / "transcripts" / "step_000001.jsonl"
+    lines = [json.loads(line) | {"sample": 0, "branch": branch} for branch, line in enumerate(file.open())]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    page = run / "view.html"
+    write_page(run, page)
+    samples = Parsed(page).unpacked("index")["samples"]
+    assert samples["branch"] == [0, 1, 2] and samples["sample"] == [0, 0, 0]
+
+
 def test_nothing_that_was_written_by_a_model_is_html_and_no_other_script_may_run(make_run):
     run = make_run()
     write_page(run, run / "view.html")

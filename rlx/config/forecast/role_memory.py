@@ -5,7 +5,7 @@ from typing import NamedTuple
 from rlx.config.forecast.decoders import Known
 from rlx.config.machine import Machine, on_accelerator, processes
 from rlx.config.schema import DataConfig, ModelConfig, PPOConfig
-from rlx.config.schema.roles import MicroSize, ModelRole, has_frozen_layers, sharded_roles
+from rlx.config.schema.roles import MicroSize, ModelRole, has_environment, has_frozen_layers, sharded_roles
 from rlx.offload.plan.decoder import Decoder
 from rlx.offload.plan.memory import ADAPTER_BYTES, NF4_BYTES, StateBytes, state_bytes
 
@@ -13,6 +13,7 @@ CPU_CACHE_BYTES = 1 << 30  # vLLM's on a CPU
 PINNED_ROUNDING = (
     2  # at most: torch rounds each page-locked block up to a power of two; Qwen2.5-14B's 29.5 GB took 54.1
 )
+MANY_TURNS = 1024  # of a conversation without a limit: the size of micro-batches decides
 BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
 
 
@@ -94,6 +95,7 @@ def _role_memory(role: ModelRole, decoder: Decoder, config: PPOConfig, machine: 
     shards = fsdp.fsdp_size if fsdp.fsdp_size > 0 else processes(config)
     reduced = BYTES[fsdp.mixed_precision.reduce_dtype]
     rows = role.mini_batch_prompts * config.actor_rollout_ref.rollout.n * role.together // processes(config)
+    rows *= most_rows_of_a_sample(config)
     takes_one = role.micro.rows is not None and role.micro.rows >= rows  # nothing is summed over micro-batches
     rank = role.model.lora_rank if role.trained else 0
     of_trained = max(stored, ADAPTER_BYTES) if rank else stored
@@ -181,6 +183,14 @@ def sampler_memory(
     )
 
 
+def most_rows_of_a_sample(config: PPOConfig) -> int:
+    """Return the most rows of a conversation, which may fork before each turn but the first."""
+    turns = config.actor_rollout_ref.rollout.multi_turn
+    if not has_environment(config) or turns.on_rewritten_history != "fork":
+        return 1
+    return turns.max_assistant_turns or MANY_TURNS
+
+
 class Load(NamedTuple):
     """The largest micro-batch on one process."""
 
@@ -194,7 +204,8 @@ def load(memory: RoleMemory, config: PPOConfig, micro: MicroSize, prompts: int, 
     With `is_least` it counts one sample if samples are packed and only their number is limited.
     """
     role, rollout, data = memory.role, config.actor_rollout_ref.rollout, config.data
-    share = -(-prompts * rollout.n * role.together // processes(config))
+    samples = prompts * rollout.n * (1 if is_least else most_rows_of_a_sample(config))
+    share = -(-samples * role.together // processes(config))
     rows = share if micro.rows is None else min(share, micro.rows)
     if is_least and micro.rows is not None and role.model.use_remove_padding and role.name != "reward":
         rows = 1

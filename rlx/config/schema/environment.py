@@ -24,8 +24,8 @@ class MultiTurnConfig:
     on_rewritten_history: str = key(
         "refuse",
         "When the chat template writes earlier turns in another way once messages follow, such as without their thinking: refuse "
-        "(the row ends), or keep the turns as they were sampled.",
-        choices=("refuse", "keep"),
+        "(the row ends), keep the turns as they were sampled, or fork: go on in another row with the history as it is written now.",
+        choices=("refuse", "keep", "fork"),
     )
 
 

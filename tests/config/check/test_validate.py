@@ -24,6 +24,7 @@ CORRECTION = "algorithm.rollout_correction"
 GAE = "algorithm.adv_estimator=gae"
 KL_OF_RLOO = "algorithm.use_kl_in_reward=True algorithm.adv_estimator=rloo"
 OTHER_MODEL = ("experiment=arithmetic", f"{MODEL}.path=org/name")
+FORK = f"environment.name=guessing {ROLLOUT}.multi_turn.on_rewritten_history=fork"
 NOT_WRITTEN = "the run cannot write to this folder"
 JUDGE = "reward_model.enable=True reward_model.model.path=org/judge"
 
@@ -187,6 +188,18 @@ CASES = [
         "reward.overlong_buffer.enable=True reward.overlong_buffer.len=49",
         ["the penalty begins before the response"],
         "reward.overlong_buffer.len=9",
+    ),
+    (
+        "branches_are_no_samples",
+        f"{FORK} {ACTOR}.policy_loss.loss_mode=gspo",
+        ["gspo has a ratio for each row"],
+        "loss_mode=vanilla",
+    ),
+    (
+        "branches_are_no_samples",
+        f"{FORK} reward.overlong_buffer.enable=True reward.overlong_buffer.len=9",
+        ["the penalty compares a row with data.max_response_length"],
+        "reward.overlong_buffer.enable=False",
     ),
     ("critic_is_used", "critic.optim.lr=1e-4 critic.cliprange_value=0.2", ["grpo has no critic"], GAE),
     (
@@ -639,6 +652,8 @@ def test_every_rule_has_a_case():
         f"{JUDGE} reward_model.model.layer_offload=True",
         f"{CORRECTION}.bypass_mode=True",
         f"{ROLLOUT}.calculate_log_probs=False",
+        f"{FORK} {ACTOR}.loss_agg_mode=seq-mean-token-mean {CORRECTION}.rollout_is=sequence",
+        f"{FORK} {GAE} algorithm.time_step=turn algorithm.use_kl_in_reward=True",
     ],
 )
 def test_what_can_run_has_no_faults(verdict, command: str):

@@ -360,6 +360,21 @@ def test_rows_and_tokens_limit_a_micro_batch(forecast):
     assert working(10**6, None) == 8 * 16 * per_token  # there are no more samples
 
 
+def test_a_micro_batch_of_conversations_that_fork_may_be_full(forecast):
+    """A mini-batch of 8 samples in micro-batches of up to 64 rows: one row each, or up to three, or any number."""
+    rows = [f"{ACTOR}.ppo_micro_batch_size_per_gpu=64", "environment.name=guessing"]
+
+    def working(*overrides: str, is_least: bool = False) -> float:
+        found = forecast(*rows, *(f"{ROLLOUT}.multi_turn.{each}" for each in overrides))
+        return found.phase("update_actor", is_least=is_least).parts["working"]
+
+    fork = "on_rewritten_history=fork"
+    assert working() == working("on_rewritten_history=keep", "max_assistant_turns=3") > 0
+    assert working(fork, "max_assistant_turns=3") == 3 * working()
+    assert working(fork) == 8 * working()
+    assert working(fork, is_least=True) == working(is_least=True)
+
+
 def test_a_prompt_counts_once_for_its_responses(forecast):
     def working(*overrides: str) -> float:
         return forecast(f"{ROLLOUT}.n=4", *overrides).phase("update_actor").parts["working"]
