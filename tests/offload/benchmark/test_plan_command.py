@@ -147,7 +147,12 @@ def test_bad_input_is_refused(refusal, arguments, words):
 def test_what_the_refusal_names_fits(refusal, plan):
     base = ("--model", "qwen2-7b", "--tokens", "32768", "--hardware", "h100")
     remedies = refusal(*base).split("32768 tokens fit with ")[1].split(" or ")
-    assert [remedy.split()[0] for remedy in remedies] == ["--optimizer-on-host", "--lora-rank", "--gpus"]
+    assert [remedy.split()[0] for remedy in remedies] == [
+        "--optimizer-on-host",
+        "--weight-bytes",
+        "--lora-rank",
+        "--gpus",
+    ]
     for remedy in remedies:
         _, written, _ = plan(*base, *remedy.split())
         assert written["modes"]["boundary"]["fits"]
