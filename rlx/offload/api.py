@@ -237,8 +237,8 @@ def enable_activation_offloading(
 ) -> ActivationOffloading:
     """Offload the tensors that a model's layers save for backward, until backward needs them.
 
-    Call it after FSDP1 has wrapped the model; before or after FSDP2 and DDP. It does not change the module tree, the keys of
-    the state dict or the outputs.
+    Call it before or after FSDP or DDP wraps the model. It does not change the module tree, the keys of the state dict or the
+    outputs.
 
     Args:
         model: any module, wrapped by FSDP or not; of a trainer `trainer.model`.
