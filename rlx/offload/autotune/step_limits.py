@@ -101,8 +101,8 @@ class StepLimits:
         if not devices and not self._has_noted_no_device:
             self._has_noted_no_device = True
             logger.info(
-                "activation offloading: there is no accelerator, so max_device_bytes='auto' keeps as little as "
-                "possible; set a number of bytes to keep more"
+                "activation offloading: there is no accelerator, so max_device_bytes='auto' keeps only what does not raise "
+                "the peak; set a number of bytes to keep more"
             )
         device = min(devices, default=0)
         device = device if self.most_bytes is None else min(device, self.most_bytes)
