@@ -172,9 +172,9 @@ class PlanController:
         self._last = bucket
         self._is_warm = self._is_warm or bucket.passes > 1
         self._collect(bucket)
-        if bucket.plan is not None and not self._agrees and self.limits.follow_room:
+        if bucket.plan is not None and not self._agrees and self.limits.uses_room:
             self._note_room(bucket, Inputs.of(tensors))
-            if self.limits.have_shrunk(bucket.device_bytes):  # Note [states that come later]
+            if self.limits.has_shrunk(bucket.device_bytes):  # Note [states that come later]
                 bucket.replan()
         if bucket.plan is None:
             self._plan_or_measure(bucket, tensors)

@@ -76,12 +76,12 @@ class StepLimits:
             self.room_bytes = max(0, room if self.room_bytes is None else min(room, self.room_bytes))
 
     @property
-    def follow_room(self) -> bool:
-        """Whether plans may take all the memory that a device has for the step."""
+    def uses_room(self) -> bool:
+        """Whether plans may take all the room that the device has."""
         return self.room_bytes is not None and isinstance(self._session.options.max_device_bytes, str)
 
-    def have_shrunk(self, device_bytes: int) -> bool:
-        """Return whether the room is much smaller than the `device_bytes` of a plan's budget."""
+    def has_shrunk(self, device_bytes: int) -> bool:
+        """Return whether the room has become much smaller than the `device_bytes` of a plan's budget."""
         return self.room_bytes is not None and device_bytes - self.room_bytes > self._spare_bytes
 
     def own(self) -> Limits:
