@@ -219,7 +219,11 @@ def _to_go(token_rewards: Tensor, mask: Tensor, gamma: float, over_turns: bool =
 
 class Columns(Protocol):
     """A batch: token_rewards (B, T), response_mask (B, T), group_id (B,), and values (B, T) or greedy_scores (B,) for the
-    estimators that need them."""
+    estimators that need them; outcomes (B,) if the sums of token_rewards are known."""
+
+    def __contains__(self, name: object, /) -> bool:
+        """Whether there is such a column."""
+        ...
 
     def __getitem__(self, name: str, /) -> Tensor:
         """Return a column."""
@@ -251,16 +255,19 @@ class Options(Protocol):
 
 
 def _outcome(batch: Columns) -> tuple[Tensor, Tensor, Tensor]:
-    """Return each sample's reward, the sum over its tokens (the score, and the KL if it is in the reward), mask and group.
+    """Return each sample's reward (the score, and the KL if it is in the reward), mask and group.
+
+    The reward is the column outcomes, without it the sum over the tokens: equal scores stay equal if the first is there, while
+    sums of turns' rewards are rounded.
 
     A row without a token of the policy, whose environment failed before the first turn, says nothing about the policy: it is
     a group of its own.
     """
-    # In fp64, so that equal sums of turns' rewards are equal in any order.
-    rewards, mask = batch["token_rewards"].sum(dim=1, dtype=torch.float64), batch["response_mask"]
+    rewards, mask = batch["token_rewards"], batch["response_mask"]
+    outcomes = batch["outcomes"] if "outcomes" in batch else rewards.sum(dim=1, dtype=torch.float64)
     alone = batch["group_id"].max() + 1 + torch.arange(len(mask)) if len(mask) else batch["group_id"]
     groups = torch.where(mask.any(dim=1), batch["group_id"], alone)
-    return rewards.to(batch["token_rewards"].dtype), mask, groups
+    return outcomes.to(rewards.dtype), mask, groups
 
 
 def _ppo(batch: Columns, options: Options) -> dict[str, Tensor]:

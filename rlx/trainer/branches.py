@@ -39,6 +39,15 @@ def conversations_of(batch: Batch) -> Batch:
     return batch.rows(batch[BRANCH].eq(0).nonzero().flatten().tolist()) if BRANCH in batch else batch
 
 
+def last_rows(batch: Batch) -> Batch:
+    """Return the last row of each conversation."""
+    if BRANCH not in batch:
+        return batch
+    samples = [*zip(batch["group_id"].tolist(), batch.info["sample"], batch[BRANCH].tolist(), strict=True)]
+    last = {(group, sample): branch for group, sample, branch in sorted(samples)}
+    return batch.rows([row for row, (group, sample, branch) in enumerate(samples) if last[group, sample] == branch])
+
+
 def sampled_tokens(batch: Batch) -> Tensor:
     """Return the number of sampled tokens of each conversation of a batch before `all_rows`, (B,) int64."""
     earlier = [0 if each is None else int(each["response_mask"].sum()) for each in batch.info.get(EARLIER, [])]
@@ -99,13 +108,16 @@ def joined(batch: Batch) -> Batch:
 
 
 def parted(whole: Batch, batch: Batch) -> Batch:
-    """Return `batch` with the response columns that `whole`, made by `joined`, has got in addition."""
+    """Return `batch` with the columns that `whole`, made by `joined`, has got in addition."""
     if BRANCH not in batch:
         return whole
     places = _places(batch)
     inside, at = places.inside_BR, places.of_tokens()
     added = {}
     for name in (name for name in whole.tensors if name not in batch):
+        if TENSORS[name].shape == "B":
+            added[name] = whole[name][places.joined_B]
+            continue
         added[name] = whole[name].new_zeros(inside.shape)
         added[name][inside] = whole[name][at]
     return batch.with_(**added)

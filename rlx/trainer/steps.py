@@ -15,7 +15,7 @@ from rlx.config.schema import AlgorithmConfig
 from rlx.data.batch import Batch
 from rlx.data.seeding import seed_for
 from rlx.rollout.flight import joined_loads
-from rlx.trainer.branches import joined
+from rlx.trainer.branches import joined, last_rows
 
 
 def spread(prompts: Batch, samples: int, run_seed: int, purpose: str, step: int, first: int = 0) -> Batch:
@@ -49,7 +49,7 @@ def mini_batches(batch: Batch, prompts: int, epochs: int, seed: int | None) -> I
 
 
 def add_rewards(batch: Batch, algorithm: AlgorithmConfig, kl_coef: float) -> tuple[Batch, float | None]:
-    """Write token_rewards: the score, less `kl_coef` times the KL to the reference if configured.
+    """Write token_rewards and their sum, outcomes: the score, less `kl_coef` times the KL to the reference if configured.
 
     The part of the score that an environment gave for turns is on their last tokens, the rest on the row's last token.
 
@@ -57,12 +57,13 @@ def add_rewards(batch: Batch, algorithm: AlgorithmConfig, kl_coef: float) -> tup
     """
     mask, scores = batch["response_mask"], batch["scores"]
     turns_BR = batch["turn_rewards"] if "turn_rewards" in batch else torch.zeros_like(scores)[:, None]
-    scores = scores - turns_BR.sum(dim=1)
+    rest = (scores - turns_BR.sum(dim=1, dtype=torch.float64)).to(scores.dtype)
     if not algorithm.use_kl_in_reward:
-        return batch.with_(token_rewards=token_rewards(scores, mask) + turns_BR), None
+        return batch.with_(token_rewards=token_rewards(rest, mask) + turns_BR, outcomes=scores), None
     kl_BR = kl_estimate(batch["old_log_probs"], batch["ref_log_probs"], algorithm.kl_penalty) * mask
     kl = (kl_BR.sum(dim=1) / mask.sum(dim=1).clamp(min=1)).mean().item()
-    return batch.with_(token_rewards=token_rewards(scores, mask, kl_BR, kl_coef) + turns_BR), kl
+    outcomes = (scores - kl_coef * kl_BR.sum(dim=1, dtype=torch.float64)).to(scores.dtype)
+    return batch.with_(token_rewards=token_rewards(rest, mask, kl_BR, kl_coef) + turns_BR, outcomes=outcomes), kl
 
 
 def add_advantages(batch: Batch, algorithm: AlgorithmConfig) -> Batch:
@@ -79,7 +80,7 @@ def zero_advantage_share(batch: Batch) -> float:
 
 def describe(batch: Batch) -> dict[str, float]:
     """Return the metrics of a finished batch, in which the rows of a conversation count as one sample."""
-    longest = batch.response_length
+    is_full = last_rows(batch)["attention_mask"][:, -1]
     batch = joined(batch)
     mask = batch["response_mask"]
     lengths = mask.sum(dim=1).float()
@@ -90,7 +91,7 @@ def describe(batch: Batch) -> dict[str, float]:
         "reward/min": batch["scores"].min().item(),
         "response_length/mean": lengths.mean().item(),
         "response_length/max": lengths.max().item(),
-        "response_length/clip_ratio": (lengths == longest).float().mean().item(),
+        "response_length/clip_ratio": is_full.float().mean().item(),
         "train/zero_advantage_share": zero_advantage_share(batch),
         "advantages/abs_mean": masked_mean(batch["advantages"].abs(), mask),
     }

@@ -113,6 +113,19 @@ def test_a_conversation_counts_once_in_its_group(options, expected):
             assert numbers == pytest.approx([advantage] * tokens, abs=1e-5)
 
 
+@pytest.mark.parametrize("forks", [True, False])
+@pytest.mark.parametrize("estimator", ["grpo", "rloo", "opo", "grpo_passk", "reinforce_plus_plus_baseline"])
+def test_equal_scores_teach_nothing_whatever_their_parts(forks, estimator):
+    """The parts add up to 333.3 in fp64 and, before they are rounded once, to other numbers in fp32."""
+    parts = [[66.66, 166.65, 33.33, 66.66], [166.65, 166.65], [333.3], [33.33, 33.33, 199.98, 66.66]]
+    samples = [[(branch, [70], part) for branch, part in enumerate(each)] for each in parts]
+    batch = branches.all_rows(a_batch(*samples, forks=forks))
+    assert len(set(batch["scores"].tolist())) == 1
+    algorithm = AlgorithmConfig(adv_estimator=estimator, norm_adv_by_std_in_grpo=False)
+    assert not with_advantages(batch, algorithm)["advantages"].any()
+    assert with_advantages(batch, algorithm)["outcomes"].tolist() == batch["scores"].tolist()
+
+
 def test_rewards_to_go_pass_from_row_to_row():
     """gamma = 0.5 over tokens: the five of the third conversation have rewards 0, 0.25, 0, 0, 2.75."""
     whole, _ = steps.add_rewards(branches.joined(branches.all_rows(a_batch(THREE, TWO))), AlgorithmConfig(), 0.0)
@@ -198,6 +211,10 @@ def test_metrics_count_a_conversation_once():
     assert (numbers["reward/mean"], numbers["reward/max"], numbers["reward/min"]) == (2.0, 3.0, 1.0)
     assert (numbers["response_length/mean"], numbers["response_length/max"]) == (pytest.approx(10 / 3), 5.0)
     assert numbers["response_length/clip_ratio"] == 0.0
+    full = batch["attention_mask"].clone()
+    full[0, -1] = full[1, -1] = full[5, -1] = True  # the first row of the second conversation is not its last
+    cut = batch.with_(attention_mask=full)
+    assert steps.describe(cut)["response_length/clip_ratio"] == pytest.approx(2 / 3)
     assert numbers["advantages/abs_mean"] == pytest.approx(0.7)
 
 
