@@ -32,6 +32,7 @@ from rlx.errors import ExplainedError, wrapped
 from rlx.program import program
 from rlx.supervisor.link import tell
 from rlx.supervisor.stopping import Terminated
+from rlx.trainer.data_check import check_data
 from rlx.trainer.launch import launch
 from rlx.trainer.user_code_check import check_user_code
 
@@ -107,9 +108,10 @@ def _check_and_run(overrides: Sequence[str], options: DriverOptions) -> int:
             composed = compose([*overrides, *more])
         composed = with_nodes(composed, machine)
         checked = check(composed, machine)
+        data = check_data(composed.partial, composed.broken)
         tried = check_user_code(composed.partial, composed.broken, machine)
         # Another machine may have the model of a check.
-        faults = (*checked.faults, *tried.faults, *(() if options.check else of_hub))
+        faults = (*checked.faults, *data, *tried.faults, *(() if options.check else of_hub))
         if options.tree and not composed.faults:
             print(composed.yaml)
         if options.check and not composed.faults:
