@@ -33,6 +33,7 @@ from rlx.program import program
 from rlx.supervisor.link import tell
 from rlx.supervisor.stopping import Terminated
 from rlx.trainer.data_check import check_data
+from rlx.trainer.finished import finished
 from rlx.trainer.launch import launch
 from rlx.trainer.user_code_check import check_user_code
 
@@ -116,7 +117,9 @@ def _check_and_run(overrides: Sequence[str], options: DriverOptions) -> int:
             print(composed.yaml)
         if options.check and not composed.faults:
             _print_plan(composed, machine)
-        for warning in (*checked.warnings, *tried.warnings, *(of_hub if options.check else ())):
+        over = finished(composed.partial)
+        warnings = (*checked.warnings, *tried.warnings, *([over.text] if over and options.check else []))
+        for warning in (*warnings, *(of_hub if options.check else ())):
             print(wrapped(f"warning: {warning}"), file=sys.stderr, flush=True)
         if faults:
             print(
@@ -128,6 +131,11 @@ def _check_and_run(overrides: Sequence[str], options: DriverOptions) -> int:
             print(f"rlx check: {_verdict(composed, machine, len(faults))}")
         if faults or options.check:
             return FAULTY if faults else DONE
+        if over:
+            from rlx.trainer.progress import next_commands  # rich takes a while
+
+            print(wrapped("\n".join([over.text, *next_commands(over.folder)])))
+            return DONE
         forecast = MemoryForecast.of(composed.config, machine)
         trainer = composed.config.trainer
         if "console" in trainer.logger and trainer.memory_check != "off":

@@ -13,7 +13,7 @@ from rlx.program import program
 from rlx.supervisor import link
 from rlx.supervisor.stopping import Stopping
 from rlx.trainer.checkpoints import SUPERSEDED, newest_whole, read_driver_state, run_folder, set_aside_later
-from rlx.trainer.kept_settings import changes, keep
+from rlx.trainer.kept_settings import changes, keep, longer
 from rlx.trainer.loop import Trainer
 from rlx.trainer.progress import Progress
 from rlx.trainer.run_lock import RunLock
@@ -101,6 +101,8 @@ def _run(config: PPOConfig, yaml: str, prepared: Prepared, workers: WorkerGroup)
                     changed = changes(folder, found, yaml)
                 for notice in keep(folder, yaml, found, changed):
                     progress.notice(notice)
+                for remark in longer(changed, yaml).values():
+                    progress.remark(remark)
         with Stopping(config.trainer.save_on_sigterm_s) as stopping:
             link.tell(grace_s=config.trainer.save_on_sigterm_s + ENDING_S)
             trainer.fit(stopping)
