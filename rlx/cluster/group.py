@@ -219,7 +219,7 @@ class WorkerGroup:
 
 def _warn_if_slow(started: list[Any]) -> None:
     """Wait a while for processes to start, and name Ray's logs if that is not enough: it tries to start them again and again."""
-    done, missing = ray.wait(started, num_returns=len(started), timeout=SLOW_START_S)
+    _, missing = ray.wait(started, num_returns=len(started), timeout=SLOW_START_S)
     if missing:
         folder = ray._private.worker.global_worker.node.get_logs_dir_path()
         logger.warning(

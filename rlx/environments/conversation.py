@@ -108,6 +108,7 @@ class Conversation:
     def add_messages(self, messages: list[Message], written: Written) -> bool:
         """Append messages, written as tokens, if one is left for the model's answer to them, else return False."""
         ids, role = written.token_ids, str(messages[-1].get("role", "user")) if messages else "user"
+        role = "environment" if role == "assistant" else role  # that of records of the model's own turns
         if written.is_rewritten:
             prompt, role = max(1, _common(self.prompt_ids, ids)), "history"
             if len(ids) - prompt >= self.width:

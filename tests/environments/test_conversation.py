@@ -197,6 +197,17 @@ def test_turns_stay_as_sampled(tokenizer):
     ]
 
 
+def test_a_message_in_the_models_role_is_no_turn_of_the_model(tokenizer):
+    """An environment may show how it would have answered; that has no tokens of the policy, and no reward."""
+    chat = Chat(tokenizer)
+    conversation = Conversation(chat.first([([USER], [])])[0].token_ids, width=40, messages=[USER])
+    conversation.add_turn(Completion([70, 1], None, "stop"), "C")
+    conversation.messages.append(SAID)
+    assert add(conversation, chat, [USER, {"role": "assistant", "content": "ag"}])
+    assert [turn["role"] for turn in conversation.turns] == ["assistant", "environment"]
+    assert len(conversation.own_turns) == 1 and sum(conversation.sampled) == 2
+
+
 def test_messages_without_room_for_an_answer_are_not_appended(tokenizer):
     chat = Chat(tokenizer)
     conversation = Conversation([5], width=6, messages=[USER])

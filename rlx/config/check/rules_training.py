@@ -18,6 +18,9 @@ MICRO_KEYS = (
 )
 TYPICAL_WEIGHT = 0.02  # standard deviation of the weights of most models
 HALF_DISTANCE = 2.0**-14  # between two bf16 numbers there
+LARGEST_BF16_BETA = (
+    1 - 2.0**-8
+)  # half the distance between two bf16 numbers is at most 2^-8 of them; smaller decays may be rounded away
 
 
 # Batches
@@ -152,6 +155,18 @@ def updates_survive_rounding(s: CheckContext) -> Faults:
             remedy = f"set {masters}=True, or {role.fsdp_key}.model_dtype=fp32, or {lossy}=True to train anyway"
             keys = (f"{role.fsdp_key}.model_dtype", masters, lr, lossy)
             yield s.fault(what, f"fp32 masters, or a learning rate of {HALF_DISTANCE:.0e} or more", remedy, *keys)
+
+
+def moment_warnings(s: CheckContext) -> Iterator[str]:
+    """Warn of a second moment in bf16 whose decay per step is rounded away, so that it never shrinks as gradients do."""
+    for role in trained_roles(s.config):
+        optim = f"{role.key}.optim"
+        if s.value(f"{optim}.optimizer") == "_AdamW" and s.value(f"{optim}.betas")[1] > LARGEST_BF16_BETA:
+            yield (
+                f"{optim}.optimizer=_AdamW keeps its second moment in bf16, which a decay of "
+                f"{1 - s.value(f'{optim}.betas')[1]:.1%} a step cannot make smaller: once gradients shrink, steps are too short. Set "
+                f"{optim}.betas=[0.9,0.99], say"
+            )
 
 
 def torchao_can_do_it(s: CheckContext) -> Faults:

@@ -8,6 +8,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
+import torch
 from omegaconf import OmegaConf
 
 from rlx.config.check.context import CheckContext
@@ -812,6 +813,17 @@ def test_flash_attention_needs_a_gpu_where_its_package_is(verdict):
 def test_a_critic_on_the_actors_path_gets_no_fault_of_its_own(verdict):
     (fault,) = verdict([GAE, f"{MODEL}.attn_implementation=flash_attention_2"]).faults
     assert fault.keys == (f"{MODEL}.attn_implementation",)
+
+
+@pytest.mark.parametrize(("beta", "is_warned"), [(0.999, True), (0.997, True), (0.996, False), (0.95, False)])
+def test_a_second_moment_in_bf16_must_be_able_to_shrink(beta, is_warned, verdict):
+    command = [f"{ACTOR}.optim.optimizer=_AdamW", f"{ACTOR}.optim.betas=[0.9,{beta}]"]
+    warned = [text for text in verdict(command).warnings if "second moment in bf16" in text]
+    assert len(warned) == is_warned and all("betas=[0.9,0.99]" in text for text in warned)
+    moment = torch.tensor(1.0, dtype=torch.bfloat16)
+    for _ in range(3000):  # of gradients that have become zero
+        moment = (moment.float() * beta).bfloat16()
+    assert (moment > 0.4) == is_warned
 
 
 @pytest.mark.parametrize(
