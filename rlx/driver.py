@@ -148,7 +148,10 @@ def _print_plan(composed: Composed, machine: Machine) -> None:
     """Print the memory by phase, unless the run is meant for GPUs that this machine does not have."""
     if not _is_meant_for(composed, machine):
         print(
-            wrapped(f"This machine has no GPU. Name the one that is meant: {program('check')} --on 8xh100 ..."),
+            wrapped(
+                f"This machine has no GPU. Name the one that is meant: {program('check')} --on 8xh100 ...; or run on this CPU: "
+                "trainer.device=cpu"
+            ),
             flush=True,
         )
         return

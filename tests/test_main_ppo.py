@@ -127,6 +127,7 @@ def test_check_does_not_plan_the_memory_of_a_host_for_gpus(
     printed = capsys.readouterr().out
     assert (
         "Name the one that is meant: python -m rlx.main_ppo --check --on 8xh100" in printed
+        and "trainer.device=cpu" in printed
         and "memory of the host" not in printed
     )
 
