@@ -40,7 +40,9 @@ def without_secrets(value: Any) -> Any:
 def override_without_secrets(text: str) -> str:
     """Return an override `key=value` for a message."""
     key, equals, value = text.partition("=")
-    is_known = key in LEAVES and not isinstance(LEAVES[key].default, dict)  # rlx's own keys hold no secrets, only mappings may
+    is_known = key in LEAVES and not isinstance(
+        LEAVES[key].default, dict
+    )  # rlx's own keys hold no secrets, only mappings may
     secret = equals and not is_known and any(_hides(name) for name in key.split("."))
     return f"{key}={HIDDEN if secret else without_secrets(value)}" if equals else text
 

@@ -77,7 +77,9 @@ def _row(forecast: MemoryForecast, phase: Phase) -> tuple[str, ...]:
         return (phase.name, gb(phase.peak), "?", "?")
     longest, positions = forecast.longest(phase.name), fewest_positions(forecast.config)
     if longest is not None and positions is not None:
-        longest = min(longest, positions)  # a table of positions ends there, and rotary embeddings were not trained beyond
+        longest = min(
+            longest, positions
+        )  # a table of positions ends there, and rotary embeddings were not trained beyond
     text = "any" if longest is None else f"{longest:,}" if longest else "none"
     return (phase.name, gb(phase.peak), gb(phase.limit), text)
 

@@ -168,5 +168,9 @@ def test_a_split_list_is_known_among_other_faults_and_shows_no_secret():
     split = ["custom_reward_function.reward_kwargs.api_key=[s1,", "s2]"]
     faults = compose([*split, "trainer.sed=1"]).faults
     assert len(faults) == 2 and not any(secret in str(faults) for secret in ("s1", "s2"))
-    for unfinished in (["data.train_files=[a,", "data.seed=4"], ["data.train_files=[a,"], ["data.train_files=[a]", "b]"]):
+    for unfinished in (
+        ["data.train_files=[a,", "data.seed=4"],
+        ["data.train_files=[a,"],
+        ["data.train_files=[a]", "b]"],
+    ):
         assert "split" not in str(compose(unfinished).faults), unfinished
