@@ -5,8 +5,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from rlx.cluster.group import WorkerGroup
+from rlx.config.forecast.checkpoint_forecast import NOT_SAVED
 from rlx.config.schema import ModelConfig, PPOConfig
-from rlx.config.schema.roles import TINY, critic_settings, has_critic, roles_of
+from rlx.config.schema.roles import TINY, critic_settings, has_critic, roles_of, saves
 from rlx.data.sampler import PromptSampler
 from rlx.errors import storing
 from rlx.program import program
@@ -84,6 +85,8 @@ def _run(config: PPOConfig, yaml: str, prepared: Prepared, workers: WorkerGroup)
         policy = config.actor_rollout_ref
         vllm = "; then vLLM starts" if policy.rollout.name == "vllm" else ""
         progress.remark(f"loading {', '.join(roles_of(config))} from {policy.model.path}{vllm}")
+        if not saves(config) and not config.trainer.val_only:
+            progress.remark(NOT_SAVED)
     rows = (None, VAL_ONLY_FILE) if only_validates else (step if checkpoint else -1, METRICS_FILE)
     with (
         lock or RunLock(folder) as lock,

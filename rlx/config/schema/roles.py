@@ -233,3 +233,8 @@ def prompts_at_once(config: PPOConfig) -> int:
         return 1
     filtered = config.algorithm.filter_groups.enable and config.data.gen_batch_size
     return filtered or config.data.train_batch_size
+
+
+def saves(config: PPOConfig) -> bool:
+    """Whether training writes checkpoints at regular times."""
+    return config.trainer.save_freq > 0 or config.trainer.save_every_minutes is not None

@@ -579,7 +579,9 @@ def test_a_checkpoint_takes_disk_and_its_staging_host_memory(forecast, overrides
 
 
 def test_check_tells_what_checkpoints_take(forecast, tmp_path):
-    assert checkpoint_text(forecast(), tmp_path) == [], "it saves nothing"
+    (nothing,) = checkpoint_text(forecast(), tmp_path)
+    assert nothing.startswith("no checkpoint will be written; trainer.save_freq=20")
+    assert checkpoint_text(forecast("trainer.val_only=True"), tmp_path) == []
     gpus = ("trainer.n_gpus_per_node=2", "trainer.nnodes=2", f"{ACTOR}.fsdp_config.optimizer_offload=True")
     kept = ("trainer.max_actor_ckpt_to_keep=2", "trainer.default_local_dir=s3://bucket/runs")
     disk, staged, spare = checkpoint_text(forecast(*SAVES, *gpus, *kept, vocab_size=10_000_000), tmp_path / "a" / "b")
