@@ -165,10 +165,10 @@ def _verdict(composed: Composed, machine: Machine, faults: int) -> str:
     found = f"{faults} fault(s), listed above" if faults else "valid"
     if composed.faults:
         return found
-    is_meant = _is_meant_for(composed, machine)
-    return (
-        f"{found}; {verdict_text(MemoryForecast.of(composed.config, machine)) if is_meant else 'no GPU to predict for'}"
-    )
+    if not _is_meant_for(composed, machine):
+        return f"{found}; no GPU to predict for"
+    elsewhere = "; its packages are not checked" if machine.name else ""
+    return f"{found}; {verdict_text(MemoryForecast.of(composed.config, machine))}{elsewhere}"
 
 
 def _is_meant_for(composed: Composed, machine: Machine) -> bool:

@@ -11,7 +11,6 @@ from rlx.config.machine import processes
 from rlx.config.schema import CheckpointConfig, PPOConfig
 from rlx.config.schema.roles import has_critic, saves
 
-
 NOT_SAVED = "no checkpoint will be written; trainer.save_freq=20 writes one every 20 steps and after the last"
 
 
