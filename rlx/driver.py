@@ -108,7 +108,7 @@ def _check_and_run(overrides: Sequence[str], options: DriverOptions) -> int:
                 print(wrapped(chose + why_fewer(composed, more)))
             composed = compose([*overrides, *more])
         composed = with_nodes(composed, machine)
-        checked = check(composed, machine)
+        checked = check(composed, machine, not options.check or _is_meant_for(composed, machine))
         data = check_data(composed.partial, composed.broken)
         tried = check_user_code(composed.partial, composed.broken, machine)
         # Another machine may have the model of a check.
@@ -134,7 +134,7 @@ def _check_and_run(overrides: Sequence[str], options: DriverOptions) -> int:
         if over:
             from rlx.trainer.progress import next_commands  # rich takes a while
 
-            print(wrapped("\n".join([over.text, *next_commands(over.folder)])))
+            print(wrapped(over.text), *next_commands(over.folder), sep="\n")
             return DONE
         forecast = MemoryForecast.of(composed.config, machine)
         trainer = composed.config.trainer
@@ -173,7 +173,7 @@ def _verdict(composed: Composed, machine: Machine, faults: int) -> str:
 
 def _is_meant_for(composed: Composed, machine: Machine) -> bool:
     """Whether the run is to run on this machine: a large model without a GPU hardly is."""
-    return composed.config.trainer.device != "auto" or any(machine.node_gpus) or is_tiny(composed.config)
+    return composed.partial.trainer.device != "auto" or any(machine.node_gpus) or is_tiny(composed.partial)
 
 
 def with_nodes(composed: Composed, machine: Machine) -> Composed:

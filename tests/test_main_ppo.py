@@ -122,9 +122,12 @@ def test_vllm_is_given_as_many_processes_as_divide_the_heads(capsys, tmp_path: P
 def test_check_does_not_plan_the_memory_of_a_host_for_gpus(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch
 ):
-    monkeypatch.setattr("rlx.driver.inspect_machine", lambda cluster: Machine(0, 8, frozenset(), vllm="0.26.0"))
+    laptop = Machine(0, 8, frozenset(), vllm="0.26.0", device_bytes=10**10, host_bytes=10**10)
+    monkeypatch.setattr("rlx.driver.inspect_machine", lambda cluster: laptop)
     (tmp_path / "config.json").write_text(json.dumps(SHAPES["qwen2-7b"]))
-    assert main(["--check", f"actor_rollout_ref.model.path={tmp_path}"]) == 0
+    command = ["--check", f"actor_rollout_ref.model.path={tmp_path}"]
+    assert main([*command, "trainer.device=cpu"]) == 2 and "memory" in capsys.readouterr().err
+    assert main(command) == 0
     printed = capsys.readouterr().out
     assert (
         "Name the one that is meant: python -m rlx.main_ppo --check --on 8xh100" in printed
