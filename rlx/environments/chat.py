@@ -183,7 +183,7 @@ class Chat:
         *earlier, turn = gap.history
         (before,) = self._texts([gap.history], gap.tools)
         words = before.removesuffix(self._closing())
-        if before.endswith(self._closing()) and after.startswith(words):
+        if before.endswith(self._closing()) and after.startswith(words) and (self._keeps or _has_words(before, gap)):
             return after[len(words) :]
         if self._keeps:
             # What the template writes behind other words of the same turn
@@ -333,6 +333,14 @@ def _together_or_alone(
         hung = [each for each in found if isinstance(each, TimeoutError)]
         found += _together_or_alone(call, [item]) if len(hung) < MOST_HANGS else hung[:1]
     return found
+
+
+def _has_words(text: str, gap: Gap) -> bool:
+    """Return whether the template's text has what the model read and said, which a call of a tool need not be."""
+    turn = gap.history[-1]
+    if "tool_calls" in turn or turn.get("content") != gap.said:
+        return True
+    return text.startswith(gap.before) and gap.said.strip() in text[len(gap.before) :]
 
 
 def contents_of(messages: list[Message]) -> str:

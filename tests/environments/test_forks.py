@@ -143,6 +143,15 @@ def test_after_each_users_message_the_model_reads_what_a_server_would_give_it(na
         assert row == request + tokenizer.encode(turn, add_special_tokens=False) + end
 
 
+@pytest.mark.parametrize("turn", [THOUGHT.removeprefix("<think>\n") + "three", "three"])
+def test_a_template_that_never_writes_thoughts_is_refused_too(turn):
+    """R1's prompt opens a thought. Its history has none, whether messages follow or not."""
+    conversation, requests, _ = run(tokenizer_of("deepseek_r1_distill"), [turn, "four"], [[user()]], mode="refuse")
+    assert len(requests) == 1 and conversation.failed and "RewrittenHistory" in conversation.reason
+    kept, requests, _ = run(tokenizer_of("deepseek_r1_distill"), [turn, "four"], [[user()]], mode="keep")
+    assert len(requests) == 2 and kept.reason == "done"
+
+
 def test_a_row_goes_on_as_long_as_messages_are_only_added():
     """Qwen3 keeps thoughts while tools answer, and drops them once a user does; here in the middle and at the end."""
     tokenizer = tokenizer_of("qwen3")

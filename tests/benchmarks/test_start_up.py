@@ -1,0 +1,56 @@
+"""The timeline of a run's start."""
+
+import json
+import sys
+
+import pytest
+
+from rlx.benchmarks.start_up import CACHES, Timeline, main, show, timed
+
+SPEAKS = """
+import os, time
+print("starting", flush=True)
+time.sleep(0.2)
+print("0/2  val", flush=True)
+print("1/2  row", flush=True)
+print("2/2  row", flush=True)
+time.sleep(0.2)
+"""
+
+
+def test_lines_have_the_seconds_at_which_they_came():
+    found = timed([sys.executable, "-c", SPEAKS], {})
+    assert [text for _, text in found.lines] == ["starting", "0/2  val", "1/2  row", "2/2  row"]
+    started = found.lines[0][0]
+    assert 0 < started < started + 0.2 <= found.first_row_s, "a validation is no step"
+    assert found.end_s >= 0.2
+
+
+@pytest.mark.parametrize("program", ["print('1/1 row'); raise SystemExit(3)", "print('nothing')"])
+def test_a_run_that_fails_or_trains_nothing_is_an_error(program):
+    with pytest.raises(RuntimeError, match="ended with exit code"):
+        timed([sys.executable, "-c", program], {})
+
+
+def test_the_middle_round_is_shown_up_to_its_first_row(capsys):
+    def timeline(first):
+        return Timeline([(1.0, "starting Ray"), (first, " 1/2  0.5"), (first + 1, " 2/2  0.5")], first + 3)
+
+    show([timeline(9.0), timeline(7.0), timeline(8.0)])
+    assert capsys.readouterr().out.splitlines() == [
+        "    1.0 s  starting Ray",
+        "    8.0 s   1/2  0.5",
+        "first row: median 8.0 s of 9.0, 7.0, 8.0",
+        "end after the last row: median 2.0 s of 2.0, 2.0, 2.0",
+    ]
+
+
+@pytest.mark.slow
+def test_a_whole_run_with_empty_caches(tmp_path, capsys):
+    keys = ["actor_rollout_ref.rollout.name=hf", "trainer.device=cpu"]
+    file = tmp_path / "figures.json"
+    main(["--cold", "--shape", "tiny", "--rounds", "1", "--device", "cpu", "--json", str(file), *keys])
+    figures = json.loads(file.read_text())
+    assert 0 < figures["first_row_s"][0] < 120 and 0 < figures["end_s"][0] < 60 and figures["keys"] == keys
+    assert "starting Ray and 1 process(es)" in capsys.readouterr().out
+    assert not {*CACHES} & {*figures}
