@@ -1,9 +1,9 @@
-"""Activation offloading in transformers' Trainer: three lines, marked with (*).
+"""Activation offloading in transformers' Trainer: one line after the constructor, marked with (*).
 
     python examples/offload_hf_trainer.py
 
 Trains the same small model with and without it: the weights are equal bit for bit. `gradient_checkpointing` stays off in
-TrainingArguments, for rlx recomputes the layers itself; should it be on, rlx switches it off again and says so. With
+TrainingArguments, because rlx recomputes the layers itself. If it is on, rlx switches it off and logs that. With
 `bf16=True` the layers are recomputed under the autocast that their forward ran under.
 """
 
@@ -12,7 +12,7 @@ import tempfile
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM, Trainer, TrainingArguments
 
-from rlx.offload import OffloadOptions, enable_activation_offloading  # (*)
+from rlx.offload import OffloadOptions, enable_activation_offloading
 
 SIZES = {
     "hidden_size": 64,
@@ -45,7 +45,7 @@ def train(offload: bool) -> Qwen3ForCausalLM:
             handle = enable_activation_offloading(trainer.model, enable_ckpt=True, options=options)  # (*)
         trainer.train()
     if offload:
-        print(handle.stats())  # (*)
+        print(handle.stats())
     return model
 
 

@@ -1,4 +1,4 @@
-"""Activation offloading in a training loop of your own: only torch and rlx.offload, three lines marked with (*).
+"""Activation offloading in a training loop of your own, with torch and rlx.offload only: one line, marked with (*).
 
     python examples/offload_plain_torch.py
 
@@ -8,7 +8,7 @@ Trains the same small model with and without it: the weights are equal bit for b
 import torch
 from torch import Tensor, nn
 
-from rlx.offload import OffloadOptions, enable_activation_offloading  # (*)
+from rlx.offload import OffloadOptions, enable_activation_offloading
 
 WIDTH, LAYERS, STEPS = 256, 6, 5
 DEVICE = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
@@ -49,7 +49,7 @@ def train(offload: bool) -> Model:
         optimizer.zero_grad()
         print(f"loss {loss.item():.6f}")
     if offload:
-        print(handle.stats())  # (*)
+        print(handle.stats())
     return model
 
 

@@ -1,23 +1,30 @@
-"""Activation offloading in TRL's trainers, here SFTTrainer: three lines, marked with (*).
+"""Activation offloading in TRL's trainers, here SFTTrainer: one line after the constructor, marked with (*).
 
     pip install trl
     python examples/offload_trl.py
 
-Trains the same small model with and without it: the weights are equal bit for bit. TRL's own `activation_offloading` stays
-off. TRL switches transformers' gradient checkpointing on unless told otherwise; rlx recomputes the layers itself, so that
-it would switch it off again and say so.
+It needs torch, TRL and rlx.offload, and downloads nothing. It trains the same small model with and without offloading: the
+weights are equal bit for bit. TRL's own `activation_offloading` stays off. TRL switches transformers' gradient checkpointing
+on unless told otherwise; rlx recomputes the layers itself, so it would switch it off again and log that.
 """
 
 import tempfile
 
 import torch
 from datasets import Dataset
-from transformers import PreTrainedModel
+from transformers import ByT5Tokenizer, Qwen3Config, Qwen3ForCausalLM
 from trl import SFTConfig, SFTTrainer
 
-from rlx.config.schema import TinyModelConfig
-from rlx.models.tiny import make_tiny
-from rlx.offload import OffloadOptions, enable_activation_offloading  # (*)
+from rlx.offload import OffloadOptions, enable_activation_offloading
+
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "head_dim": 16,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}{{ eos_token }}{% endfor %}"
 
 
 def conversation(n: int) -> list[dict[str, str]]:
@@ -25,8 +32,10 @@ def conversation(n: int) -> list[dict[str, str]]:
     return [{"role": "user", "content": question}, {"role": "assistant", "content": f"She has {2 * n}."}]
 
 
-def train(offload: bool) -> PreTrainedModel:
-    model, tokenizer = make_tiny(TinyModelConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=4))
+def train(offload: bool) -> Qwen3ForCausalLM:
+    torch.manual_seed(0)
+    tokenizer = ByT5Tokenizer(chat_template=TEMPLATE)  # its tokens are bytes, so it needs no file
+    model = Qwen3ForCausalLM(Qwen3Config(vocab_size=len(tokenizer), num_hidden_layers=4, **SIZES))
     dataset = Dataset.from_list([{"messages": conversation(n)} for n in range(64)])
     with tempfile.TemporaryDirectory() as folder:
         arguments = SFTConfig(
@@ -46,7 +55,7 @@ def train(offload: bool) -> PreTrainedModel:
             handle = enable_activation_offloading(trainer.model, enable_ckpt=True, options=options)  # (*)
         trainer.train()
     if offload:
-        print(handle.stats())  # (*)
+        print(handle.stats())
     return model
 
 

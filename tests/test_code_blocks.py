@@ -185,7 +185,11 @@ def test_offloading_works_in_a_run_of_trl(untrained: str, tmp_path: Path, capsys
     pytest.importorskip("trl", reason="TRL is not installed")
     small = {"max_steps=2": "max_steps=1, max_completion_length=8, use_cpu=True", '"out"': repr(str(tmp_path))}
     run("docs/from_trl.md", {}, **{"Qwen/Qwen2.5-0.5B-Instruct": untrained}, **small)
-    assert "offloaded_bytes" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert re.search(r"^offloaded .*, recomputed ", printed, re.MULTILINE)
+    assert re.search(r"^after forward at most [1-9]\d* bytes were off the device, now 0$", printed, re.MULTILINE)
+    assert float(re.search(r"^largest gradient (.*)$", printed, re.MULTILINE)[1]) > 0
+    assert "gradients equal True" in printed
 
 
 def test_data_in_the_pages_can_be_read():

@@ -84,4 +84,4 @@ def test_the_command_for_eight_gpus_is_the_experiment():
 def test_the_program_runs(untrained, capsys):
     (program,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     exec(program, {"model": AutoModelForCausalLM.from_pretrained(untrained)})
-    assert "offloaded_bytes" in capsys.readouterr().out
+    assert capsys.readouterr().out.startswith("offloaded ")

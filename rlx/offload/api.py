@@ -45,14 +45,17 @@ class LayerForward(ForwardOverride):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the layer's forward; offload or recompute the tensors that its backward needs."""
         if _is_grad_enabled() and self.handle.is_enabled:
-            return self._run_uncompiled(args, kwargs)
+            # A compiler that traces this line puts True for the call.
+            return self._run_uncompiled(args, kwargs, torch.compiler.is_compiling())
         # Gradient mode is off, or the handle is disabled and a wrapper around this object still calls it.
         if self.own_forward is not None:
             return self.own_forward(*args, **kwargs)
         module: Any = self.module()
         return type(module).forward(module, *args, **kwargs)
 
-    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], is_in_compiled: bool) -> Any:
+        if is_in_compiled:
+            self.handle._say_uncompiled()
         module = self.module()
         assert module is not None
         forward = self.original(module)
@@ -117,6 +120,17 @@ class ActivationOffloading:
         self._flags = CheckpointingFlags(())
         self._passes = 0
 
+    def __repr__(self) -> str:
+        model, count = self._model(), len(self._layers)
+        where = f"{count} layers of {type(model).__name__}" if model is not None else f"{count} layers"
+        values = vars(self.options) | {"save": self.session.save}
+        shown = {
+            name: value for name, value in values.items() if name == "save" or value != getattr(OffloadOptions, name)
+        }
+        options = ", ".join(f"{name}={value!r}" for name, value in shown.items())
+        state = f"of {where if count else 'a region of code'}" if self.is_enabled else "disabled"
+        return f"<ActivationOffloading {state}: {options}>"
+
     def stats(self, per_layer: bool = False) -> OffloadStats:
         """Return the statistics since offloading was enabled, also after `disable`. Does not wait for a device.
 
@@ -177,7 +191,14 @@ class ActivationOffloading:
         """Say at the second pass, once, why nothing left the device in the first; a plan of save="auto" may keep all."""
         self._passes += 1
         if self._passes == 2 and self.session.save != "auto" and (why := self.session.why_idle()):
-            logger.warning(f"activation offloading: nothing has left the device: {why}")
+            logger.warning(f"activation offloading: nothing left the device in the first pass: {why}")
+
+    def _say_uncompiled(self) -> None:
+        if self.session.is_first("layers run uncompiled"):
+            logger.warning(
+                "activation offloading: the model is compiled, but the engine's layers run uncompiled, at the speed and with "
+                "the rounding of the uncompiled model"
+            )
 
     def _take_over_checkpointing(self) -> None:
         """Switch off transformers' gradient checkpointing of the layers, even if it was switched on after `_wrap`."""
@@ -210,16 +231,17 @@ class ActivationOffloading:
 
 def enable_activation_offloading(
     model: nn.Module,
-    enable_ckpt: bool,
+    enable_ckpt: bool = True,
     options: OffloadOptions | None = None,
     layers: Sequence[str | nn.Module] | None = None,
 ) -> ActivationOffloading:
     """Offload the tensors that a model's layers save for backward, until backward needs them.
 
-    Call it after FSDP has wrapped the model. It does not change the module tree, the keys of the state dict or the outputs.
+    Call it before or after FSDP or DDP wraps the model. It does not change the module tree, the keys of the state dict or the
+    outputs.
 
     Args:
-        model: any module, wrapped by FSDP or not.
+        model: any module, wrapped by FSDP or not; of a trainer `trainer.model`.
         enable_ckpt: offload the inputs of each layer and recompute the rest (this switches off transformers' own gradient
             checkpointing); else offload every saved tensor. `OffloadOptions.save` has more modes.
         options: see `OffloadOptions`; None: the defaults.
@@ -229,10 +251,16 @@ def enable_activation_offloading(
         The handle; the existing one if the model is already enabled with equal options.
 
     Raises:
+        TypeError: if `model` is no module, such as a trainer.
         ValueError: if no layer is found, if the options contradict `enable_ckpt`, or if the model is already enabled
             with other options or layers.
         DiskError: if the disk tier is asked for and its directory cannot be used.
     """
+    if not isinstance(model, nn.Module):
+        remedy = (
+            "pass its attribute model" if isinstance(getattr(model, "model", None), nn.Module) else "pass the model"
+        )
+        raise TypeError(f"model: got {type(model).__name__}, expected a torch.nn.Module; {remedy}")
     options = options or OffloadOptions()
     save = options.resolve_save(enable_ckpt)
     found = find_layers(model, layers)
@@ -242,10 +270,11 @@ def enable_activation_offloading(
         same_layers = handle._layer_ids() == {id(module) for _, module in found}
         if same_layers and (handle.options, handle.session.save) == (options, save):
             return handle
+        counts = f"layers: {len(handle._layers)}, now {len(found)}, of which {len(wrappers)} are enabled"
+        differences = [counts] * (not same_layers) + _differences(handle, options, save)
         raise ValueError(
-            f"activation offloading is enabled already for {len(wrappers)} of {len(found)} layers with "
-            f"{handle.options}, now asked for with {options} and enable_ckpt={enable_ckpt}; call disable() on the first "
-            "handle, or use the same options and layers"
+            f"activation offloading is enabled already with other options ({'; '.join(differences)}); call disable() on the "
+            "first handle, or use the same options and layers"
         )
     on_accelerator = any(p.device.type != "cpu" for p in model.parameters()) or torch.accelerator.is_available()
     options.log_without_effect(on_accelerator)
@@ -255,6 +284,13 @@ def enable_activation_offloading(
     handle = ActivationOffloading(options, save)
     handle._wrap(model, found)
     return handle
+
+
+def _differences(handle: ActivationOffloading, options: OffloadOptions, save: str) -> list[str]:
+    """Return what differs from the options of a handle, the resolved `save` among them."""
+    before = vars(handle.options) | {"save": handle.session.save}
+    now = vars(options) | {"save": save}
+    return [f"{name}: {value!r}, now {now[name]!r}" for name, value in before.items() if value != now[name]]
 
 
 @contextlib.contextmanager

@@ -1,3 +1,4 @@
+import ast
 import re
 import subprocess
 import sys
@@ -19,9 +20,21 @@ def test_trained_weights_are_equal_and_layer_inputs_left_the_device(name: str):
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "weights equal to those without offloading: True" in done.stdout
-    stats = dict(re.findall(r"(\w+)=([\d.]+)", done.stdout))
+    offloaded, unit = re.search(
+        r"^offloaded ([\d.]+) ([KMG]B), .* recomputed [\d.]*[1-9]", done.stdout, re.MULTILINE
+    ).groups()
     # In each of five steps the inputs of the layers: all of them but the first one's in plain_torch, which wants no gradient.
     steps_layers, at_least = (5 * 5, 1 << 20) if name == "plain_torch" else (5 * 4, 64 * 1024)
-    assert int(stats["offloaded_bytes"]) >= steps_layers * at_least, done.stdout
-    assert int(stats["held_bytes"]) == 0
-    assert float(stats["recomputed_ms"]) > 0
+    assert float(offloaded) * {"KB": 1e3, "MB": 1e6, "GB": 1e9}[unit] >= 0.99 * steps_layers * at_least, done.stdout
+    assert "off the device now 0 bytes" in done.stdout
+
+
+@pytest.mark.parametrize("example", sorted(EXAMPLES.glob("offload_*.py")), ids=lambda path: path.stem)
+def test_of_rlx_an_example_imports_offload_alone(example: Path):
+    imports = [
+        node for node in ast.walk(ast.parse(example.read_text())) if isinstance(node, ast.Import | ast.ImportFrom)
+    ]
+    modules = {
+        name for node in imports for name in (getattr(node, "module", None), *(alias.name for alias in node.names))
+    }
+    assert {name for name in modules if name and name.split(".")[0] == "rlx"} == {"rlx.offload"}

@@ -57,7 +57,7 @@ def freeze(model):
 def shard(model, strategy):
     if "frozen" in strategy:
         freeze(model)
-    if strategy == "ddp":
+    if strategy.startswith("ddp"):
         return DistributedDataParallel(model)
     if strategy.startswith("fsdp2"):
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if "mixed" in strategy else MixedPrecisionPolicy()
@@ -136,7 +136,7 @@ def offloaded_bytes_unsharded(frozen, save):
 def trained_plainly(strategy, rank):
     """Gradients and number of all-gathers without the engine; once for all kinds of saving."""
     plain, gathers = train(shard(Model(), strategy), rank)
-    assert gathers >= 4 * 2 * BLOCKS or strategy in ("fsdp2_kept", "ddp")
+    assert gathers >= 4 * 2 * BLOCKS or strategy in ("fsdp2_kept", "ddp", "ddp_late")
     return plain, gathers
 
 
@@ -147,7 +147,7 @@ def result_of(strategy, save, rank, folder):
     plain, gathers = trained_plainly(strategy, rank)
     if "late" in strategy:
         handle = enable(model := Model(), save, **options)
-        shard(model, strategy)
+        model = shard(model, strategy)
     else:
         handle = enable(model := shard(Model(), strategy), save, **options)
     grads, gathers_now = train(model, rank)

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from rlx.offload import OffloadOptions, OffloadStats, enable_activation_offloading
+from rlx.offload import LayerStats, OffloadOptions, OffloadStats, enable_activation_offloading, offload_activations
 
 
 def anatomy(model):
@@ -81,16 +81,44 @@ def test_twice_with_equal_options_is_one_handle_and_with_others_an_error(toys, e
     model = toys.stack()
     handle = enable(model, True)
     assert enable_activation_offloading(model, True, OffloadOptions(min_bytes=0)) is handle
-    for enable_ckpt, options, layers in [
-        (True, OffloadOptions(min_bytes=1), None),
-        (False, OffloadOptions(min_bytes=0), None),
-        (True, OffloadOptions(min_bytes=0), ["layers.0"]),
+    for enable_ckpt, options, layers, difference in [
+        (True, OffloadOptions(min_bytes=1), None, "min_bytes: 0, now 1"),
+        (False, OffloadOptions(min_bytes=0), None, "save: 'boundary', now 'all'"),
+        (True, OffloadOptions(min_bytes=0), ["layers.0"], "layers: 3, now 1, of which 1 are enabled"),
     ]:
-        with pytest.raises(ValueError, match=r"disable\(\)"):
+        with pytest.raises(ValueError, match=r"disable\(\)") as refused:
             enable_activation_offloading(model, enable_ckpt, options, layers)
+        assert re.search(r"options \((.*?)\);", str(refused.value))[1] == difference
     handle.disable()
     other = enable(model, False)
     assert other is not handle
+
+
+def test_a_handle_says_what_is_enabled(toys, enable):
+    model = toys.stack()
+    handle = enable(model, True, prefetch_layers=2)
+    assert (
+        repr(handle) == "<ActivationOffloading of 3 layers of Stack: save='boundary', prefetch_layers=2, min_bytes=0>"
+    )
+    handle.disable()
+    assert repr(handle) == "<ActivationOffloading disabled: save='boundary', prefetch_layers=2, min_bytes=0>"
+    with offload_activations() as region:
+        assert repr(region) == "<ActivationOffloading of a region of code: save='all'>"
+
+
+def test_layers_are_recomputed_unless_the_call_says_otherwise(toys):
+    handle = enable_activation_offloading(toys.stack())
+    assert handle.session.save == "boundary"
+
+
+def test_a_trainer_in_place_of_its_model_is_refused_with_the_remedy(toys):
+    class Trainer:
+        model = toys.stack()
+
+    with pytest.raises(TypeError, match=r"got Trainer, expected a torch\.nn\.Module; pass its attribute model$"):
+        enable_activation_offloading(Trainer())
+    with pytest.raises(TypeError, match=r"got list, expected .*; pass the model$"):
+        enable_activation_offloading([])
 
 
 @pytest.mark.parametrize("enable_ckpt", [True, False])
@@ -155,7 +183,22 @@ def test_stats_per_layer_and_per_step(toys, enable):
     assert step.offloaded_bytes == first.offloaded_bytes
     assert step.layers["layers.1"].offloaded_bytes == first.layers["layers.1"].offloaded_bytes
     assert step.reserved_bytes == handle.stats().reserved_bytes
-    assert OffloadStats().overlap == 1.0
+    assert OffloadStats().overlap == 0.0  # nothing moved, nothing hidden
+
+
+def test_stats_print_in_a_few_lines_with_units():
+    layers = {"layers.0": LayerStats(2_000_000, 0, 1.25)}
+    moved = OffloadStats(2_162_688, 192, 12_582_912, 8_000, 764.679, 4_000_000_000, 100.0, 25.0, layers=layers)
+    assert str(moved).splitlines() == [
+        "offloaded 2.16 MB, kept on the device 8.00 KB, recomputed 764.7 ms",
+        "off the device now 192 bytes, host memory reserved 12.58 MB",
+        "copied 4.00 GB in 100.0 ms (40.0 GB/s), compute waited 25.0 ms, overlap 75.0%",
+        "layers.0: offloaded 2.00 MB, kept 0 bytes, recomputed 1.2 ms",
+    ]
+    assert len(str(OffloadStats()).splitlines()) == 2
+    disk = OffloadStats(disk_bytes=3_000_000_000, disk_ms=1000.0, disk_reserved_bytes=5_000_000_000)
+    assert str(disk).splitlines()[-1] == "disk: 3.00 GB moved in 1000.0 ms (3.0 GB/s), file of 5.00 GB"
+    assert "recomputed_ms=764.679" in repr(moved)
 
 
 def test_eval_mode_gives_the_same_gradients(toys, compare):
@@ -256,13 +299,18 @@ def test_checkpointing_of_modules_that_are_no_layers_of_the_engine_stays(enable)
 
 @pytest.mark.parametrize("enable_ckpt", [True, False])
 @pytest.mark.parametrize("what", ["model", "layers"])
-def test_a_compiled_model_runs_its_enabled_layers_uncompiled(toys, enable, what, enable_ckpt):
+def test_a_compiled_model_runs_its_enabled_layers_uncompiled_and_says_so_once(toys, enable, what, enable_ckpt, caplog):
     model = toys.stack()
     expected = toys.grade(copy.deepcopy(model), toys.step)
     handle = enable(model, enable_ckpt)
+    toys.grade(model, toys.step)
+    assert not caplog.records
     for module in [model] if what == "model" else model.layers:
         module.compile(backend="aot_eager")
+    toys.grade(model, toys.step)
     graded = toys.grade(model, toys.step)
+    (record,) = (record for record in caplog.records if record.name == "rlx.offload")
+    assert "run uncompiled" in record.getMessage()
     for name, grad in expected.grads.items():
         torch.testing.assert_close(graded.grads[name], grad)
     assert handle.stats().offloaded_bytes > 0
@@ -294,8 +342,9 @@ def test_a_line_says_once_why_nothing_left_the_device(toys, caplog):
         for _ in range(3):
             toys.grade(model, toys.step)
     assert handle.stats().offloaded_bytes == 0
-    (line,) = [record.getMessage() for record in caplog.records if "nothing has left" in record.getMessage()]
-    assert re.search(r"has [\d,]+ bytes, options\.min_bytes is 1,048,576", line)
+    (line,) = [record.getMessage() for record in caplog.records if "nothing left" in record.getMessage()]
+    assert re.search(r"in the first pass: .* has [\d,]+ bytes, below options\.min_bytes of 1,048,576", line)
+    assert "OffloadOptions(min_bytes=0)" in line
 
 
 def test_blocks_in_a_sequential_are_offloaded_and_gradients_stay(toys):
@@ -308,3 +357,22 @@ def test_blocks_in_a_sequential_are_offloaded_and_gradients_stay(toys):
         return [parameter.grad for parameter in model.parameters()]
 
     assert all(map(torch.equal, of(False), of(True)))
+
+
+def test_advice_for_attention_speaks_of_transformers_to_its_models_only(toys, enable, caplog):
+    eager, _ = qwen()
+    eager.set_attn_implementation("eager")
+    for model, step, expected in [
+        (eager, causal_step, "layer 'model.layers.0', which .* Use attn_implementation='sdpa'"),
+        (
+            toys.stack(),
+            toys.step,
+            "layer 'layers.0', which calls no fused .*'boundary'. If it has attention, call torch's",
+        ),
+    ]:
+        caplog.clear()
+        enable(model, True, save="attention")
+        toys.grade(model, step)
+        (record,) = caplog.records
+        assert re.search(expected, record.getMessage()), record.getMessage()
+        assert ("attn_implementation" in record.getMessage()) is (model is eager)

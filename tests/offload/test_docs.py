@@ -1,7 +1,9 @@
 """docs/activation_offloading.md says what the code does."""
 
 import ast
+import inspect
 import re
+import shlex
 from dataclasses import fields
 from pathlib import Path
 
@@ -9,7 +11,9 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from rlx.offload import OffloadOptions, OffloadStats, host_arena
+from rlx.offload import OffloadOptions, OffloadStats, enable_activation_offloading, host_arena
+from rlx.offload.benchmark.plan_command import main
+from rlx.offload.runtime.options import SAVE_MODES
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "activation_offloading.md").read_text()
@@ -42,6 +46,24 @@ def test_the_code_runs(toys, request):
     for block in blocks:
         exec(block, names)
     names["handle"].disable()
+
+
+def test_every_argument_stands_there_with_its_default():
+    table = dict(re.findall(r"^\| `(\w+)` \| ?`?(\w*)`? ?\|", section("One line"), re.MULTILINE))
+    signature = inspect.signature(enable_activation_offloading).parameters
+    assert table == {name: "" if p.default is p.empty else str(p.default) for name, p in signature.items()}
+
+
+def test_the_plan_prints_what_the_page_says(capsys):
+    command, printed = re.search(
+        r"```bash\n(.*?)\n```\n\n```text\n(.*?)\n```", section("Which `save`?"), re.DOTALL
+    ).groups()
+    assert main(shlex.split(command)[3:]) == 0
+    assert printed in "\n".join(line.rstrip() for line in capsys.readouterr().out.splitlines())
+
+
+def test_the_recommendation_has_every_mode():
+    assert set(re.findall(r'^\|.*\| `"(\w+)"`', section("Which `save`?"), re.MULTILINE)) == set(SAVE_MODES)
 
 
 def test_every_option_stands_there_with_its_default():

@@ -19,7 +19,10 @@ STRATEGIES = (
     "fsdp1",
     "fsdp1_mixed",
     "fsdp1_orig",
+    "fsdp1_late",
+    "fsdp1_orig_late",
     "ddp",
+    "ddp_late",
 )
 
 

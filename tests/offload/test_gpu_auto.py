@@ -107,6 +107,18 @@ def test_what_is_reserved_counts_as_taken(enable, decoder):
     assert not any(layer.keep or layer.on_device for layer in plan.layers[:-1])
 
 
+def test_memory_that_is_taken_after_the_plan_is_planned_with_from_the_next_pass_on(toys, enable, decoder):
+    """As the optimizer's first step takes it; here all that is left."""
+    expected = toys.grade(copy.deepcopy(decoder), read)
+    handle = enable(decoder, True, save="auto")
+    assert all(layer.keep for layer in planned(decoder, handle).layers)
+    limits = handle.runner.decide.__self__.limits
+    states = torch.empty(limits.room_bytes, dtype=torch.uint8, device="cuda")
+    expected.assert_equal(toys.grade(decoder, read))
+    assert limits.room_bytes < states.nbytes // 10
+    assert not any(layer.keep or layer.on_device for layer in handle.plan().layers[:-1])
+
+
 def test_gradients_that_do_not_exist_yet_count_as_taken(enable, decoder):
     """The room that is found does not depend on whether they did."""
     found, allocated = [], []

@@ -363,7 +363,7 @@ def _mode(model: ModelConfig) -> str:
     if not model.enable_activation_offload:
         return "checkpointing" if recomputes else "plain"
     save = save or DEFAULT_SAVE[recomputes]
-    return save if save in ("attention", "all") else "inputs to the host"
+    return save if save in ("attention", "all") else "boundary"
 
 
 def _parts(own: RoleMemory, states: StateBytes, others: float, peak: float, is_gathered: bool) -> dict[str, float]:

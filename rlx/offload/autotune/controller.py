@@ -5,6 +5,12 @@ pass, layers offload their inputs and recompute the rest. The next passes do the
 one, for which the controller does not wait. The very first pass warms up: it chooses kernels and allocates memory, so its times
 are not used. It is profiled only to compare its bytes with cached profiles (Note [cached profiles] in `consensus.py`).
 
+Note [states that come later]
+The optimizer's first step makes its states, which last. With gradient accumulation, passes are profiled and planned before it.
+Such a plan takes memory that is free then, and nobody else needs it until the step. So each planned pass looks at what is free
+when it begins. If that is much less than the plan's budget, the pass is planned anew from the same profile, before its first layer
+runs. Ranks that agree do not look: they say beforehand what comes (`reserve_bytes`).
+
 Note [ranks that agree]
 Ranks may have different lengths in the same pass, and one rank may profile a length that another rank never meets. So ranks
 exchange nothing during a pass. They exchange profiles in `PlanController.agree`, which all ranks call between passes. For each
@@ -166,6 +172,10 @@ class PlanController:
         self._last = bucket
         self._is_warm = self._is_warm or bucket.passes > 1
         self._collect(bucket)
+        if bucket.plan is not None and not self._agrees and self.limits.uses_room:
+            self._note_room(bucket, Inputs.of(tensors))
+            if self.limits.has_shrunk(bucket.device_bytes):  # Note [states that come later]
+                bucket.replan()
         if bucket.plan is None:
             self._plan_or_measure(bucket, tensors)
         self.plan = bucket.plan or self.plan
@@ -193,14 +203,19 @@ class PlanController:
         """Drop a cached profile that does not apply to the pass that begins; else note the device memory for that pass."""
         if bucket.profile is None or not bucket.is_cached or self._cache is None:
             return
-        inputs, device = Inputs.of(tensors), self._devices[bucket.key[0]]
+        inputs = Inputs.of(tensors)
         is_longer = inputs.boundary_bytes > longest_input_bytes(bucket.profile)
         if is_longer or self._cache.key(call, self._devices) != self._cache_key:
             bucket.forget()
         else:
-            own_bytes = sum(inputs.memory.values()) + sum(inputs.shared.values()) + self.limits.gathered_bytes()
-            baseline_bytes = max(0, DeviceMemoryProbe(device).look()[0] - own_bytes)
-            self.limits.note_room(device, baseline_bytes, self.limits.pending_bytes())
+            self._note_room(bucket, inputs)
+
+    def _note_room(self, bucket: LengthBucket, inputs: Inputs) -> None:
+        """Note the device memory that is free for a pass that begins with these inputs."""
+        device = self._devices[bucket.key[0]]
+        own_bytes = sum(inputs.memory.values()) + sum(inputs.shared.values()) + self.limits.gathered_bytes()
+        baseline_bytes = max(0, DeviceMemoryProbe(device).look()[0] - own_bytes)
+        self.limits.note_room(device, baseline_bytes, self.limits.pending_bytes())
 
     def _report(self) -> RankReport:
         """Return what is new since the last report. The first rank reads the cache once its layers are known."""
@@ -260,7 +275,7 @@ class PlanController:
         checks: dict[tuple[int, frozenset[int]], DeadOpCheck] = {}
         for index, layer, fetch in zip(indices, plan.layers, plan.fetches, strict=True):
             bucket.instructions[index] = of_layer[index].instructions(layer, fetch, checks)
-        bucket.plan = plan
+        bucket.plan, bucket.device_bytes = plan, budget.device_bytes
         if self._is_first_rank and logger.isEnabledFor(logging.INFO):
             logger.info(
                 "activation offloading: plan for layers with inputs of %d bytes\n%s",

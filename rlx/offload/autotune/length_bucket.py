@@ -33,6 +33,7 @@ class LengthBucket:
         self.profile: PassProfile | None = None
         self.is_cached = False  # the profile comes from an earlier run
         self.budget: Budget | None = None  # on which ranks have agreed
+        self.device_bytes = 0  # in the budget of the plan
         self.passes = 0
         self.last_index = -1  # of the layer called last
         self.is_measuring = False

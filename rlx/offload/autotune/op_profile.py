@@ -73,6 +73,13 @@ class DeviceMemoryProbe:
             return 0, 0
         return torch.accelerator.memory_allocated(self._device), torch.accelerator.max_memory_allocated(self._device)
 
+    def capacity(self) -> tuple[int, int] | None:
+        """Return the bytes that torch has or could get, and all bytes of the device; None on the CPU."""
+        if self._device.type == "cpu":
+            return None
+        free, total = torch.get_device_module(self._device.type).mem_get_info(self._device)
+        return free + torch.accelerator.memory_reserved(self._device), total
+
     def reset(self) -> None:
         """Reset the peak."""
         if self._device.type != "cpu":

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from rlx.offload.autotune.layer_profile import PassState
+from rlx.offload.autotune.op_profile import DeviceMemoryProbe
 from rlx.offload.plan.costs import Budget
 from rlx.offload.runtime.session import OffloadSession
 from rlx.offload.storage.regions import size_bytes
@@ -19,6 +20,7 @@ from rlx.offload.storage.stats import measured_rate
 logger = logging.getLogger("rlx.offload")
 
 MARGIN = 0.05  # share of device memory that a plan leaves free
+SPARE = MARGIN / 5  # of it may be taken by others before plans are made anew
 LINK_BYTES_PER_S, DISK_BYTES_PER_S = 25e9, 1e9  # until copies have been timed
 
 
@@ -39,6 +41,7 @@ class StepLimits:
         self.most_bytes: int | None = None  # set when the device has run out of memory
         self._session = session
         self._parameters = parameters
+        self._spare_bytes = 0
         self._reserve_bytes = 0
         self._gradient_bytes: int | None = None  # of all gradients, as a rank holds them between steps
         self._has_noted_no_device = False
@@ -66,11 +69,20 @@ class StepLimits:
 
     def note_room(self, device: torch.device, baseline_bytes: int, pending_bytes: int) -> None:
         """Note how much memory a device has for the step, if `baseline_bytes` were allocated when its layers began."""
-        if device.type != "cpu":
-            free, total = torch.get_device_module(device.type).mem_get_info(device)
-            usable = free + torch.accelerator.memory_reserved(device)
+        if (capacity := DeviceMemoryProbe(device).capacity()) is not None:
+            usable, total = capacity
+            self._spare_bytes = int(SPARE * total)
             room = int(usable - MARGIN * total) - baseline_bytes - pending_bytes
             self.room_bytes = max(0, room if self.room_bytes is None else min(room, self.room_bytes))
+
+    @property
+    def uses_room(self) -> bool:
+        """Whether plans may take all the room that the device has."""
+        return self.room_bytes is not None and isinstance(self._session.options.max_device_bytes, str)
+
+    def has_shrunk(self, device_bytes: int) -> bool:
+        """Return whether the room has become much smaller than the `device_bytes` of a plan's budget."""
+        return self.room_bytes is not None and device_bytes - self.room_bytes > self._spare_bytes
 
     def own(self) -> Limits:
         """Return the limits of this rank."""
@@ -89,8 +101,8 @@ class StepLimits:
         if not devices and not self._has_noted_no_device:
             self._has_noted_no_device = True
             logger.info(
-                "activation offloading: there is no accelerator, so max_device_bytes='auto' keeps as little as "
-                "possible; set a number of bytes to keep more"
+                "activation offloading: there is no accelerator, so max_device_bytes='auto' keeps only what does not raise "
+                "the peak; set a number of bytes to keep more"
             )
         device = min(devices, default=0)
         device = device if self.most_bytes is None else min(device, self.most_bytes)

@@ -1,8 +1,10 @@
 """Plan activations for a model and a machine that need not be at hand: what to keep, offload and recompute, time and memory.
 
 Times and sizes come from formulas (docs/planning.md). Communication between accelerators is assumed to be hidden behind
-compute. Examples:
+compute. The head is assumed to compute log-probs in chunks of 3 GiB of logits; whole logits need more. Rows are values of
+`OffloadOptions.save`, beside plain training and transformers' gradient checkpointing. Examples:
 
+    python -m rlx.offload.plan --model qwen2-7b --tokens 32768 --hardware h100 --weight-bytes 2 --lora-rank 16
     python -m rlx.offload.plan --model qwen2-7b --tokens 32768 --gpus 8
     python -m rlx.offload.plan --model llama3-70b --tokens 32768 --gpus 64 --hardware h100 --longest
     python -m rlx.offload.plan --model ./my_model --tokens 8192 --hardware rtx4090 --states-gb 16 --weight-bytes 2 --host-gb 48
@@ -44,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             given.tokens = scenario.longest("auto")
             if not given.tokens:
                 raise ValueError(
-                    f"not even {STEP_TOKENS} tokens of {given.model} fit; use more --gpus, --tile auto, --optimizer-on-host"
+                    f"not even {STEP_TOKENS} tokens of {given.model} fit on {given.gpus} x {given.hardware}; {_remedies(given)}"
                 )
         measured = _measured(given, scenario) if given.measure else None
     except (ImportError, MemoryError, OSError, ValueError) as error:
@@ -112,14 +114,14 @@ def _add_machine(parser: argparse.ArgumentParser) -> None:
     add("--disk-gb-per-s", type=_number, default=0.0, help=disk)
 
 
-def _scenario(given: argparse.Namespace) -> Scenario:
+def _unchecked_scenario(given: argparse.Namespace) -> Scenario:
     named = {"device_bytes": given.device_gb, "host_bytes": given.host_gb, "link_bytes_per_s": given.link_gb_per_s}
     hardware = replace(PROFILES[given.hardware], **{k: v * GB for k, v in named.items() if v is not None})
     decoder = read_decoder(_config(given.model), given.layers)
     states: StateBytes | float | None = None if given.states_gb is None else given.states_gb * GB
     if states is None and given.lora_rank:
         states = state_bytes(decoder, given.gpus, given.weight_bytes, adapter_rank=given.lora_rank)
-    scenario = Scenario(
+    return Scenario(
         decoder=decoder,
         hardware=hardware,
         gpus=given.gpus,
@@ -133,14 +135,57 @@ def _scenario(given: argparse.Namespace) -> Scenario:
         shared_by=given.shared_by,
         optimizer_on_host=given.optimizer_on_host,
     )
+
+
+def _scenario(given: argparse.Namespace) -> Scenario:
+    scenario = _unchecked_scenario(given)
     if scenario.memory_parts["activations"] <= 0:
         parts = ", ".join(f"{name} {nbytes / GB:.1f}" for name, nbytes in scenario.memory_parts.items())
         raise ValueError(
             f"{given.model} leaves no room for activations on {given.gpus} x {given.hardware} of "
-            f"{hardware.device_bytes / GB:.1f} GB each ({parts} GB); use more --gpus, --weight-bytes 2, "
-            "or set the size of the states with --states-gb"
+            f"{scenario.hardware.device_bytes / GB:.1f} GB each ({parts} GB); {_remedies(given)}"
         )
     return scenario
+
+
+Changes = dict[str, int | bool]  # arguments to set
+# Changes that make room, from those that cost least.
+_ROOM: tuple[Changes, ...] = (
+    {"optimizer_on_host": True},
+    {"weight_bytes": 2},
+    {"lora_rank": 16},
+    {"lora_rank": 16, "weight_bytes": 2},
+    *({"gpus": 2**power} for power in range(1, 13)),
+)
+
+
+def _remedies(given: argparse.Namespace) -> str:
+    """Return in words the smallest changes of arguments with which the step fits in boundary mode."""
+    if given.states_gb is not None:
+        return "lower --states-gb, or take --hardware with more memory"
+    tokens = given.tokens or STEP_TOKENS
+    found: list[Changes] = []
+    for changes in _ROOM:
+        is_change = all(getattr(given, name) != value for name, value in changes.items())
+        is_enough = any(other.keys() <= changes.keys() for other in found)
+        if is_change and not is_enough and _fits_with(given, tokens, changes):
+            found.append(changes)
+    if not found:
+        return (
+            "neither 16-bit weights nor adapters nor more GPUs help; use fewer --tokens, or --hardware with more memory"
+        )
+    texts = [" ".join(_flag(name, value) for name, value in changes.items()) for changes in found]
+    return f"{tokens} tokens fit with {' or '.join(texts)}"
+
+
+def _fits_with(given: argparse.Namespace, tokens: int, changes: Changes) -> bool:
+    scenario = _unchecked_scenario(argparse.Namespace(**{**vars(given), **changes}))
+    return scenario.memory_parts["activations"] > 0 and scenario.fits(scenario.plan("boundary", tokens))
+
+
+def _flag(name: str, value: int | bool) -> str:
+    flag = "--" + name.replace("_", "-")
+    return flag if value is True else f"{flag} {value}"
 
 
 def _check_measurable(given: argparse.Namespace) -> None:
@@ -173,7 +218,7 @@ def _text(given: argparse.Namespace, scenario: Scenario, plans: dict[str, Plan])
     hardware, costs = scenario.hardware, scenario.costs(given.tokens)
     parts = scenario.memory_parts
     peak = plans["auto"].prediction.peak_bytes
-    rows: list[tuple[str, ...]] = [("mode", "fits", "step s", "x plain", "tokens/s", "peak GB", "host GB")]
+    rows: list[tuple[str, ...]] = [("mode", "fits", "step s", "x plain", "tokens/s", "activations GB", "host GB")]
     for mode, plan in plans.items():
         step_s, _, peak_bytes, host_bytes, *_ = plan.prediction
         ratio = step_s / plans["plain"].prediction.step_s
@@ -202,7 +247,7 @@ def _text(given: argparse.Namespace, scenario: Scenario, plans: dict[str, Plan])
 
 def _phases(scenario: Scenario, plans: dict[str, Plan]) -> list[tuple[str, ...]]:
     found = {mode: scenario.phases(plan) for mode, plan in plans.items()}
-    head = ("peak by phase, all of the device, GB", "forward", "head", "backward", "optimizer step")
+    head = ("peak of all on the device, GB", "forward", "head", "backward", "optimizer step")
     return [head, *((mode, *map(_gb, phases)) for mode, phases in found.items())]
 
 

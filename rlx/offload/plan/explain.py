@@ -57,7 +57,7 @@ def _summary(costs: Sequence[LayerCost], plan: Plan, budget: Budget) -> Iterable
     boundary = predict(costs, [LayerPlan()] * len(costs), replace(budget, device_bytes=0))
     yield (
         f"step {found.step_s:.3f} s, {found.step_s / plain.step_s:.3f} x plain ({plain.step_s:.3f} s, {_gb(plain.peak_bytes)}), "
-        f"{found.step_s / boundary.step_s:.3f} x inputs alone ({boundary.step_s:.3f} s, {_gb(boundary.peak_bytes)}); "
+        f"{found.step_s / boundary.step_s:.3f} x boundary ({boundary.step_s:.3f} s, {_gb(boundary.peak_bytes)}); "
         f"compute waits {found.stall_s:.3f} s"
     )
     layers = zip(costs, plan.layers, strict=True)

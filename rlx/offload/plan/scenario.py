@@ -17,7 +17,7 @@ from rlx.offload.plan.step import predict
 
 STEP_TOKENS = 1024  # the longest context is found to a multiple of this
 _ATTENTION = {"q", "k", "v", "attention", "o"}
-PLANNED_MODES = ("plain", "checkpointing", "inputs to the host", "auto")
+PLANNED_MODES = ("plain", "checkpointing", "boundary", "attention", "auto")
 
 
 class Phases(NamedTuple):
@@ -99,7 +99,7 @@ class Scenario(NamedTuple):
         return -(-logits // self.shared_by)
 
     def plan(self, mode: str, tokens: int) -> Plan:
-        """Return the plan for a number of tokens in one of `PLANNED_MODES`, or in mode `"attention"` or `"all"`."""
+        """Return the plan for a number of tokens in one of `PLANNED_MODES`, or in mode `"all"`."""
         costs, budget = self.costs(tokens), self.budget
         if mode == "auto":
             return make_plan(costs, budget)

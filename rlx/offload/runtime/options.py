@@ -89,7 +89,7 @@ class OffloadOptions:
         max_device_bytes: limit of the memory that `save="auto"` holds on the device at once during a step [bytes]. The working
             set of a layer, the head, the loss, and the parameters and gradients that FSDP2 gathers and reduces layer by layer
             count. Gradients do not, nor does memory that exists before the layers begin, such as weights and optimizer
-            states. `"auto"`: 95 % of the device, less these two; without an accelerator as little as possible.
+            states. `"auto"`: 95 % of the device, less these two; without an accelerator only what does not raise the peak.
         cache_directory: folder in which `save="auto"` keeps profiles for later runs of the same layers: times and sizes of
             calls, and a description of layers, device and versions; no weights, no data. It is made if it does not exist. If
             it cannot be used, the run logs one warning and goes on. `"auto"`: `rlx/measurements` in `$XDG_CACHE_HOME`, or in

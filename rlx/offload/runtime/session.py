@@ -171,7 +171,11 @@ class OffloadSession:
         if any(layer.counters.offloaded_bytes for layer in self.layers):
             return None
         if self.largest_small:
-            return f"the largest tensor that its layers save has {self.largest_small:,} bytes, options.min_bytes is {self.min_bytes:,}"
+            return (
+                f"the largest tensor that its layers save has {self.largest_small:,} bytes, below options.min_bytes of "
+                f"{self.min_bytes:,}. Later passes with more tokens may differ; for a trial with a small model set "
+                "OffloadOptions(min_bytes=0)"
+            )
         return None if "host memory is full" in self._noted else "its layers got no tensor that wants a gradient"
 
     def is_first(self, topic: str) -> bool:

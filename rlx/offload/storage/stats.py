@@ -68,9 +68,33 @@ class OffloadStats:
 
     @property
     def overlap(self) -> float:
-        """Share of the time of copies and disk in which compute did not wait, in [0, 1]."""
+        """Share of the time of copies and disk in which compute did not wait, in [0, 1]; 0 if nothing was moved."""
         moving_ms = self.copy_ms + self.disk_ms
-        return max(0.0, 1.0 - self.stall_ms / moving_ms) if moving_ms else 1.0
+        return max(0.0, 1.0 - self.stall_ms / moving_ms) if moving_ms else 0.0
+
+    def __str__(self) -> str:
+        """Return the figures in a few lines for people; `repr` has all fields."""
+        lines = [
+            f"offloaded {readable(self.offloaded_bytes)}, kept on the device {readable(self.kept_bytes)}, "
+            f"recomputed {self.recomputed_ms:.1f} ms",
+            f"off the device now {readable(self.held_bytes)}, host memory reserved {readable(self.reserved_bytes)}",
+        ]
+        if self.copied_bytes:
+            lines.append(
+                f"copied {readable(self.copied_bytes)} in {self.copy_ms:.1f} ms ({self.copy_gb_per_s:.1f} GB/s), "
+                f"compute waited {self.stall_ms:.1f} ms, overlap {self.overlap:.1%}"
+            )
+        if self.disk_reserved_bytes or self.disk_bytes:
+            lines.append(
+                f"disk: {readable(self.disk_bytes)} moved in {self.disk_ms:.1f} ms ({self.disk_gb_per_s:.1f} GB/s), "
+                f"file of {readable(self.disk_reserved_bytes)}"
+            )
+        for name, layer in self.layers.items():
+            lines.append(
+                f"{name}: offloaded {readable(layer.offloaded_bytes)}, kept {readable(layer.kept_bytes)}, "
+                f"recomputed {layer.recomputed_ms:.1f} ms"
+            )
+        return "\n".join(lines)
 
     def since(self, earlier: OffloadStats) -> OffloadStats:
         """Return the figures since `earlier`: differences of counts and times; held and reserved bytes as they are now."""
@@ -85,6 +109,14 @@ class OffloadStats:
 def _differences(now: Any, earlier: Any, without: Collection[str] = ()) -> dict[str, Any]:
     names = [field.name for field in fields(now) if field.name not in without]
     return {name: getattr(now, name) - getattr(earlier, name) for name in names}
+
+
+def readable(nbytes: int) -> str:
+    """Return a number of bytes with its unit, of 1000, 1000² or 1000³ bytes."""
+    for unit, size in (("GB", 10**9), ("MB", 10**6), ("KB", 10**3)):
+        if nbytes >= size:
+            return f"{nbytes / size:.2f} {unit}"
+    return f"{nbytes} bytes"
 
 
 def measured_rate(nbytes: int, ms: float) -> float | None:

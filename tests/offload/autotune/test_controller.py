@@ -261,3 +261,55 @@ def test_the_layer_before_is_fetched_with_the_first_call_that_leaves_room(
         expected.assert_equal(toys.grade(model, read))
     assert [orders.prefetch_call for orders in seen[-3:]] == [expected_call] * 3
     assert [orders.prefetch_early for orders in seen[-4:]] == [True] + [expected_call is None] * 3
+
+
+class Filling(DeviceMemoryProbe):
+    """A device of 10 MB, of which others have allocated some."""
+
+    allocated = 0
+
+    def look(self):
+        return self.allocated, self.allocated
+
+    def capacity(self):
+        return 10_000_000, 10_000_000
+
+
+@pytest.fixture
+def filling(monkeypatch):
+    for module in ("layer_profile", "step_limits", "controller"):
+        monkeypatch.setattr(f"rlx.offload.autotune.{module}.DeviceMemoryProbe", Filling)
+    monkeypatch.setattr(Filling, "allocated", 0)
+    return Filling
+
+
+def test_states_that_the_first_optimizer_step_makes_are_planned_with(toys, auto, filling):
+    """Gradient accumulation: two lengths are planned before the step."""
+    model = toys.decoder(4, dropout=0.2)
+    expected = [toys.grade(copy.deepcopy(model), lambda model, n=n: read(model, n)) for n in (6, 40)]
+    handle = auto(model, "auto")
+    for tokens in (6, 6, 6, 40, 40):
+        read(model, tokens).backward()
+    assert all(layer.keep for layer in handle.plan().layers)
+    filling.allocated = 9_500_000  # the states: nothing is left
+    for tokens, graded in zip((6, 40), expected, strict=True):
+        before = handle.stats()
+        graded.assert_equal(toys.grade(model, lambda model, n=tokens: read(model, n)))
+        assert not all(layer.keep for layer in handle.plan().layers), "the pass itself is planned anew"
+        assert handle.stats().since(before).recomputed_ms > 0
+
+
+def test_a_plan_stays_if_little_more_is_taken_or_a_number_was_given_or_ranks_agree(toys, auto, filling):
+    for budget, grown, agrees in (("auto", 90_000, False), (PLENTY, 9_500_000, False), ("auto", 9_500_000, True)):
+        filling.allocated = 0
+        model = toys.decoder(3)
+        handle = auto(model, budget)
+        for _ in range(4):
+            if agrees:
+                handle.agree()
+            read(model).backward()
+        plan = handle.plan()
+        filling.allocated = grown
+        read(model).backward()
+        assert handle.plan() is plan is not None
+        handle.disable()

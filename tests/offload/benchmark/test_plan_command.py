@@ -34,7 +34,7 @@ def refusal(capsys):
         with pytest.raises(SystemExit) as ended:
             main(arguments)
         assert ended.value.code == 2
-        return capsys.readouterr().err.splitlines()[-1]
+        return capsys.readouterr().err.splitlines()[-1] + "\n"
 
     return run
 
@@ -52,7 +52,7 @@ def test_seventy_billion_weights_on_sixty_four(plan):
     modes, memory = written["modes"], written["memory_bytes"]
     assert status == 0
     assert not modes["plain"]["fits"]
-    assert modes["auto"]["step_s"] < modes["inputs to the host"]["step_s"]
+    assert modes["auto"]["step_s"] < modes["boundary"]["step_s"]
     assert modes["auto"]["peak_bytes"] <= memory["activations"]
     assert sum(memory.values()) == pytest.approx(80e9)
     assert memory["optimizer"] == pytest.approx(70.55e9 * 8 / 64, rel=0.001)
@@ -93,7 +93,7 @@ def test_the_longest_context_fits_and_one_step_more_does_not(plan):
         assert setting.fits(setting.plan(mode, tokens))
         assert not setting.fits(setting.plan(mode, tokens + STEP_TOKENS))
         assert re.search(rf"^{mode} +{tokens} ", printed, re.MULTILINE)
-    assert longest["plain"] < longest["checkpointing"] < longest["inputs to the host"] <= longest["auto"]
+    assert longest["plain"] < longest["checkpointing"] < longest["boundary"] <= longest["auto"]
 
 
 def test_without_tokens_it_is_the_longest_with_the_peak_of_each_phase(plan):
@@ -104,7 +104,7 @@ def test_without_tokens_it_is_the_longest_with_the_peak_of_each_phase(plan):
     assert written["arguments"]["tokens"] == written["longest_tokens"]["auto"]
     assert "optimizer" not in written["memory_bytes"]
     assert max(auto["peaks"].values()) <= 0.94 * 30e9
-    assert re.search(r"^peak by phase.*forward +head +backward +optimizer step$", printed, re.MULTILINE)
+    assert re.search(r"^peak of all.*forward +head +backward +optimizer step$", printed, re.MULTILINE)
     _, shared, _ = plan(*small, "--tile", "auto", "--optimizer-on-host", "--shared-by", "2")
     assert shared["arguments"]["tokens"] > 1.5 * written["arguments"]["tokens"]
 
@@ -121,8 +121,16 @@ def test_a_folder_of_transformers(plan, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--model", "qwen2-7b", "--device-gb", "65", "--weight-bytes", "2"), ("not even 1024 tokens", "--tile auto")),
-        (("--model", "llama3-70b", "--tokens", "1024"), ("no room for activations", "more --gpus")),
+        (
+            ("--model", "qwen2-7b", "--device-gb", "65", "--weight-bytes", "2"),
+            ("not even 1024 tokens", "; 1024 tokens fit with --optimizer-on-host or --lora-rank 16 or --gpus 2\n"),
+        ),
+        (
+            ("--model", "llama3-70b", "--tokens", "1024"),
+            ("no room for activations", "; 1024 tokens fit with --gpus 16\n"),
+        ),
+        (("--model", "qwen2-7b", "--tokens", "8", "--states-gb", "140"), ("no room", "; lower --states-gb")),
+        (("--model", "llama3-70b", "--tokens", "10000000"), ("no room", "; neither ", "fewer --tokens")),
         (("--model", "/nowhere", "--tokens", "1024"), ("/nowhere",)),
         (("--model", "tiny", "--tokens", "0"), ("got '0'", "at least 1")),
         (("--model", "tiny", "--tokens", "1", "--host-gb", "-1"), ("got '-1'", "at least 0")),
@@ -134,6 +142,30 @@ def test_a_folder_of_transformers(plan, tmp_path):
 def test_bad_input_is_refused(refusal, arguments, words):
     message = refusal(*arguments)
     assert all(word in message for word in words), message
+
+
+def test_what_the_refusal_names_fits(refusal, plan):
+    base = ("--model", "qwen2-7b", "--tokens", "32768", "--hardware", "h100")
+    remedies = refusal(*base).split("32768 tokens fit with ")[1].split(" or ")
+    assert [remedy.split()[0] for remedy in remedies] == [
+        "--optimizer-on-host",
+        "--weight-bytes",
+        "--lora-rank",
+        "--gpus",
+    ]
+    for remedy in remedies:
+        _, written, _ = plan(*base, *remedy.split())
+        assert written["modes"]["boundary"]["fits"]
+
+
+def test_rows_are_modes_of_the_engine_and_peaks_say_what_of(plan):
+    printed, written, _ = plan("--model", "qwen2-7b", "--tokens", "32768", "--hardware", "h100", "--gpus", "8")
+    assert list(written["modes"]) == ["plain", "checkpointing", "boundary", "attention", "auto"]
+    boundary, attention = written["modes"]["boundary"], written["modes"]["attention"]
+    assert attention["step_s"] < boundary["step_s"] and attention["host_bytes"] > 4 * boundary["host_bytes"]
+    assert re.search(r"^mode .* activations GB  host GB$", printed, re.MULTILINE)
+    assert re.search(r"^peak of all on the device, GB ", printed, re.MULTILINE)
+    assert re.search(r"^attention +yes ", printed, re.MULTILINE)
 
 
 def test_a_model_of_another_kind_is_refused(refusal, tmp_path):

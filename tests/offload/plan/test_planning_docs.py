@@ -109,12 +109,12 @@ def test_half_a_million_tokens_by_part():
     whole = [argument for argument in command if argument not in ("--tile", "auto")]
     for i, arguments in enumerate([command, command + host[True], whole, whole + host[True]]):
         setting = _scenario(_parser().parse_args(arguments))
-        plan, parts = setting.plan("inputs to the host", tokens), setting.memory_parts
+        plan, parts = setting.plan("boundary", tokens), setting.memory_parts
         states = [parts["weights"], parts["gradients"], parts.get("optimizer", 0)]
         own = layer_bytes(setting.decoder, 0, tokens, tile=setting.tile).working, head_bytes(setting.decoder, tokens)
         on_host = plan.prediction.host_bytes, setting.hardware.host_bytes - setting.host_bytes
         figures = [f"{nbytes / 1e9:.1f}" for nbytes in (*states, *own, *setting.phases(plan), *on_host)]
-        longest = [f"{setting.longest(mode):,}" for mode in ("inputs to the host", "auto")]
+        longest = [f"{setting.longest(mode):,}" for mode in ("boundary", "auto")]
         assert [cells[i] for cells in table.values()] == [*figures, "yes" if setting.fits(plan) else "no", *longest]
 
 
