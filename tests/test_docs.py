@@ -89,3 +89,9 @@ def test_the_site_builds_without_a_warning(tmp_path: Path):
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "files/examples/offload_trl.py").is_file()
+
+
+def test_setup_ends_with_the_next_command():
+    planned = subprocess.run(["make", "-n", "setup"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    last = planned.splitlines()[-1]
+    assert last.startswith("echo ") and ". .venv/bin/activate && rlx train" in last and "docs/start.md" in last

@@ -9,12 +9,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from peft import PeftModel
+from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
 
 from rlx.checkpoint.loading import load_all
 from rlx.config.schema import FSDPConfig, ModelConfig, OptimConfig, TinyModelConfig
 from rlx.engine.engine import Engine
 from rlx.export import main
+from rlx.models.hf_folder import ModelCard
 from rlx.models.tiny import make_tiny
 
 IDS = torch.arange(3, 20)[None]
@@ -65,6 +67,28 @@ def test_the_folder_loads_and_says_the_same(role, arguments, auto_class, checkpo
             torch.testing.assert_close(model(input_ids=IDS).logits, said[role], rtol=1e-4, atol=1e-5)
         assert AutoTokenizer.from_pretrained(out).chat_template
     assert sorted(os.listdir(tmp_path)) == ["a", "b"]
+
+
+def names(folder):
+    with safe_open(folder / "model.safetensors", "pt") as opened:
+        return sorted(opened.keys())
+
+
+def test_a_tied_head_is_written_once_as_in_the_folder_that_the_model_came_from(checkpoint, tmp_path, capfd):
+    step, _ = checkpoint
+    assert main([str(step), str(tmp_path / "out")]) == 0
+    printed = capfd.readouterr()
+    assert (printed.out, printed.err) == (f"wrote {tmp_path / 'out'}\n", ""), "no bar"
+    assert names(tmp_path / "out") == names(step.parent / "model")
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").config.tie_word_embeddings
+
+
+def test_weights_that_are_no_longer_equal_are_both_written(tmp_path):
+    model, tokenizer = make_tiny(TinyModelConfig(32, 48, 2, 2))
+    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    weights["lm_head.weight"] += 1
+    ModelCard.of(model, "lm", tokenizer).write_with_weights(tmp_path, weights, False)
+    assert "lm_head.weight" in names(tmp_path)
 
 
 def test_adapters_alone_load_with_peft_and_say_the_same(checkpoint, tmp_path, capsys):

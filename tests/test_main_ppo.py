@@ -83,7 +83,8 @@ def test_check_plans_for_a_machine_that_is_named(capsys: pytest.CaptureFixture[s
     assert main(command) == 0
     printed = capsys.readouterr().out
     assert "trainer.n_gpus_per_node=8" in printed and "of a device: 80.0 GB" in printed
-    assert re.fullmatch(r"rlx check: valid; fits 8 GPU\(s\): \w+ takes [\d.]+ of 7\d.\d GB", printed.splitlines()[-1])
+    verdict = r"rlx check: valid; fits 8 GPU\(s\): \w+ takes [\d.]+ of 7\d.\d GB; its packages are not checked"
+    assert re.fullmatch(verdict, printed.splitlines()[-1])
     assert main(["--on", "8xh1000"]) == 2
     assert "expected a number and one of a100-40" in capsys.readouterr().err
 
@@ -121,12 +122,16 @@ def test_vllm_is_given_as_many_processes_as_divide_the_heads(capsys, tmp_path: P
 def test_check_does_not_plan_the_memory_of_a_host_for_gpus(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch
 ):
-    monkeypatch.setattr("rlx.driver.inspect_machine", lambda cluster: Machine(0, 8, frozenset(), vllm="0.26.0"))
+    laptop = Machine(0, 8, frozenset(), vllm="0.26.0", device_bytes=10**10, host_bytes=10**10)
+    monkeypatch.setattr("rlx.driver.inspect_machine", lambda cluster: laptop)
     (tmp_path / "config.json").write_text(json.dumps(SHAPES["qwen2-7b"]))
-    assert main(["--check", f"actor_rollout_ref.model.path={tmp_path}"]) == 0
+    command = ["--check", f"actor_rollout_ref.model.path={tmp_path}"]
+    assert main([*command, "trainer.device=cpu"]) == 2 and "memory" in capsys.readouterr().err
+    assert main(command) == 0
     printed = capsys.readouterr().out
     assert (
         "Name the one that is meant: python -m rlx.main_ppo --check --on 8xh100" in printed
+        and "trainer.device=cpu" in printed
         and "memory of the host" not in printed
     )
 

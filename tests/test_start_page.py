@@ -52,10 +52,6 @@ def test_the_rows_and_the_reward_fit_each_other(folder: Path):
 def test_a_command_can_be_given(command: str, folder: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(folder)
     match shlex.split(command):
-        case "pip", "install", "-r", file:
-            assert (ROOT / file).is_file()
-        case "rlx", "--version":
-            pass
         case "rlx", name, *words:
             assert name in COMMANDS
             machine = named_machine("1xrtx4090")
@@ -74,12 +70,16 @@ def test_the_table_has_every_recipe_with_its_highest_phase():
 
 @pytest.mark.slow
 @pytest.mark.e2e
-def test_own_data_and_reward_train(folder: Path, untrained: str):
-    sizes = ("data.train_batch_size=4", "actor_rollout_ref.actor.ppo_mini_batch_size=4", "data.max_response_length=8")
-    short = (*sizes, "actor_rollout_ref.rollout.name=hf", "trainer.total_training_steps=1", "trainer.device=cpu")
-    own = (f"{MODEL}={untrained}", "data.train_files=mine.jsonl", "data.answer_key=answer")
-    command = [sys.executable, "-m", "rlx.cli", "train", *own, "custom_reward_function.path=reward.py", *short]
+@pytest.mark.parametrize("is_saved", [True, False])
+def test_the_command_without_a_gpu_trains_own_data_and_reward(folder: Path, untrained: str, is_saved: bool):
+    (command,) = (line for line in COMMANDS_OF_PAGE if "rollout.name=hf" in line)
+    words = shlex.split(command.replace("MODEL", untrained))[2:]
+    short = ["trainer.total_training_steps=1", "trainer.device=cpu", "data.max_response_length=8"]
+    short += [] if is_saved else ["trainer.save_freq=-1"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
+    program = [sys.executable, "-m", "rlx.cli", "train", *words, *short]
+    done = subprocess.run(program, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     assert "trainer.n_gpus_per_node=1" in done.stdout and "1/1" in done.stdout
+    assert done.stdout.count("no checkpoint will be written; trainer.save_freq=20") == (not is_saved)
+    assert len([*folder.glob("outputs/**/global_step_1/manifest.json")]) == is_saved

@@ -1,7 +1,10 @@
 """Hide values that may be secrets, in everything that is printed or written."""
 
 import re
+from difflib import get_close_matches
 from typing import Any
+
+from rlx.config.schema.tree import LEAVES
 
 HIDDEN = "***"
 SECRET_WORDS = {
@@ -9,7 +12,8 @@ SECRET_WORDS = {
     *("credentials", "authorization", "cookie"),
 }
 HARMLESS_WORDS = {"prompt", "answer", "question", "image", "reward", "pad", "bos", "eos", "unk", "sep", "cls", "mask"}
-"""With one of these in a name, as in `prompt_key` and `eos_token`, the value is no secret."""
+"""With one of these in a name, or one like it, as in `prompt_key`, `anser_key` and `eos_token`, the value is no secret."""
+ALIKE = 0.85  # of 1: a misspelt word, not another one
 ENVIRONMENT = "env_vars"
 _PASSWORD_IN_URL = re.compile(r"(?<=://)[^/@\s]+@")
 
@@ -17,7 +21,7 @@ _PASSWORD_IN_URL = re.compile(r"(?<=://)[^/@\s]+@")
 def is_secret(name: str) -> bool:
     """Whether a name says that its value is a secret: `api_key`, `HF_TOKEN`, `dbPassword`; but not `prompt_key`, `max_tokens`."""
     words = {word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Za-z][a-z]*", name)}
-    return bool(words & SECRET_WORDS) and not words & HARMLESS_WORDS
+    return bool(words & SECRET_WORDS) and not any(get_close_matches(word, HARMLESS_WORDS, 1, ALIKE) for word in words)
 
 
 def without_secrets(value: Any) -> Any:
@@ -36,7 +40,10 @@ def without_secrets(value: Any) -> Any:
 def override_without_secrets(text: str) -> str:
     """Return an override `key=value` for a message."""
     key, equals, value = text.partition("=")
-    secret = equals and any(_hides(name) for name in key.split("."))
+    is_known = key in LEAVES and not isinstance(
+        LEAVES[key].default, dict
+    )  # rlx's own keys hold no secrets, only mappings may
+    secret = equals and not is_known and any(_hides(name) for name in key.split("."))
     return f"{key}={HIDDEN if secret else without_secrets(value)}" if equals else text
 
 

@@ -9,8 +9,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 from rich.console import Console
 from rich.progress import track
 
@@ -64,6 +62,9 @@ def read_official(source: str, split: str) -> list[dict[str, Any]]:
 
 def convert(source: str, split: str, out: Path, console: Console) -> Path:
     """Write `out`/<split>.parquet from an official file or the hub. Raises DataError for a faulty source or row."""
+    import pyarrow as pa  # a check of the form of rows does without it
+    import pyarrow.parquet as pq
+
     official = read_official(source, split)
     if not official:
         raise DataError(f"{source}: no rows, expected GSM8K's {split} split")

@@ -2,22 +2,20 @@
 
 import sys
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from rich.progress import track
 from transformers import PreTrainedTokenizerBase
 
 from rlx.config.schema import ARITHMETIC, DataConfig
-from rlx.data import gsm8k
 from rlx.data.arithmetic import make_problems
 from rlx.data.batch import Batch, left_padded
 from rlx.data.files import DataError, ListRows, Rows, open_rows
+from rlx.data.forms import Content, Prompt, ToPrompt, form_of, from_verl, to_prompt
 from rlx.user_code import DATASET, TEMPLATE_CHAT_S, TEMPLATE_LIMIT_S, UserCodeError, load_callable, time_limit
 
-PLAIN_SOURCE = "answer"
-"""The data source of rows with `data.answer_key` that name none."""
 INTERFACE = ("__len__", "batch", "report")
 """The attributes that a user's data set class must have."""
 CHUNK_ROWS = 512
@@ -25,23 +23,11 @@ LOOK_S = 60.0
 """For the row that a tokenizer does not take, among `CHUNK_ROWS` [s]."""
 BAR_FROM_ROWS = 20_000
 
-Content: TypeAlias = str | list[dict[str, Any]]
-
-
-class Prompt(NamedTuple):
-    """A row of any kind of file; `content` is text, or chat messages {role, content}."""
-
-    content: Content
-    data_source: str
-    ground_truth: Any
-    extra_info: dict[str, Any]
-
 
 class _File(NamedTuple):
     name: str
     rows: Rows
-    to_prompt: Callable[[dict[str, Any], int], Prompt]
-    """Converts a row with its number; raises ValueError if the row is faulty."""
+    convert: ToPrompt
 
 
 class PromptDataset:
@@ -106,34 +92,14 @@ class PromptDataset:
     def _open(self, name: str) -> _File:
         if name == ARITHMETIC:
             rows: Rows = ListRows(make_problems(self._config.arithmetic, self._split))
-            return _File(name, rows, lambda row, _: _from_verl(row))
+            return _File(name, rows, lambda row, _: from_verl(row))
         rows = open_rows(name)
-        prompt_key, source_key, answer_key = (
-            self._config.prompt_key,
-            self._config.reward_fn_key,
-            self._config.answer_key,
-        )
-        if answer_key is not None:
-            _require_columns(name, rows, (prompt_key, answer_key), "data.prompt_key and data.answer_key")
-            chats = bool(self._tokenizer.chat_template)
-            return _File(name, rows, lambda row, _: _from_columns(row, prompt_key, answer_key, source_key, chats))
-        if prompt_key not in rows.columns and set(gsm8k.GSM8K_COLUMNS) <= set(rows.columns):
-            return _File(name, rows, lambda row, number: _from_verl(gsm8k.to_row(row, self._split, number)))
-        remedy = (
-            "data.prompt_key and data.reward_fn_key; reward_model holds {style, ground_truth}; for a column with the plain "
-            "answer set data.answer_key"
-        )
-        _require_columns(name, rows, (prompt_key, source_key, "reward_model"), remedy)
-        return _File(name, rows, lambda row, _: _from_verl(row, prompt_key, source_key))
+        chats = bool(self._tokenizer.chat_template)
+        return _File(name, rows, form_of(name, rows.columns, self._config, self._split, chats))
 
     def _read(self, file: _File, start: int, stop: int) -> list[Prompt]:
-        prompts = []
-        for number, row in enumerate(file.rows.read(start, stop), start):
-            try:
-                prompts.append(file.to_prompt(row, number))
-            except ValueError as fault:
-                raise DataError(f"{file.name}, row {number}: {fault}") from None
-        return prompts
+        rows = enumerate(file.rows.read(start, stop), start)
+        return [to_prompt(file.name, file.convert, row, number) for number, row in rows]
 
     def _measure(self) -> tuple["np.ndarray[Any, np.dtype[np.int64]]", list[str]]:
         """Return length in tokens and data source of each usable row, and find faulty rows before training begins."""
@@ -222,53 +188,6 @@ def _pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
     raise DataError(
         f"{type(tokenizer).__name__} has neither pad_token nor eos_token, expected one of them to pad prompts with"
     )
-
-
-def _require_columns(file: str, rows: Rows, needed: Sequence[str], keys: str) -> None:
-    if missing := [column for column in needed if column not in rows.columns]:
-        raise DataError(
-            f"{file}: got the columns {rows.columns}, expected also {missing}; name the columns there are with {keys}"
-        )
-
-
-def _from_verl(row: dict[str, Any], prompt_key: str = "prompt", source_key: str = "data_source") -> Prompt:
-    content, source, reward_model = row.get(prompt_key), row.get(source_key), row.get("reward_model")
-    extra_info = row.get("extra_info") or {}
-    if not isinstance(source, str):
-        raise ValueError(f"{source_key} is {source!r:.80}, expected the name of a data source")
-    if not isinstance(reward_model, dict) or reward_model.get("ground_truth") is None:
-        raise ValueError(f"reward_model is {reward_model!r:.80}, expected {{style, ground_truth}}")
-    if not isinstance(extra_info, dict):
-        raise ValueError(f"extra_info is {extra_info!r:.80}, expected an object or nothing")
-    return Prompt(_checked_content(content, prompt_key), source, reward_model["ground_truth"], extra_info)
-
-
-def _from_columns(row: dict[str, Any], prompt_key: str, answer_key: str, source_key: str, chats: bool) -> Prompt:
-    """Convert a row of plain columns. `extra_info` holds its other columns; without a source it is of `PLAIN_SOURCE`."""
-    content, answer = row.get(prompt_key), row.get(answer_key)
-    if answer is None:
-        raise ValueError(f"{answer_key} is missing, expected the right answer")
-    source = row.get(source_key) or PLAIN_SOURCE
-    if not isinstance(source, str):
-        raise ValueError(f"{source_key} is {source!r:.80}, expected the name of a data source")
-    others = {name: value for name, value in row.items() if name not in (prompt_key, answer_key, source_key)}
-    if isinstance(content, str) and content and chats:
-        content = [{"role": "user", "content": content}]
-    return Prompt(_checked_content(content, prompt_key), source, answer, others)
-
-
-def _checked_content(content: Any, key: str) -> Content:
-    if isinstance(content, str):
-        return content
-    is_chat = isinstance(content, list) and all(
-        isinstance(message, dict) and isinstance(message.get("role"), str) and isinstance(message.get("content"), str)
-        for message in content
-    )
-    if not content or not is_chat:
-        expected = "text or a list of messages {role: text, content: text}"
-        raise ValueError(f"{key} is {content!r:.120}, expected {expected}")
-    # Arrow sets fields that only other rows' messages have to None, and templates would use them.
-    return [{name: value for name, value in message.items() if value is not None} for message in content]
 
 
 def load_prompts(config: DataConfig, tokenizer: PreTrainedTokenizerBase, split: str) -> PromptDataset:

@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 
 from rlx.data.files import DataError
+from rlx.data.forms import require_prompts
 from rlx.data.seeding import seed_for
 
 
@@ -22,11 +23,7 @@ class PromptSampler:
     """
 
     def __init__(self, size: int, batch_size: int, shuffle: bool, seed: int):
-        if not 1 <= batch_size <= size:
-            raise DataError(
-                f"data.train_batch_size: got {batch_size} with {size} prompts, expected 1 to {size}: "
-                "lower it (or data.gen_batch_size if that is set), or add prompts"
-            )
+        require_prompts(batch_size, size)
         self._size, self._batch_size, self._shuffle, self._seed = size, batch_size, shuffle, seed
         self._epoch, self._position = 0, 0
         self._order = self._order_of(0)

@@ -1,6 +1,8 @@
 """Read and write a Hugging Face folder: all parts but the weights, and a whole folder from plain tensors."""
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -56,7 +58,8 @@ class ModelCard:
     def write_with_weights(self, folder: Path, weights: dict[str, Tensor], trust_remote_code: bool) -> None:
         """Write a folder that `from_pretrained` loads; it is made if missing.
 
-        Weights are full tensors on CPU by the names of the model's state_dict; of tied ones the first is enough.
+        Weights are full tensors on CPU by the names of the model's state_dict; of tied ones the first is enough, and it alone is
+        written, as in the folders of others.
         """
         from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
@@ -68,6 +71,26 @@ class ModelCard:
             model = auto_class.from_config(copy.deepcopy(self.config), dtype=dtype, trust_remote_code=trust_remote_code)
         if self.generation is not None:
             model.generation_config = self.generation
-        model.save_pretrained(folder, state_dict=weights)
+        copies = {
+            name
+            for name, source in getattr(model, "all_tied_weights_keys", {}).items()
+            if name in weights and source in weights and torch.equal(weights[name], weights[source])
+        }
+        with _no_progress_bar():
+            model.save_pretrained(folder, state_dict={name: weights[name] for name in weights if name not in copies})
         if self.tokenizer is not None:
             self.tokenizer.save_pretrained(folder)
+
+
+@contextmanager
+def _no_progress_bar() -> Iterator[None]:
+    """Let transformers draw no bar for the files that it writes."""
+    from transformers.utils import logging
+
+    was_enabled = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            logging.enable_progress_bar()

@@ -52,6 +52,7 @@ def refusal(ends: Sequence[End], most: int) -> str | None:
     return None
 
 
+HINT = "; trainer.save_freq=20 saves every 20 steps"
 DONE, FAILED, FAULTY = 0, 1, 2
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 BY_SIGNAL: dict[int | None, int] = {128 + signum: signum for signum in SIGNALS}  # exit code -> signal
@@ -225,8 +226,9 @@ class Keeper:
             return self._over(why, told="end" in facts)
         if number is not None:
             self._say(_interrupted(number, facts))
-            if again := resuming(facts.get("overrides", ()), facts.get("folder")):
-                self._say(f"ended; to continue from its newest checkpoint: {again}")
+            step = 0 if facts.get("saved") else facts.get("step", 0)  # nothing is lost then
+            if left := what_is_left(facts.get("overrides", ()), facts.get("folder"), step):
+                self._say(left)
         _remove(facts)
         return code or DONE if number is None else 128 + number
 
@@ -283,20 +285,29 @@ def _interrupted(number: int, facts: dict[str, Any]) -> str:
     return f"{by}{at}" + (f"; {facts['saved']} was saved" if facts.get("saved") else "")
 
 
-def resuming(overrides: Sequence[str], folder: str | None) -> str | None:
-    """Return the command that continues the run from its newest checkpoint, or None if it has none.
+def what_is_left(overrides: Sequence[str], folder: str | None, step: int) -> str | None:
+    """Return which steps of an interrupted run are saved, with the command that continues it; None if it had no step.
 
     Args:
         overrides: of the command line, without secrets.
         folder: of the run.
+        step: the one that had begun; 0: none.
     """
     found = Path(folder, "checkpoints").glob("global_step_*") if folder else []
-    saved = sorted((path for path in found if path.name[12:].isdecimal()), key=lambda path: int(path.name[12:]))
-    if not saved:
-        return None
+    saved = max((path for path in found if path.name[12:].isdecimal()), key=_step_of, default=None)
+    finished = max(step - 1 - (_step_of(saved) if saved else 0), 0)
+    lost = f"; finished steps that are lost: {finished}" if finished else ""
+    if saved is None:
+        is_set = any(each.startswith("trainer.save_") for each in overrides)
+        return f"ended without a checkpoint{lost}{'' if is_set else HINT}" if step else None
     given = [each for each in overrides if not each.startswith("trainer.resume_")]
-    where = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={saved[-1]}"]
-    return f"{program('train')} {shlex.join([*given, *where])}"
+    where = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={saved}"]
+    again = f"{program('train')} {shlex.join([*given, *where])}"
+    return f"ended; newest checkpoint: step {_step_of(saved)}{lost}; to continue from it: {again}"
+
+
+def _step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix("global_step_"))
 
 
 def _where(end: End) -> str:

@@ -274,6 +274,14 @@ def read_driver_state(checkpoint: Path) -> DriverState:
     return DriverState(**found)
 
 
+def nothing_to_train(step: int, last_step: int) -> str:
+    """Return what a run says that resumes from its last step."""
+    return (
+        f"nothing to train: the checkpoint is of step {step} and the run ends at {last_step}; raise "
+        "trainer.total_training_steps or trainer.total_epochs"
+    )
+
+
 def set_aside_later(folder: Path, step: int) -> list[str]:
     """Move checkpoints of later steps than `step` to `superseded/`, because the run repeats these steps; return their names."""
     later = [c for c in folder.glob("global_step_*") if STEP_FOLDER.fullmatch(c.name) and step_of(c) > step]

@@ -51,6 +51,8 @@ REFUSED = {
 
 OF_THE_RESUME = ("trainer.resume_mode", "trainer.resume_from_path")
 SAID = ("trainer.total_epochs", "trainer.total_training_steps", "trainer.critic_warmup", "trainer.device")
+LENGTHS = {"trainer.total_training_steps": "step", "trainer.total_epochs": "epoch"}
+"""Keys of the run's length. Under constant learning rates another length changes nothing in the steps before its end."""
 FREE = (
     *("trainer.*", "ray_kwargs.*", "warm_start.cache_dir"),
     *("data.val_*", "data.arithmetic.val_size", "actor_rollout_ref.rollout.val_kwargs.*"),
@@ -122,12 +124,43 @@ def keep(folder: Path, text: str, step: int, changed: list[ChangedKey]) -> list[
     head = f"# Resumed from step {step} at {datetime.now().astimezone():%Y-%m-%d %H:%M:%S %z} with these changes.\n"
     pairs = {change.key: {"before": change.before, "now": change.now} for change in changed}
     _write(file, head + yaml.safe_dump(pairs, sort_keys=False, default_flow_style=None))
-    said = [change for change in changed if _is_one_of(change.key, SAID) or not _is_one_of(change.key, FREE)]
-    free = [change for change in changed if change not in said]
+    plain = longer(changed, text)
+    others = [change for change in changed if change.key not in plain]
+    said = [change for change in others if _is_one_of(change.key, SAID) or not _is_one_of(change.key, FREE)]
+    free = [change for change in others if change not in said]
     told = [f"from step {step} on the run trains differently: {change}" for change in said]
     if free:
         told.append(f"changed from step {step} on, with the same results: {'; '.join(map(str, free))}")
     return told
+
+
+def longer(changed: list[ChangedKey], text: str) -> dict[str, str]:
+    """Return a line for each key that gives the run another length and changes nothing else, by key.
+
+    Args:
+        changed: as from `changes`.
+        text: the new configuration as YAML.
+    """
+    now = _flat(_read(text, "the new configuration"))
+    if not all(_is_constant(now, role) for role in _trained(now)):
+        return {}
+    return {
+        change.key: f"goes on to {LENGTHS[change.key]} {change.now} instead of {change.before}"
+        for change in changed
+        if change.key in LENGTHS and isinstance(change.before, int) and isinstance(change.now, int)
+    }
+
+
+def _trained(flat: dict[str, Any]) -> list[str]:
+    return ["actor_rollout_ref.actor", *(["critic"] if flat.get("algorithm.adv_estimator") == "gae" else [])]
+
+
+def _is_constant(flat: dict[str, Any], role: str) -> bool:
+    """Whether a role's learning rate does not depend on the number of steps."""
+    kind, steps, ratio = (
+        flat.get(f"{role}.optim.{name}") for name in ("lr_scheduler_type", "lr_warmup_steps", "lr_warmup_steps_ratio")
+    )
+    return kind == "constant" and (steps != -1 or ratio == 0)
 
 
 def _at(folder: Path, step: int) -> dict[str, Any]:

@@ -20,7 +20,14 @@ from rlx.supervisor.link import tell
 from rlx.supervisor.stopping import Stopping, Terminated
 from rlx.trainer import branches, conversations, memory, mismatch, sample_selection, steps, transcripts, validation
 from rlx.trainer.balancing import balance
-from rlx.trainer.checkpoints import SUPERSEDED, DriverState, read_driver_state, set_aside_later, step_of
+from rlx.trainer.checkpoints import (
+    SUPERSEDED,
+    DriverState,
+    nothing_to_train,
+    read_driver_state,
+    set_aside_later,
+    step_of,
+)
 from rlx.trainer.progress import Progress
 from rlx.trainer.saver import Saver
 from rlx.trainer.tracking import Tracker
@@ -373,10 +380,7 @@ class Trainer:
                 f"trainer.seed={self.config.trainer.seed} has no effect: the resumed run keeps its seed {state.seed}"
             )
         if self.finished_steps >= self.last_step and not self.config.trainer.val_only:
-            self.progress.notice(
-                f"nothing to train: the checkpoint is of step {self.finished_steps} and the run ends at {self.last_step}; "
-                "raise trainer.total_training_steps or trainer.total_epochs"
-            )
+            self.progress.notice(nothing_to_train(self.finished_steps, self.last_step))
 
     def state(self) -> DriverState:
         """Return the driver's own state."""

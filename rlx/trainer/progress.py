@@ -5,18 +5,16 @@ job) the same rows are plain lines without control characters.
 """
 
 import logging
-import math
 import os
 import shlex
 import sys
 import textwrap
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import Any, TextIO
 
 from rich.console import Console
 from rich.panel import Panel
@@ -27,33 +25,12 @@ from rich.text import Text
 
 from rlx.errors import wrapped
 from rlx.program import program
-from rlx.trainer.metric_table import described
-from rlx.trainer.phases import PHASES
+from rlx.trainer.step_table import ONLY_WITH, MemoryTable, StepTable
 from rlx.trainer.tracking import METRICS_FILE
 
 PLAIN_WIDTH = 120
 HEADER_EVERY = 15
-MEMORY_CHANGE = 0.05  # smaller changes are noise, such as caches of libraries and file reads
 STEPS_PER_MEAN = 5  # the summary compares means over this many steps, because the reward of one batch is noise
-
-
-def number(value: float, width: int) -> str:
-    """Format a float with at most three decimals, fewer if it would not fit; tiny ones as 1.2e-05 if that fits."""
-    if value != 0 and abs(value) < 0.0005 and width >= len("-1.2e-05"):
-        return f"{value:.1e}"
-    for decimals in (3, 2, 1, 0):
-        text = f"{value:.{decimals}f}"
-        if len(text) <= width:
-            return text
-    return f"{value:.0e}"
-
-
-def count(value: float) -> str:
-    """Format a quantity without a fixed scale in five characters: 4.3, 9950, 12.3k, 123k, 4.5M."""
-    if abs(value) < 10_000 or not math.isfinite(value):
-        return f"{value:.{1 if abs(value) < 10 else 0}f}"
-    scale, unit = next(((s, u) for s, u in ((1e3, "k"), (1e6, "M"), (1e9, "G")) if abs(value) < 1e3 * s), (1e12, "T"))
-    return f"{value / scale:.{1 if abs(value) < 100 * scale else 0}f}{unit}"
 
 
 def duration(value: float) -> str:
@@ -67,37 +44,6 @@ def duration(value: float) -> str:
 def change(before: float, after: float) -> str:
     """Format two accuracies: 31.0% -> 84.5% (+53.5 points)."""
     return f"{before:.1%} -> {after:.1%} ({100 * (after - before):+.1f} points)"
-
-
-class ProgressColumn(NamedTuple):
-    """One column of the step table."""
-
-    title: str  # in the header
-    metrics: tuple[str, ...]  # the column shows the first of these that a step has, else "-"
-    width: int  # in characters
-    form: Callable[[float], str]  # formats the number
-    drop: int  # order on narrow terminals; the column with the highest number is dropped first
-
-
-# KL is the KL to the reference if the run has one, else the KL between the policy before and after the step; mism is the mean
-# difference between the sampler's and the trainer's log-probs.
-PROGRESS_COLUMNS = (
-    ProgressColumn("reward", ("reward/mean",), 6, partial(number, width=6), 0),
-    ProgressColumn("acc", ("reward/accuracy",), 6, "{:.1%}".format, 1),
-    ProgressColumn("len", ("response_length/mean",), 5, count, 6),
-    ProgressColumn("KL", ("actor/kl_ref", "actor/ppo_kl"), 8, partial(number, width=8), 2),
-    ProgressColumn("mism", ("mismatch/mean_abs_log_prob",), 8, partial(number, width=8), 9),
-    ProgressColumn("entropy", ("actor/entropy",), 7, partial(number, width=7), 5),
-    ProgressColumn("clip", ("actor/clip_fraction",), 5, "{:.1%}".format, 7),
-    ProgressColumn("grad", ("actor/grad_norm",), 7, partial(number, width=7), 3),
-    ProgressColumn("vloss", ("critic/vf_loss",), 6, partial(number, width=6), 8),
-    ProgressColumn("tok/s", ("perf/tokens_per_second",), 6, count, 8),
-    ProgressColumn("saved", ("actor/tokens_saved",), 5, "{:.0%}".format, 9),
-    ProgressColumn("sec", ("timing_s/step",), 6, "{:.1f}".format, 4),
-    ProgressColumn("offMB", ("perf/offloaded_mb",), 5, count, 9),
-    ProgressColumn("stall", ("perf/stall_share",), 5, "{:.1%}".format, 11),
-    ProgressColumn("peakGB", ("perf/peak_memory_gb",), 6, partial(number, width=6), 10),
-)
 
 
 def printable(text: str, encoding: str) -> str:
@@ -118,96 +64,6 @@ def next_commands(folder: Path) -> list[str]:
     if (folder / "tensorboard").exists():
         lines.append(f"tensorboard --logdir {shlex.quote(str(folder))}   # the curves")
     return lines
-
-
-OF_CRITIC = "vloss"
-PLAIN_TITLES = ("reward", "acc", "len", "entropy", "sec", "tok/s")  # they need no legend
-
-
-class StepTable:
-    """Formats header and rows for a line of `width` characters."""
-
-    def __init__(self, width: int, total_steps: int, critic: bool = False) -> None:
-        self.total_steps = total_steps
-        self.step_width = len(f"{total_steps}/{total_steps}")
-        columns = [column for column in PROGRESS_COLUMNS if critic or column.title != OF_CRITIC]
-        while len(columns) > 1 and self._used(columns) > width:
-            columns.remove(max(columns, key=lambda column: column.drop))
-        self.columns = tuple(columns)
-        self.phase_width = width - self._used(columns) - 2
-
-    def _used(self, columns: Sequence[ProgressColumn]) -> int:
-        return self.step_width + sum(column.width + 1 for column in columns)
-
-    def header(self) -> str:
-        """Return the titles."""
-        cells = ["step".rjust(self.step_width), *(column.title.rjust(column.width) for column in self.columns)]
-        return " ".join(cells) + ("  seconds by phase" if self.phase_width >= len("seconds by phase") else "")
-
-    def legend(self, metrics: Mapping[str, float]) -> str:
-        """Return what the columns with a value mean."""
-        parts = []
-        for column in self.columns:
-            name = next((name for name in column.metrics if name in metrics), None)
-            if name is not None and (of := described(name)) is not None and column.title not in PLAIN_TITLES:
-                begin = of.meaning[:1] if of.meaning[1:2].isupper() else of.meaning[:1].lower()  # KL stays KL
-                parts.append(f"{column.title}: {begin}{of.meaning[1:].rstrip('.')}")
-        return "; ".join(parts)
-
-    def row(self, step: int, metrics: Mapping[str, float]) -> str:
-        """Return the row of one step; a missing metric shows as "-"."""
-        cells = [f"{step}/{self.total_steps}".rjust(self.step_width)]
-        for column in self.columns:
-            value = next((metrics[name] for name in column.metrics if name in metrics), None)
-            cells.append(("-" if value is None else column.form(value)).rjust(column.width))
-        return (" ".join(cells) + "  " + self._phases(metrics)).rstrip()
-
-    def _phases(self, metrics: Mapping[str, float]) -> str:
-        """Return the longest phases that fit, in the order of the step."""
-        spent = {k.removeprefix("timing_s/"): v for k, v in metrics.items() if k.startswith("timing_s/")}
-        spent.pop("step", None)
-        order = [*PHASES, *(name for name in spent if name not in PHASES)]
-        shown: dict[str, str] = {}
-        room = self.phase_width
-        for name in sorted(spent, key=lambda phase: -spent[phase]):
-            cell = f"{PHASES[name].label if name in PHASES else name} {spent[name]:.1f}"
-            if spent[name] < 0.05 or len(cell) > room:
-                break
-            shown[name] = cell
-            room -= len(cell) + 1
-        return " ".join(shown[name] for name in order if name in shown)
-
-
-class MemoryTable:
-    """The lines under a row that show the memory in use before and after each phase.
-
-    They appear below a header and when a figure has changed. Without them the last ones still apply.
-    """
-
-    def __init__(self) -> None:
-        self._shown: dict[str, tuple[float, float]] = {}  # before and after, by phase [GB]
-
-    def lines(self, metrics: Mapping[str, float], width: int, with_header: bool) -> list[str]:
-        """Return cells like `roll 3.20>61.0` in the order of the step, in lines of `width` characters; none if nothing is new."""
-        figures = {
-            phase: (metrics[f"memory/{phase}_before_gb"], metrics[f"memory/{phase}_after_gb"])
-            for phase in PHASES
-            if f"memory/{phase}_before_gb" in metrics
-        }
-        if not figures or not (with_header or any(self._is_new(*figure) for figure in figures.items())):
-            return []
-        self._shown |= figures
-        cells = (
-            f"{PHASES[phase].label}\xa0{number(before, 4)}>{number(after, 4)}"
-            for phase, (before, after) in figures.items()
-        )
-        text = "GB\xa0before>after: " + " ".join(cells)
-        folded = textwrap.wrap(text, width, initial_indent="  ", subsequent_indent="    ")
-        return [line.replace("\xa0", " ") for line in folded]
-
-    def _is_new(self, phase: str, figures: tuple[float, float]) -> bool:
-        known = self._shown.get(phase)
-        return known is None or any(abs(x - old) > MEMORY_CHANGE * old for x, old in zip(figures, known, strict=True))
 
 
 class _NoticeHandler(logging.Handler):
@@ -263,6 +119,7 @@ class Progress:
         self._seconds: defaultdict[str, float] = defaultdict(float)
         self._failed_phase: str | None = None
         self._rows = 0
+        self._optional: set[str] = set()  # columns of ONLY_WITH that have had a value
         self._memory = MemoryTable() if verbose else None
         self._rewards: list[float] = []
 
@@ -324,8 +181,10 @@ class Progress:
             self._line(text, "bold green")
 
     def _table_row(self, metrics: Mapping[str, float], step: int) -> None:
-        table = StepTable(self._console.width, self._total_steps, critic="critic/vf_loss" in metrics)
-        if with_header := self._rows % HEADER_EVERY == 0:
+        new = {title for title, name in ONLY_WITH.items() if metrics.get(name)} - self._optional
+        self._optional |= new
+        table = StepTable(self._console.width, self._total_steps, self._optional)
+        if with_header := self._rows % HEADER_EVERY == 0 or bool(new):
             if self._rows and not self._live and self._first_step is not None:
                 elapsed = time.perf_counter() - self._first_step_began
                 left = elapsed / (step - self._first_step + 1) * (self._total_steps - step)
@@ -360,7 +219,7 @@ class Progress:
         picture: Path | None,
         restarts: Sequence[str] = (),
     ) -> None:
-        """Show the closing panel: results, duration, and the folders of run and report.
+        """Show the closing panel with results and duration, and below it the folders of run and report and the next commands.
 
         Validations are metrics with `val/accuracy`; one object after a single validation, empty after none. `restarts` are the
         reasons why the run was restarted, the first one first.
@@ -377,15 +236,20 @@ class Progress:
             facts[label] = f"{first:.3f} -> {last:.3f}"
         facts |= {f"restart {number}": reason for number, reason in enumerate(restarts, start=1)}
         facts["wall time"] = duration(time.perf_counter() - self._started)
-        facts["run"] = str(folder)
-        if picture is not None:
-            facts["report"] = str(picture)
+        self._panel(facts, "summary")
+        # Below the box, which would break long paths.
+        places = {"run": folder} | ({} if picture is None else {"report": picture})
         for name, part in (("metrics", METRICS_FILE), ("generations", "validation"), ("checkpoints", "checkpoints")):
             if (folder / part).exists():
-                facts[name] = str(folder / part)
-        self._panel(facts, "summary")
-        for command in next_commands(folder):
+                places[name] = folder / part
+        for name, path in places.items():
+            self._line(f"{name:<12} {self._near(path)}")
+        for command in next_commands(self._near(folder)):
             self._line(command, "dim")
+
+    def _near(self, path: Path) -> Path:
+        """Return the path from the current folder if it is below it; in a log, which is read elsewhere, as it is."""
+        return path.relative_to(Path.cwd()) if self._live and path.is_relative_to(Path.cwd()) else path
 
     def _panel(self, facts: Mapping[str, str], title: str | None) -> None:
         grid = Table.grid(padding=(0, 2))

@@ -5,15 +5,16 @@ from dataclasses import replace
 from pathlib import Path
 
 from rlx.cluster.group import WorkerGroup
+from rlx.config.forecast.checkpoint_forecast import NOT_SAVED
 from rlx.config.schema import ModelConfig, PPOConfig
-from rlx.config.schema.roles import TINY, critic_settings, has_critic, roles_of
+from rlx.config.schema.roles import TINY, critic_settings, has_critic, roles_of, saves
 from rlx.data.sampler import PromptSampler
 from rlx.errors import storing
 from rlx.program import program
 from rlx.supervisor import link
 from rlx.supervisor.stopping import Stopping
 from rlx.trainer.checkpoints import SUPERSEDED, newest_whole, read_driver_state, run_folder, set_aside_later
-from rlx.trainer.kept_settings import changes, keep
+from rlx.trainer.kept_settings import changes, keep, longer
 from rlx.trainer.loop import Trainer
 from rlx.trainer.progress import Progress
 from rlx.trainer.run_lock import RunLock
@@ -84,6 +85,8 @@ def _run(config: PPOConfig, yaml: str, prepared: Prepared, workers: WorkerGroup)
         policy = config.actor_rollout_ref
         vllm = "; then vLLM starts" if policy.rollout.name == "vllm" else ""
         progress.remark(f"loading {', '.join(roles_of(config))} from {policy.model.path}{vllm}")
+        if not saves(config) and not config.trainer.val_only:
+            progress.remark(NOT_SAVED)
     rows = (None, VAL_ONLY_FILE) if only_validates else (step if checkpoint else -1, METRICS_FILE)
     with (
         lock or RunLock(folder) as lock,
@@ -101,6 +104,8 @@ def _run(config: PPOConfig, yaml: str, prepared: Prepared, workers: WorkerGroup)
                     changed = changes(folder, found, yaml)
                 for notice in keep(folder, yaml, found, changed):
                     progress.notice(notice)
+                for remark in longer(changed, yaml).values():
+                    progress.remark(remark)
         with Stopping(config.trainer.save_on_sigterm_s) as stopping:
             link.tell(grace_s=config.trainer.save_on_sigterm_s + ENDING_S)
             trainer.fit(stopping)

@@ -16,6 +16,7 @@ from rlx.config.schema.roles import (
     has_reward_model,
     is_tiny,
     only_environment_scores,
+    prompts_at_once,
     sharded_roles,
 )
 from rlx.data.prompts import PromptDataset, load_prompts
@@ -151,14 +152,8 @@ def policy_tokenizer(config: PPOConfig) -> "PreTrainedTokenizerBase":
     return make_tiny_tokenizer() if is_tiny(config) else load_tokenizer(model.path or "", model.trust_remote_code)
 
 
-def prompts_at_once(config: PPOConfig) -> int:
-    """Return the number of prompts per generation in training."""
-    filtered = config.algorithm.filter_groups.enable and config.data.gen_batch_size
-    return filtered or config.data.train_batch_size
-
-
 def _sampler(config: PPOConfig, size: int, checkpoint: Path | None) -> PromptSampler:
-    drawn = 1 if config.trainer.val_only else prompts_at_once(config)  # a validation may have few training prompts
+    drawn = prompts_at_once(config)
     sampler = PromptSampler(size, drawn, config.data.shuffle, config.data.seed)
     if checkpoint is not None:
         # DataError if it was made for other prompts. The trainer loads it again, or another one if this is damaged.

@@ -12,9 +12,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rlx.supervisor.keeper import resuming
+from rlx.supervisor.keeper import HINT, what_is_left
 
 ROOT = Path(__file__).parents[2]
+LOST = "finished steps that are lost"
 KEEP = "import sys; from rlx.supervisor.keeper import Keeper; sys.exit(Keeper([sys.executable, *sys.argv[1:]]).keep())"
 SIGNAL_AT = """
 import os, signal
@@ -56,6 +57,10 @@ def keep(tmp_path):
     for process in started:
         process.kill()
         process.wait()
+
+
+def without_checkpoint(lost: int) -> str:
+    return f"rlx ended without a checkpoint; {LOST}: {lost}{HINT}"
 
 
 def end(process: subprocess.Popen[str]) -> tuple[int, str, list[str]]:
@@ -143,7 +148,7 @@ def test_a_signal_leaves_no_process_and_no_shared_memory(keep, signum, word):
     assert shared.exists()
     process.send_signal(signum)
     code, _, errors = end(process)
-    assert (code, errors) == (128 + signum, [f"rlx {word} in step 5"])
+    assert (code, errors) == (128 + signum, [f"rlx {word} in step 5", without_checkpoint(4)])
     assert not orphan.is_running() and not shared.exists()
 
 
@@ -184,7 +189,7 @@ def test_a_driver_that_does_not_end_in_time_is_killed(keep):
 def test_a_signal_counts_until_all_processes_have_ended(keep, code):
     """It comes after the driver's own end, while the supervisor ends what is left."""
     process = keep(f"tell(max_restarts=3, step=9); sys.exit({code})", SIGNAL_AT + "signalled(family, 'end_all')\n")
-    assert end(process) == (143, "", ["rlx ended by SIGTERM in step 9"])
+    assert end(process) == (143, "", ["rlx ended by SIGTERM in step 9", without_checkpoint(8)])
 
 
 @pytest.mark.parametrize("code", [0, 2, 7])
@@ -202,13 +207,13 @@ def test_a_signal_between_two_drivers_ends_the_run(keep):
     """It comes when the restart has been decided: the next driver is ended before it does anything."""
     script = "tell(max_restarts=3, step=4); time.sleep(1000 * len(restarts())); os.kill(os.getpid(), 9)"
     code, _, errors = end(keep(script, SIGNAL_AT + "signalled(keeper, '_remove')\n"))
-    assert code == 143 and errors[-1].startswith("rlx ended by SIGTERM"), errors
+    assert code == 143 and any(line.startswith("rlx ended by SIGTERM") for line in errors[-2:]), errors
 
 
 def test_a_driver_that_alone_was_asked_to_end_is_not_started_again(keep):
     """Some schedulers signal each process; the driver's end may come first."""
     code, _, errors = end(keep("tell(max_restarts=3, step=4); sys.exit(143)"))
-    assert (code, errors) == (143, ["rlx ended by SIGTERM in step 4"])
+    assert (code, errors) == (143, ["rlx ended by SIGTERM in step 4", without_checkpoint(3)])
 
 
 @pytest.mark.parametrize("facts", ["", "tell(max_restarts=1)"])
@@ -257,11 +262,29 @@ def test_the_death_of_a_daemon_restarts_and_that_of_a_helper_is_said(keep):
 
 def test_the_command_that_goes_on_from_the_newest_checkpoint(tmp_path):
     overrides = ["data.train_files=a b.jsonl", "trainer.resume_mode=disable"]
-    assert resuming(overrides, None) is None and resuming(overrides, str(tmp_path)) is None
+    assert what_is_left(overrides, None, 0) is None and what_is_left(overrides, str(tmp_path), 0) is None
     (tmp_path / "checkpoints" / "global_step_11.aside").mkdir(parents=True)
     for step in (9, 10):
         (tmp_path / "checkpoints" / f"global_step_{step}").mkdir(parents=True)
-    assert resuming(overrides, str(tmp_path)) == (
+    command = (
         "python -m rlx.main_ppo 'data.train_files=a b.jsonl' trainer.resume_mode=resume_path "
         f"trainer.resume_from_path={tmp_path}/checkpoints/global_step_10"
     )
+    saved = "ended; newest checkpoint: step 10"
+    assert what_is_left(overrides, str(tmp_path), 11) == f"{saved}; to continue from it: {command}"
+    lost = f"{saved}; {LOST}: 3; to continue from it: {command}"
+    assert what_is_left(overrides, str(tmp_path), 14) == lost
+
+
+def test_a_run_without_a_checkpoint_says_what_is_lost_and_how_to_save(keep):
+    script = "tell(step=34, overrides=['trainer.seed=1']); print(1, flush=True); time.sleep(1000)"
+    process = keep(script)
+    process.stdout.readline()
+    time.sleep(0.5)  # the supervisor looks at the pipe a few times a second
+    process.send_signal(signal.SIGINT)
+    assert end(process)[2] == [
+        "rlx interrupted in step 34",
+        f"rlx ended without a checkpoint; {LOST}: 33; trainer.save_freq=20 saves every 20 steps",
+    ]
+    assert what_is_left(["trainer.save_freq=50"], None, 34) == f"ended without a checkpoint; {LOST}: 33"
+    assert what_is_left(["trainer.save_freq=50"], None, 1) == "ended without a checkpoint"

@@ -8,7 +8,7 @@ import yaml
 from rlx.config.compose.command_line import compose
 from rlx.config.schema.tree import LEAVES
 from rlx.trainer.checkpoints import ResumeError
-from rlx.trainer.kept_settings import FREE, OF_THE_RESUME, REFUSED, SAID, changes, keep
+from rlx.trainer.kept_settings import FREE, OF_THE_RESUME, REFUSED, SAID, changes, keep, longer
 
 LR = "actor_rollout_ref.actor.optim.lr"
 
@@ -53,6 +53,34 @@ def test_changes_are_said_and_kept_in_a_file_of_their_own(run: Path):
     kept = yaml.safe_load((run / "config_2_from_step_40.yaml").read_text())
     assert kept[LR] == {"before": 1e-6, "now": 2e-6} and len(kept) == 3
     assert stat.S_IMODE((run / "config_2_from_step_40.yaml").stat().st_mode) == 0o600
+
+
+@pytest.mark.parametrize(
+    ("keys", "is_calm"),
+    [
+        ((), True),
+        ((f"{LR}_warmup_steps=5",), True),
+        ((f"{LR}_warmup_steps_ratio=0.1",), False),
+        ((f"{LR}_scheduler_type=cosine",), False),
+        (("critic.optim.lr_scheduler_type=linear",), False),
+        (("critic.optim.lr_scheduler_type=linear", "algorithm.adv_estimator=grpo"), True),
+    ],
+)
+def test_more_steps_are_said_calmly_if_no_schedule_depends_on_them(
+    tmp_path: Path, keys: tuple[str, ...], is_calm: bool
+):
+    keep(tmp_path, text(*keys, "trainer.total_training_steps=4"), 0, [])
+    now = text(*keys, "trainer.total_training_steps=8")
+    changed = changes(tmp_path, 4, now)
+    told, calm = keep(tmp_path, now, 4, changed), list(longer(changed, now).values())
+    if is_calm:
+        assert (told, calm) == ([], ["goes on to step 8 instead of 4"])
+    else:
+        assert (told, calm) == (
+            ["from step 4 on the run trains differently: trainer.total_training_steps: 4 -> 8"],
+            [],
+        )
+    assert "trainer.total_training_steps" in (tmp_path / "config_2_from_step_4.yaml").read_text()
 
 
 def test_a_resume_compares_with_the_settings_that_led_to_its_step(run: Path):

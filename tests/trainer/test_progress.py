@@ -1,5 +1,6 @@
 import io
 import logging
+import re
 import sys
 import time
 from pathlib import Path
@@ -10,17 +11,19 @@ from rlx.trainer.metric_table import described, page
 from rlx.trainer.phases import PHASES
 from rlx.trainer.progress import (
     HEADER_EVERY,
-    OF_CRITIC,
     PLAIN_WIDTH,
-    PROGRESS_COLUMNS,
-    MemoryTable,
     Progress,
-    StepTable,
-    count,
     duration,
     next_commands,
-    number,
     printable,
+)
+from rlx.trainer.step_table import (
+    ONLY_WITH,
+    PROGRESS_COLUMNS,
+    MemoryTable,
+    StepTable,
+    count,
+    number,
 )
 
 METRICS = {
@@ -55,17 +58,33 @@ def plain(total_steps: int = 100, **kwargs: object) -> tuple[Progress, io.String
     return Progress(total_steps, stream=stream, **kwargs), stream
 
 
-WITHOUT_CRITIC = tuple(column for column in PROGRESS_COLUMNS if column.title != OF_CRITIC)
+CRITIC = {"critic/vf_loss": 0.25}
+WITHOUT_CRITIC = tuple(column for column in PROGRESS_COLUMNS if column.title != "vloss")
+OPTIONAL = frozenset(ONLY_WITH) - {"vloss"}
 
 
 def test_every_column_is_described_and_the_legend_comes_once():
     assert all(described(name) for column in PROGRESS_COLUMNS for name in column.metrics)
     progress, stream = plain()
     for step in range(1, HEADER_EVERY + 3):
-        progress.row(METRICS | {"critic/vf_loss": 0.25}, step)
+        progress.row(METRICS | CRITIC, step)
     text = stream.getvalue()
     assert text.count("KL: ") == 1 and text.count("entropy") == 2, "two headers, one legend"
     assert "vloss" in text.splitlines()[-3] and "0.250" in text.splitlines()[-1], "PPO shows its critic"
+
+
+def test_what_a_run_leaves_off_has_neither_column_nor_legend_until_it_has_a_value():
+    progress, stream = plain()
+    off = {name: value for name, value in METRICS.items() if name not in ONLY_WITH.values()}
+    for step in range(1, 4):
+        progress.row(off | {"perf/offloaded_mb": 0.0}, step)
+    text = stream.getvalue()
+    assert "peakGB: " in text and not any(title in text for title in ONLY_WITH)
+    progress.row(METRICS, 4)
+    header, row = stream.getvalue().splitlines()[-2:]
+    assert all(title in header for title in OPTIONAL) and "1.2M" in row and "vloss" not in header
+    progress.row(METRICS, 5)
+    assert "5/100" in stream.getvalue().splitlines()[-1] and "reward" not in stream.getvalue().splitlines()[-2]
 
 
 def test_the_page_of_metrics_is_that_of_the_table():
@@ -73,7 +92,7 @@ def test_the_page_of_metrics_is_that_of_the_table():
 
 
 def test_a_row_stands_under_its_header_and_holds_every_column_within_120_characters():
-    table = StepTable(PLAIN_WIDTH, total_steps=9999)
+    table = StepTable(PLAIN_WIDTH, 9999, OPTIONAL)
     header, row = table.header(), table.row(9999, METRICS)
     assert table.columns == WITHOUT_CRITIC
     assert max(len(header), len(row)) <= PLAIN_WIDTH
@@ -87,9 +106,9 @@ def test_a_row_stands_under_its_header_and_holds_every_column_within_120_charact
 
 
 def test_phases_are_the_longest_that_fit_in_the_order_of_the_road():
-    wide = StepTable(200, 10).row(3, METRICS)
+    wide = StepTable(200, 10, OPTIONAL).row(3, METRICS)
     assert wide.endswith("roll 12.3 actor 7.5 sync 1.0")  # 0.01 s of reward would read as 0.0
-    narrow = StepTable(len(wide) - 1, 10).row(3, METRICS)
+    narrow = StepTable(len(wide) - 1, 10, OPTIONAL).row(3, METRICS)
     assert narrow.endswith("roll 12.3 actor 7.5")
 
 
@@ -125,7 +144,11 @@ def test_memory_folds_between_phases():
 
 
 def test_missing_metrics_show_as_a_dash_and_nan_as_nan():
-    cells = StepTable(PLAIN_WIDTH, 10).row(1, {"reward/mean": float("nan"), "actor/grad_norm": float("inf")}).split()
+    cells = (
+        StepTable(PLAIN_WIDTH, 10, OPTIONAL)
+        .row(1, {"reward/mean": float("nan"), "actor/grad_norm": float("inf")})
+        .split()
+    )
     assert cells[0] == "1/10" and cells[1] == "nan" and cells[8] == "inf"
     assert cells.count("-") == len(WITHOUT_CRITIC) - 2
 
@@ -216,9 +239,26 @@ def test_the_summary_tells_what_was_reached_and_where_things_lie(tmp_path: Path)
     text = stream.getvalue()
     assert "30.0% -> 45.0% (+15.0 points)" in text
     assert "mean of 2 steps" in text and "0.200 -> 0.500" in text
-    joined = "".join(line.strip("│ ") for line in text.splitlines())  # long paths fold
-    assert str(tmp_path / "report.png") in joined and str(tmp_path / "metrics.jsonl") in joined
+    assert f"run          {tmp_path}\n" in text and f"metrics      {tmp_path / 'metrics.jsonl'}\n" in text
     assert "checkpoints" not in text
+
+
+def test_no_path_is_broken_and_a_terminal_shows_those_from_the_current_folder(tmp_path: Path, monkeypatch):
+    folder = tmp_path / "long_name" / ("x" * 150)
+    (folder / "checkpoints" / "global_step_4").mkdir(parents=True)
+    progress, stream = plain()
+    progress.summary({}, {}, folder, None)
+    assert f"checkpoints  {folder}/checkpoints\n" in stream.getvalue()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    Progress(9).summary({}, {}, folder, folder / "report.png")
+    shown = re.sub(r"\x1b\[[\d;]*m", "", sys.stdout.getvalue()).splitlines()
+    assert f"report       long_name/{'x' * 150}/report.png" in shown
+    assert any(
+        line.startswith(f"python -m rlx.export long_name/{'x' * 150}/checkpoints/global_step_4 ") for line in shown
+    )
 
 
 @pytest.mark.parametrize("fault", ["no matplotlib", "a torn file"])

@@ -16,6 +16,7 @@ from rlx.config.schema.roles import (
     has_reference_model,
     is_tiny,
     only_environment_scores,
+    saves,
 )
 from rlx.config.schema.tree import as_text
 from rlx.offload.runtime.options import UNREAD_OPTIONS, OffloadOptions, UnreadOptions
@@ -235,7 +236,7 @@ UNUSED_KEYS = (
     _if("trainer.resume_mode", "disable", "trainer.trust_checkpoint"),
     _row(
         "neither trainer.save_freq nor trainer.save_every_minutes is set: nothing is saved",
-        lambda s: s.config.trainer.save_freq <= 0 and s.config.trainer.save_every_minutes is None,
+        lambda s: not saves(s.config),
         *("trainer.max_actor_ckpt_to_keep", "trainer.max_critic_ckpt_to_keep", "*.checkpoint.*"),
     ),
     _row(

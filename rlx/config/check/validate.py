@@ -31,12 +31,15 @@ class Verdict(NamedTuple):
     warnings: tuple[str, ...]
 
 
-def check(composed: Composed, machine: Machine) -> Verdict:
-    """Apply every rule. A rule's fault about a key that could not be read is dropped, because that key already has a fault."""
+def check(composed: Composed, machine: Machine, has_memory: bool = True) -> Verdict:
+    """Apply every rule. A rule's fault about a key that could not be read is dropped, because that key already has a fault.
+
+    Without `has_memory` the run is meant for another machine, so nothing is said of the memory of this one.
+    """
     context, broken = CheckContext(composed.partial, composed.set_keys, machine), composed.broken
     faults = [fault for rule in RULES for fault in rule(context) if broken.isdisjoint(fault.keys)]
     warnings = [*_warnings(context, broken)]
-    if not composed.faults:
+    if has_memory and not composed.faults:
         # A prediction needs every value.
         faults += memory_suffices(context)
         warnings += [*disk_warnings(context), *memory_warnings(context)]

@@ -4,6 +4,7 @@ Hydra reads the YAML files and parses the overrides. The typed tree alone decide
 faults, and an unknown key with the nearest known one.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field
@@ -89,7 +90,7 @@ def compose(overrides: Sequence[str]) -> Composed:
     groups: dict[str, str | None] = {}
     values: list[Override] = []
     known_groups = group_choices()
-    for text in overrides:
+    for text in _without_split_lists(overrides, faults):
         parsed = _parse(text, faults)
         if parsed is not None and parsed.key_or_group in known_groups:
             groups |= _choose(parsed, faults)
@@ -104,6 +105,39 @@ def compose(overrides: Sequence[str]) -> Composed:
     broken = {key for fault in (*faults, *misfits) for key in fault.keys}
     read = {key: text for key, text in from_environment.items() if broken.isdisjoint(_leaf_keys(key, None))}
     return Composed(config, set_keys, (*faults, *misfits), read)
+
+
+def _without_split_lists(overrides: Sequence[str], faults: list[Fault]) -> list[str]:
+    """Return the overrides without lists that a shell has split at blanks, as an unquoted $@ does; add a fault for each of those.
+
+    Example: `data.train_files=['a',` and `'b']` are two arguments, neither of which can be read.
+    """
+    whole, rest = [], list(overrides)
+    while rest:
+        text = rest.pop(0)
+        further = _pieces_after(text, rest)
+        if not further:
+            whole.append(text)
+            continue
+        joined = override_without_secrets("".join([text, *rest[:further]]))
+        got = override_without_secrets(" ".join([text, *rest[:further]]))
+        remedy = f'write it without blanks: "{joined}"; in a script write "$@" with its quotes'
+        key = text.partition("=")[0]
+        faults.append(Fault(f"{key}: a list was split at a blank", got, "one argument", remedy, (key,)))
+        del rest[:further]
+    return whole
+
+
+def _pieces_after(text: str, rest: Sequence[str]) -> int:
+    """Return how many of the arguments `rest` end the list that `text` begins; 0 if it begins none or no argument ends it."""
+    depth = text.count("[") - text.count("]") if re.match(r"[\w.+]+=\[", text) else 0
+    for number, piece in enumerate(rest, start=1):
+        if depth <= 0 or re.match(r"[\w.+]+=", piece):
+            return 0
+        depth += piece.count("[") - piece.count("]")
+        if depth == 0:
+            return number
+    return 0
 
 
 def _parse(text: str, faults: list[Fault]) -> Override | None:

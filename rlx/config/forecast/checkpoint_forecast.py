@@ -9,7 +9,9 @@ from rlx.config.forecast.memory_forecast import MemoryForecast
 from rlx.config.forecast.role_memory import RoleMemory, role_memories
 from rlx.config.machine import processes
 from rlx.config.schema import CheckpointConfig, PPOConfig
-from rlx.config.schema.roles import has_critic
+from rlx.config.schema.roles import has_critic, saves
+
+NOT_SAVED = "no checkpoint will be written; trainer.save_freq=20 writes one every 20 steps and after the last"
 
 
 class RoleCheckpoint(NamedTuple):
@@ -24,7 +26,7 @@ class RoleCheckpoint(NamedTuple):
 def role_checkpoints(forecast: MemoryForecast) -> dict[str, RoleCheckpoint]:
     """Return the checkpoints of the trained roles whose models are known; none if the run saves nothing."""
     config, trainer = forecast.config, forecast.config.trainer
-    if trainer.save_freq <= 0 and trainer.save_every_minutes is None and not trainer.save_on_sigterm_s:
+    if not saves(config) and not trainer.save_on_sigterm_s:
         return {}
     actor = config.actor_rollout_ref.actor
     settings = {"actor": (actor.checkpoint, trainer.max_actor_ckpt_to_keep)}
@@ -55,7 +57,7 @@ def _role_checkpoint(own: RoleMemory, config: PPOConfig, saved: CheckpointConfig
 
 
 def checkpoint_text(forecast: MemoryForecast, folder: Path | None) -> list[str]:
-    """Return lines about disk and host memory; none if the run saves nothing, or its models are not known.
+    """Return lines about disk and host memory, or that the run saves nothing; none if its models are not known.
 
     Args:
         forecast: of the run.
@@ -63,7 +65,7 @@ def checkpoint_text(forecast: MemoryForecast, folder: Path | None) -> list[str]:
     """
     roles = role_checkpoints(forecast)
     if not roles:
-        return []
+        return [] if saves(forecast.config) or forecast.config.trainer.val_only else [NOT_SAVED]
     trainer = forecast.config.trainer
     room = ""
     if folder is not None:

@@ -57,6 +57,12 @@ def positions_of(model: ModelConfig) -> int | None:
         return None  # loading the model reports it
 
 
+def fewest_positions(config: PPOConfig) -> int | None:
+    """Return the most positions that all models of a run have; None if none is known."""
+    models = {role.model.path: role.model for role in sharded_roles(config)}
+    return min((known for model in models.values() if (known := positions_of(model)) is not None), default=None)
+
+
 def _keys_of_text(file: Path, model: ModelConfig) -> dict[str, Any]:
     whole: dict[str, Any] = json.loads(file.read_text())
     return {**whole, **whole.get("text_config", {}), **model.override_config}

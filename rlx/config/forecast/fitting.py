@@ -52,7 +52,8 @@ def remedies(forecast: MemoryForecast, is_least: bool = False) -> str:
     if not fits(*candidates):
         sized = _lowered(forecast, lambda *changes: fits(*candidates, *changes))
         if sized is None:
-            named = f"{', '.join(map(str, candidates))} are not enough: " if candidates else ""
+            verb = "is" if len(candidates) == 1 else "are"
+            named = f"{', '.join(map(str, candidates))} {verb} not enough: " if candidates else ""
             return f"{named}use {MORE}"
         candidates.append(sized)
     # The last change costs most time, so unneeded changes are dropped from the end.

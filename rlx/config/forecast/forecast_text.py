@@ -1,5 +1,6 @@
 """Print the memory forecast: a short table at the start of a run, a long one for `--check`."""
 
+from rlx.config.forecast.decoders import fewest_positions
 from rlx.config.forecast.memory_forecast import LENGTH_STEP, REFUSED_FROM, MemoryForecast, Phase
 from rlx.offload.plan.hardware import PROFILES
 from rlx.offload.plan.text_table import aligned
@@ -74,16 +75,22 @@ def _cell(nbytes: float) -> str:
 def _row(forecast: MemoryForecast, phase: Phase) -> tuple[str, ...]:
     if phase.limit is None:
         return (phase.name, gb(phase.peak), "?", "?")
-    longest = forecast.longest(phase.name)
+    longest, positions = forecast.longest(phase.name), fewest_positions(forecast.config)
+    if longest is not None and positions is not None:
+        longest = min(
+            longest, positions
+        )  # a table of positions ends there, and rotary embeddings were not trained beyond
     text = "any" if longest is None else f"{longest:,}" if longest else "none"
     return (phase.name, gb(phase.peak), gb(phase.limit), text)
 
 
 def _full_beyond(forecast: MemoryForecast, phase: Phase) -> str:
-    """Return which memory is full first with longer sequences than those that fit: `device` or `host`."""
+    """Return what is full first with longer sequences than those that fit: `device` or `host`, or the model's `positions`."""
     longest = None if phase.limit is None else forecast.longest(phase.name)
     if longest is None:
         return "-"
+    if (positions := fewest_positions(forecast.config)) is not None and positions <= longest:
+        return "positions"
     return "device" if not forecast.phase(phase.name, longest + LENGTH_STEP).fits_device() else "host"
 
 

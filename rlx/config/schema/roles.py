@@ -225,3 +225,16 @@ def sharded_roles(config: PPOConfig) -> list[ModelRole]:
     reference = [reference_role(config)] if has_reference_model(config) else []
     judge = [reward_role(config)] if has_reward_model(config) else []
     return [*trained_roles(config), *reference, *judge]
+
+
+def prompts_at_once(config: PPOConfig) -> int:
+    """Return the number of prompts per generation in training; 1 for a validation, which may have few training prompts."""
+    if config.trainer.val_only:
+        return 1
+    filtered = config.algorithm.filter_groups.enable and config.data.gen_batch_size
+    return filtered or config.data.train_batch_size
+
+
+def saves(config: PPOConfig) -> bool:
+    """Whether training writes checkpoints at regular times."""
+    return config.trainer.save_freq > 0 or config.trainer.save_every_minutes is not None

@@ -96,6 +96,12 @@ def test_where_nothing_is_enough_that_is_said(predict: Predict):
     assert "are not enough: use more processes (trainer.n_gpus_per_node)" in fault.remedy
 
 
+def test_a_single_change_that_is_not_enough_is_one(predict: Predict):
+    cpu = ("trainer.device=cpu", f"{ROLLOUT}.name=hf", f"{ROLLOUT}.max_num_seqs=1")
+    remedies = [fault.remedy for fault in predict(GRPO, *cpu, host_gb=20).faults if "enough" in fault.remedy]
+    assert remedies and all(f"{MODEL}.tiled_mlp=auto is not enough: use" in remedy for remedy in remedies), remedies
+
+
 def test_adapters_and_processes_make_room(predict: Predict):
     assert predict(GRPO, f"{MODEL}.lora_rank=16").faults == ()
     assert predict(GRPO, gpus=8).faults == ()

@@ -153,3 +153,24 @@ def test_works_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     assert compose([]) == before
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("pieces", [["['a',", "'b']"], ["[a,", "b]"], ["['a'", ",", "'b']"]])
+def test_a_list_that_a_shell_has_split_is_one_fault_with_its_own_remedy(pieces: list[str]):
+    first, *rest = pieces
+    (fault,) = compose(["trainer.seed=3", f"data.train_files={first}", *rest, "data.seed=4"]).faults
+    assert fault.what == "data.train_files: a list was split at a blank" and '"$@"' in fault.remedy
+    assert f'"data.train_files={"".join(pieces)}"' in fault.remedy
+    assert not compose([f"data.train_files={''.join(pieces)}"]).faults, "the remedy helps"
+
+
+def test_a_split_list_is_known_among_other_faults_and_shows_no_secret():
+    split = ["custom_reward_function.reward_kwargs.api_key=[s1,", "s2]"]
+    faults = compose([*split, "trainer.sed=1"]).faults
+    assert len(faults) == 2 and not any(secret in str(faults) for secret in ("s1", "s2"))
+    for unfinished in (
+        ["data.train_files=[a,", "data.seed=4"],
+        ["data.train_files=[a,"],
+        ["data.train_files=[a]", "b]"],
+    ):
+        assert "split" not in str(compose(unfinished).faults), unfinished

@@ -70,6 +70,7 @@ def test_the_experiment_of_that_name_is_the_command_of_verl():
 
 EXAMPLES = (Path(__file__).parent / "verl_examples.txt").read_text()
 SCRIPTS = {name: int(number) for number, name in re.findall(r"^(\d+) ([\w./]+)$", EXAMPLES, re.MULTILINE)}
+VERL_PAGE = (Path(__file__).parents[3] / "docs/from_verl.md").read_text()
 GENERIC = ("look for its name", "did you mean", "or another value that is allowed")
 DATA, MODEL_FOLDER = "a data file does not exist", "the model folder does not exist or has no config.json"
 LACKING = {DATA, MODEL_FOLDER, "several machines need a Ray cluster to join", "a file of your own does not exist"}
@@ -108,6 +109,15 @@ def test_a_script_of_verl_lacks_only_what_the_machine_lacks_or_is_answered(verdi
     unanswered = [str(fault) for fault in faults if any(words in fault.remedy for words in GENERIC)]
     assert [text for text in unanswered if not any(near in text for near in NEAR_ENOUGH)] == []
     assert (script in RUN_AS_THEY_ARE) == (not faults), [fault.what for fault in faults]
+
+
+def test_the_page_names_the_scripts_that_need_no_change():
+    section = VERL_PAGE.partition("## Which scripts need no change?")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| (`.*) \| (`.*) \|$", section, re.MULTILINE)
+    names = [(re.findall(r"`([^`]+)`", folders), re.findall(r"`([^`]+)`", scripts)) for folders, scripts in rows]
+    named = [f"{folder}/{script}" for folders, scripts in names for folder in folders for script in scripts]
+    assert sorted(named) == sorted(RUN_AS_THEY_ARE)
+    assert f"{len(named)} compose as they are" in section and f"{len(SCRIPTS)} FSDP example scripts" in section
 
 
 def test_older_keys_of_the_examples_are_known_or_answered():

@@ -408,6 +408,22 @@ def test_the_longest_fits_and_the_next_does_not(forecast):
     assert forecast(on=machine(device_gb=0.001)).longest("update_actor") == 0
 
 
+def test_the_longest_is_no_longer_than_the_models_positions(forecast):
+    def rows(**changes: object) -> dict[str, list[str]]:
+        lines = long_text(forecast(**changes)).partition("peaks in GB")[2].splitlines()
+        return {line.split()[0]: line.split()[3:5] for line in lines if len(line.split()) > 4}
+
+    free, bound = rows(), rows(max_position_embeddings=640)
+    longest, full = free["update_actor"]
+    assert int(longest.replace(",", "")) > 640 and full == "device"
+    assert bound["update_actor"] == bound["rollout"] == ["640", "positions"]
+    assert bound["sync"] == free["sync"] == ["any", "-"]
+    assert rows(max_position_embeddings=10**9) == free
+    assert "update_actor" in short_text(forecast(max_position_embeddings=640)) and " 640" in short_text(
+        forecast(max_position_embeddings=640)
+    )
+
+
 def test_the_hosts_memory_limits_the_longest_too(forecast):
     flag = f"{MODEL}.enable_activation_offload=True"
     plenty, little = (forecast(flag, on=machine(host_gb=gb)).longest("update_actor") for gb in (10, 0.01))
@@ -563,7 +579,9 @@ def test_a_checkpoint_takes_disk_and_its_staging_host_memory(forecast, overrides
 
 
 def test_check_tells_what_checkpoints_take(forecast, tmp_path):
-    assert checkpoint_text(forecast(), tmp_path) == [], "it saves nothing"
+    (nothing,) = checkpoint_text(forecast(), tmp_path)
+    assert nothing.startswith("no checkpoint will be written; trainer.save_freq=20")
+    assert checkpoint_text(forecast("trainer.val_only=True"), tmp_path) == []
     gpus = ("trainer.n_gpus_per_node=2", "trainer.nnodes=2", f"{ACTOR}.fsdp_config.optimizer_offload=True")
     kept = ("trainer.max_actor_ckpt_to_keep=2", "trainer.default_local_dir=s3://bucket/runs")
     disk, staged, spare = checkpoint_text(forecast(*SAVES, *gpus, *kept, vocab_size=10_000_000), tmp_path / "a" / "b")

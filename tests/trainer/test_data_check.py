@@ -1,0 +1,113 @@
+"""The look at data files before anything starts finds what a run would find, by the same code."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from rlx.config.compose.command_line import compose
+from rlx.data.files import DataError
+from rlx.data.prompts import PromptDataset
+from rlx.driver import main
+from rlx.models.tiny import make_tiny_tokenizer
+from rlx.trainer.data_check import check_data, training_rows
+
+VERL = {"data_source": "a", "prompt": "2 + 3", "reward_model": {"ground_truth": "5"}}
+PLAIN = {"prompt": "2 + 3", "answer": "5"}
+FEW = ("data.train_batch_size=2", "actor_rollout_ref.actor.ppo_mini_batch_size=2")
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> Callable[..., str]:
+    def write(*rows: dict, kind: str = "jsonl") -> str:
+        path = tmp_path / f"rows.{kind}"
+        if kind == "parquet":
+            pq.write_table(pa.Table.from_pylist(list(rows)), path)
+        else:
+            path.write_text("".join(f"{json.dumps(row)}\n\n" for row in rows))
+        return str(path)
+
+    return write
+
+
+def found(file: str, *overrides: str) -> list[str]:
+    composed = compose([f"data.train_files={file}", *FEW, *overrides])
+    return [" ".join(str(fault).split()) for fault in check_data(composed.partial, composed.broken)]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_rows_in_a_form_are_no_fault(written, kind: str):
+    assert found(written(VERL, VERL, kind=kind)) == []
+    assert found(written(PLAIN, PLAIN, kind=kind), "data.answer_key=answer") == []
+    assert found(written({"question": "?", "answer": "#### 5"}, {"question": "?", "answer": "5"}, kind=kind)) == [], (
+        "only the first row is read"
+    )
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+@pytest.mark.parametrize(
+    ("row", "keys", "remedy"),
+    [
+        (PLAIN, (), "remedy: the rows have a column 'answer': set data.answer_key=answer. For"),
+        ({"problem": "?", "solution": 5}, (), "set data.prompt_key=problem data.answer_key=solution. For"),
+        (PLAIN, ("data.answer_key=answr",), "remedy: set data.answer_key=answer, or name"),
+        ({"question": "?", "label": 1}, ("data.answer_key=x",), "set data.prompt_key=question data.answer_key=label,"),
+        ({"a": "?", "b": 1}, ("data.answer_key=x",), "remedy: name the columns there are with data.prompt_key and"),
+        ({"prompt": "?", "data_source": "a"}, (), "reward_model holds {style, ground_truth}; for a column with the"),
+        ({**VERL, "reward_model": {"style": "rule"}}, (), "row 0: reward_model is"),
+        ({**PLAIN, "prompt": 3}, ("data.answer_key=answer",), "row 0: prompt is 3"),
+    ],
+)
+def test_a_first_row_in_no_form_is_one_fault_whose_likeliest_remedy_comes_first(written, kind, row, keys, remedy):
+    file = written(row, row, kind=kind)
+    (fault,) = found(file, *keys)
+    assert fault.startswith(f"data.train_files: the rows of {file} cannot be used") and remedy in fault
+    with pytest.raises(DataError) as of_run:
+        config = compose([f"data.train_files={file}", *keys]).config.data
+        PromptDataset([file], config, make_tiny_tokenizer(), "train")
+    assert remedy.removeprefix("remedy: ") in str(of_run.value), "the run says the same"
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_a_batch_larger_than_the_data_is_a_fault_unless_the_run_only_validates(written, kind: str):
+    file = written(*[VERL] * 7, kind=kind)
+    (fault,) = found(file, "data.train_batch_size=16")
+    assert "data.train_batch_size is larger than the data got: 16 with 7 prompts expected: 1 to 7" in fault
+    assert found(file, "data.train_batch_size=16", "trainer.val_only=True") == []
+    assert found(file, "data.train_batch_size=4", "data.train_max_samples=3") != []
+    filtered = ("algorithm.filter_groups.enable=True", "data.gen_batch_size=8")
+    assert found(file, *filtered) != [] and found(file, filtered[1]) == []
+    assert "64 with 32" in " ".join(
+        found("builtin:arithmetic", "data.train_batch_size=64", "data.arithmetic.train_size=32")
+    )
+
+
+def test_rows_are_counted_no_further_than_needed(written):
+    config = compose([f"data.train_files={written(*[VERL] * 7)}"]).partial
+    assert (training_rows(config), training_rows(config, 3)) == (7, 3)
+
+
+def test_missing_files_keys_that_were_not_read_and_classes_of_ones_own_are_not_judged(written, tmp_path: Path):
+    assert found(str(tmp_path / "none.jsonl")) == []
+    assert found(written(PLAIN, PLAIN), "data.anser_key=answer") == []
+    (tmp_path / "own.py").write_text("")
+    assert found(written(PLAIN), f"data.custom_cls.path={tmp_path / 'own.py'}", "data.custom_cls.name=Mine") == []
+
+
+@pytest.mark.parametrize("text", ["", "[1]\n", "{"])
+def test_a_file_that_cannot_be_read_is_a_fault(tmp_path: Path, text: str):
+    for kind in ("jsonl", "parquet"):
+        (tmp_path / f"bad.{kind}").write_text(text)
+        assert len(found(str(tmp_path / f"bad.{kind}"))) == 1
+
+
+@pytest.mark.parametrize("check", [[], ["--check"]])
+def test_the_driver_refuses_the_run_before_ray_starts(written, check, monkeypatch, capsys):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr("rlx.driver.launch", lambda *_: pytest.fail("it started"))
+    assert main([*check, f"data.train_files={written(PLAIN)}", "data.val_files=builtin:arithmetic"]) == 2
+    told = " ".join(capsys.readouterr().err.split())
+    assert "2 fault(s)" in told and "set data.answer_key=answer" in told and "64 with 1 prompts" in told

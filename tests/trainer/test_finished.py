@@ -1,0 +1,61 @@
+"""A run that is resumed after its last step is known before Ray starts."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from rlx.config.compose.command_line import compose
+from rlx.driver import main
+from rlx.supervisor import link
+from rlx.trainer.checkpoints import DriverState, nothing_to_train, write_driver_state
+from rlx.trainer.finished import finished
+
+ON = ("trainer.resume_mode=auto", "trainer.trust_checkpoint=True", "trainer.device=cpu")
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> str:
+    """The key of a folder with a run whose newest checkpoint is of step 4."""
+    step = tmp_path / "2026-01-01_00-00-00" / "checkpoints" / "global_step_4"
+    step.mkdir(parents=True)
+    write_driver_state(step, DriverState(4, 0, 4, {}, {}, 0, {}))
+    assert json.loads((step / "driver.json").read_text()) == asdict(DriverState(4, 0, 4, {}, {}, 0, {}))
+    return f"trainer.default_local_dir={tmp_path}"
+
+
+@pytest.mark.parametrize(
+    ("keys", "is_over"),
+    [
+        (("trainer.total_training_steps=4",), True),
+        (("trainer.total_training_steps=5",), False),
+        (("trainer.total_training_steps=4", "trainer.val_only=True"), False),
+        (("trainer.total_training_steps=4", "trainer.resume_mode=disable"), False),
+        (("trainer.total_training_steps=4", "trainer.trust_checkpoint=False"), False),
+        (("trainer.total_training_steps=null", "data.arithmetic.train_size=256", "trainer.total_epochs=1"), True),
+        (("trainer.total_training_steps=null", "data.arithmetic.train_size=256", "trainer.total_epochs=2"), False),
+    ],
+)
+def test_a_run_is_finished_if_no_step_is_left(runs: str, keys: tuple[str, ...], is_over: bool):
+    over = finished(compose([runs, *ON, *keys]).config)
+    assert (over is not None) == is_over
+    if over:
+        assert over.text.startswith(nothing_to_train(4, 4)) and over.text.endswith("checkpoints/global_step_4)")
+
+
+def test_a_driver_that_was_started_again_is_not_judged(runs: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv(link.FOLDER, "anything")
+    assert finished(compose([runs, *ON, "trainer.total_training_steps=4"]).config) is None
+
+
+def test_the_driver_says_so_and_starts_nothing(runs: str, monkeypatch: pytest.MonkeyPatch, capsys):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr("rlx.driver.launch", lambda *_: pytest.fail("it started"))
+    command = [runs, *ON, "trainer.total_training_steps=4"]
+    assert main(command) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert told.startswith("nothing to train: the checkpoint is of step 4") and "rlx.export" in told
+    assert main(["--check", *command]) == 0
+    printed = capsys.readouterr()
+    assert "warning: nothing to train" in printed.err and "rlx check: valid" in printed.out
