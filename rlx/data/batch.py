@@ -82,7 +82,9 @@ TENSORS: dict[str, Column] = {
         "trainer",
         "score on the last response token, or an environment's rewards on turns' last tokens; minus the KL penalty if configured",
     ),
-    "outcomes": Column("B", F32, "trainer", "what token_rewards add up to: the score, minus the KL penalty if configured"),
+    "outcomes": Column(
+        "B", F32, "trainer", "what token_rewards add up to: the score, minus the KL penalty if configured"
+    ),
     "advantages": Column("BR", F32, "algorithms", "advantage of each token"),
     "returns": Column("BR", F32, "algorithms", "regression target of the critic"),
 }

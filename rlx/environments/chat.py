@@ -155,9 +155,24 @@ class Chat:
     def fault_of(self, role: str) -> str:
         """Return why no conversation goes on with messages of this role, user or tool; empty if plain ones do."""
         turn, answer = _ROLES.get(role, _ROLES["user"])
-        history = [{"role": "user", "content": "a"}, turn]
-        (found,) = self.between([Gap(history, [{**answer, "role": role}], _TOOLS, last_token=-1)])
+        history, added = [{"role": "user", "content": "a"}, turn], [{**answer, "role": role}]
+        try:
+            before, said = self._as_in_histories(history, added)
+            (found,) = self.between([Gap(history, added, _TOOLS, -1, before, said)])
+        except Exception as fault:  # of the template
+            found = fault
         return f"{type(found).__name__}: {found}" if isinstance(found, Exception) else ""
+
+    def _as_in_histories(self, history: list[Message], added: list[Message]) -> tuple[str, str]:
+        """Return the text before the last turn and the turn, as the template writes both in a history; empty if it has no such place.
+
+        The last turn of all may look otherwise: Qwen3 writes an empty thought into it.
+        """
+        (first,) = self._first([(history[:-1], _TOOLS)])
+        (after,) = self._texts([[*history, *added]], _TOOLS, prompt=True) if first.text else [""]
+        said, closing, _ = after[len(first.text) :].partition(self._closing()) if first.text else ("", "", "")
+        is_there = closing.strip() and after.startswith(first.text) and str(history[-1]["content"]) in said
+        return (first.text, said) if is_there else ("", "")
 
     def _tail(self, gap: Gap, after: str) -> str | None:
         """Return the part of `after`, the text of all messages, behind the words of the turn; None if the row forks there.
@@ -219,7 +234,7 @@ class Chat:
         if kind not in self._checked:
             said = [{**gap.added[0], "content": SAID}]
             (after,) = self._texts([[*gap.history, *said]], gap.tools, prompt=True)
-            if SAID not in (after if self.forks else self._tail_by_rendering(gap, said, after)):
+            if SAID not in after:
                 raise UnusableTemplate(
                     f"the chat template does not write the content of the role {kind[0]}, given as text"
                 )
@@ -336,11 +351,13 @@ def _together_or_alone(
 
 
 def _has_words(text: str, gap: Gap) -> bool:
-    """Return whether the template's text has what the model read and said, which a call of a tool need not be."""
+    """Return whether the template's text has the turn, if with other white space; a call of a tool may have other words."""
     turn = gap.history[-1]
-    if "tool_calls" in turn or turn.get("content") != gap.said:
-        return True
-    return text.startswith(gap.before) and gap.said.strip() in text[len(gap.before) :]
+    return "tool_calls" in turn or turn.get("content") != gap.said or _squeezed(gap.said) in _squeezed(text)
+
+
+def _squeezed(text: str) -> str:
+    return "".join(text.split())
 
 
 def contents_of(messages: list[Message]) -> str:

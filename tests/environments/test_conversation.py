@@ -50,10 +50,7 @@ def test_a_next_turn_begins_with_what_the_template_writes_and_its_end_is_written
 
 
 def test_gaps_that_are_written_together_are_those_written_alone(tokenizer):
-    """Also if some fail, and with tools of their own; text that the template has written spares a second rendering.
-
-    A history that does not begin with what the model has read is a rewritten one.
-    """
+    """Also if some fail, and with tools of their own; text that the template has written spares a second rendering."""
     tokenizer.chat_template = "{%- if tools -%}{{ '(' + tools[0].name + ')' }}{%- endif -%}" + DROPS_THINKING
     chat, thought = Chat(tokenizer), {"role": "assistant", "content": "<think>hm</think>hi"}
     added = [{"role": "user", "content": "go</s>"}, {"role": "tool", "content": "é"}, {"role": "user", "content": ""}]
@@ -68,10 +65,11 @@ def test_gaps_that_are_written_together_are_those_written_alone(tokenizer):
     assert len(found) == len(gaps) == 36 and chat.between([]) == []
     for own, one in zip(found, alone, strict=True):
         assert own == one if not isinstance(own, Exception) else (type(own), str(own)) == (type(one), str(one))
+    assert [isinstance(own, RewrittenHistory) for own in found] == [False] * 18 + (
+        [True] * 6 + [False] * 6 + [True] * 6
+    )
     by_before = [found[place::3] for place in range(3)]
-    refused = [[isinstance(own, RewrittenHistory) for own in each] for each in by_before]
-    assert refused == [*[[False] * 6 + [True] * 2 + [False] * 2 + [True] * 2] * 2, [True] * 12]
-    assert by_before[0][:6] == by_before[1][:6]
+    assert by_before[0][:6] == by_before[1][:6] == by_before[2][:6]
     whole = [own.text for own in by_before[0][:1]]
     assert whole == ["<|user|>go<|assistant|>hi</s>.<|user|>gorlxHIDDEN0;<|assistant|>"]
 

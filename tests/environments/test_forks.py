@@ -143,13 +143,32 @@ def test_after_each_users_message_the_model_reads_what_a_server_would_give_it(na
         assert row == request + tokenizer.encode(turn, add_special_tokens=False) + end
 
 
-@pytest.mark.parametrize("turn", [THOUGHT.removeprefix("<think>\n") + "three", "three"])
-def test_a_template_that_never_writes_thoughts_is_refused_too(turn):
+def test_a_template_that_never_writes_thoughts_is_refused_too():
     """R1's prompt opens a thought. Its history has none, whether messages follow or not."""
-    conversation, requests, _ = run(tokenizer_of("deepseek_r1_distill"), [turn, "four"], [[user()]], mode="refuse")
+    turns = [THOUGHT.removeprefix("<think>\n") + "three", "four"]
+    conversation, requests, _ = run(tokenizer_of("deepseek_r1_distill"), turns, [[user()]], mode="refuse")
     assert len(requests) == 1 and conversation.failed and "RewrittenHistory" in conversation.reason
-    kept, requests, _ = run(tokenizer_of("deepseek_r1_distill"), [turn, "four"], [[user()]], mode="keep")
+    kept, requests, _ = run(tokenizer_of("deepseek_r1_distill"), turns, [[user()]], mode="keep")
     assert len(requests) == 2 and kept.reason == "done"
+
+
+@pytest.mark.parametrize("first", ["four", THOUGHT + "four", "<think>hm</think>four"])
+def test_with_refuse_qwen3s_turns_go_on_after_tools_in_any_order(first):
+    """It writes an empty thought into a last turn without one, and puts line breaks around others."""
+    tool = {"role": "tool", "content": "4"}
+    turns = [first, "five", THOUGHT + "six", "seven"]
+    conversation, requests, _ = run(tokenizer_of("qwen3"), turns, [[tool]] * 3, mode="refuse")
+    assert (conversation.reason, len(requests)) == ("done", 4), conversation.reason
+    answered, requests, _ = run(tokenizer_of("qwen3"), ["four", "five"], [[user()]], mode="refuse")
+    assert (answered.reason, len(requests)) == ("done", 2), answered.reason
+    thought, _, _ = run(tokenizer_of("qwen3"), [THOUGHT + "four", "five"], [[user()]], mode="refuse")
+    assert "RewrittenHistory" in thought.reason
+
+
+@pytest.mark.parametrize("mode", ["refuse", "keep", "fork"])
+def test_qwen3_starts_with_each_mode(mode):
+    chat = Chat(tokenizer_of("qwen3"), mode)
+    assert [chat.fault_of(role) for role in ("user", "tool")] == ["", ""]
 
 
 def test_a_row_goes_on_as_long_as_messages_are_only_added():
