@@ -353,7 +353,8 @@ def _together_or_alone(
 def _has_words(text: str, gap: Gap) -> bool:
     """Return whether the template's text has the turn, if with other white space; a call of a tool may have other words."""
     turn = gap.history[-1]
-    return "tool_calls" in turn or turn.get("content") != gap.said or _squeezed(gap.said) in _squeezed(text)
+    is_call = "tool_calls" in turn or not str(turn.get("content")).endswith(gap.said)
+    return is_call or _squeezed(gap.said) in _squeezed(text)
 
 
 def _squeezed(text: str) -> str:

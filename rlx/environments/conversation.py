@@ -5,6 +5,7 @@ and a fork follows, a new branch begins: a row of its own, with that history. Pu
 """
 
 import math
+import re
 from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any, NamedTuple
@@ -14,6 +15,8 @@ from rlx.environments.protocol import Message, Observation, Turn
 from rlx.rollout.protocol import Completion
 
 LARGEST_NUMBER = 1e300
+OPEN, CLOSE = "<think>", "</think>"
+OPENED_THOUGHT = re.compile(rf"{OPEN}\s*\Z")  # at the end of a prompt
 CHARACTERS_PER_TOKEN = 100
 """Longer messages are not tokenised: they cannot fit into the tokens that are left."""
 
@@ -95,7 +98,14 @@ class Conversation:
         calls = observation.info.get("calls")
         calls = [call for call in calls if isinstance(call, dict)] if isinstance(calls, list) else []
         self.own_turns[-1].update(seconds=seconds, reward=observation.reward, calls=calls)
-        self.messages.append(observation.assistant or {"role": "assistant", "content": text})
+        self.messages.append(self._with_opening(observation.assistant or {"role": "assistant", "content": text}))
+
+    def _with_opening(self, message: Message) -> Message:
+        """Return the turn with the opening of a thought that the prompt has and the turn closes: templates look for both."""
+        opening, content = OPENED_THOUGHT.search(self.text), message.get("content")
+        if opening is None or not isinstance(content, str) or CLOSE not in content or OPEN in content:
+            return message
+        return {**message, "content": opening[0] + content}
 
     def gap(self, messages: list[Message], may_fork: bool = False) -> Gap | None:
         """Return the place of messages behind the last turn; None if they are longer than any text that fits."""

@@ -29,6 +29,7 @@ MARKERS = {
     "deepseek_r1_distill": [f"<\uff5c{name}\uff5c>" for name in ("end▁of▁sentence", "User", "Assistant")]
     + ["<think>", "</think>"],
 }
+OTHER_MARKERS = ["<|im_end|>", "<|im_start|>", "<think>", "</think>"]
 
 
 def tokenizer_of(name):
@@ -36,7 +37,7 @@ def tokenizer_of(name):
     spec = find_spec("trl")
     if spec is None:
         pytest.skip("TRL, which has the templates, is not installed")
-    markers = MARKERS[name]
+    markers = MARKERS.get(name, OTHER_MARKERS)
     words = Tokenizer(models.BPE())
     words.pre_tokenizer, words.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     texts = ["user\n\n assistant\n\nlet me see How many? three four wrong, again"] * 20
@@ -150,6 +151,16 @@ def test_a_template_that_never_writes_thoughts_is_refused_too():
     assert len(requests) == 1 and conversation.failed and "RewrittenHistory" in conversation.reason
     kept, requests, _ = run(tokenizer_of("deepseek_r1_distill"), turns, [[user()]], mode="keep")
     assert len(requests) == 2 and kept.reason == "done"
+
+
+@pytest.mark.parametrize("name", ["nemotron_3_nano", "qwen3_5_think"])
+@pytest.mark.parametrize("answer", [{"role": "tool", "content": "4"}, {"role": "user", "content": "go on"}])
+def test_a_thought_that_the_prompt_opened_is_whole_in_the_history(name, answer):
+    """The turn begins behind the opening, which the template needs to tell a thought from an answer."""
+    tokenizer, turn = tokenizer_of(name), THOUGHT.removeprefix("<think>\n") + "four"
+    conversation, requests, _ = run(tokenizer, [turn, "five"], [[answer]])
+    assert conversation.reason == "done"
+    assert requests[1] == rendered(tokenizer, [*PROMPT, said("<think>\n" + turn), answer])
 
 
 @pytest.mark.parametrize("first", ["four", THOUGHT + "four", "<think>hm</think>four"])
