@@ -13,6 +13,7 @@ from rlx.config.schema import PPOConfig
 from rlx.config.schema.roles import has_environment, only_environment_scores
 from rlx.data.batch import Batch
 from rlx.rewards.manager import Scores
+from rlx.trainer.branches import EARLIER
 from rlx.trainer.branches import conversations_of
 
 CONVERSATION = "conversation"
@@ -28,13 +29,34 @@ def received(rows: Batch, written: Batch, tokenizer: PreTrainedTokenizerBase) ->
     """Return the samples with all info of their rows, and with the texts of what was written.
 
     response_text is that of all tokens behind the prompt, an environment's included. With environments prompt_text is that of the
-    first prompt that they gave.
+    first prompt that they gave. A conversation that forked has its turns one after the other.
     """
     texts = {"response_text": tokenizer.batch_decode(written.response_tokens(), skip_special_tokens=True)}
     if CONVERSATION in written.info:
-        texts["prompt_text"] = tokenizer.batch_decode(written.prompt_tokens(), clean_up_tokenization_spaces=False)
+        prompts = written.prompt_tokens()
+        for row, earlier in enumerate(written.info[EARLIER]):
+            if earlier is not None:
+                prompts[row] = earlier.prompt_tokens()[0]
+                texts["response_text"][row] = _text_of_turns(written.rows([row]), tokenizer)
+        texts["prompt_text"] = tokenizer.batch_decode(prompts, clean_up_tokenization_spaces=False)
     batch = Batch(written.tensors, {**rows.info, **written.info, **texts})
     return batch.with_(group_id=rows["group_id"])
+
+
+def _text_of_turns(written: Batch, tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return the text behind the first prompt of the one conversation in a batch; of a rewritten history only what was added."""
+    (record,), (earlier,) = written.info[CONVERSATION], written.info[EARLIER]
+    branches = [
+        prompt + response
+        for rows in (earlier, written)
+        for prompt, response in zip(rows.prompt_tokens(), rows.response_tokens(), strict=True)
+    ]
+    return "".join(
+        f"\n{turn['text']}\n"
+        if turn["role"] == "history"
+        else tokenizer.decode(branches[turn["branch"]][turn["start"] : turn["end"]], skip_special_tokens=True)
+        for turn in record["turns"]
+    )
 
 
 def scores(config: PPOConfig, batch: Batch, by_functions: Callable[[], Scores]) -> Scores:

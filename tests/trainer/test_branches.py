@@ -7,6 +7,7 @@ import torch
 
 from rlx.algorithms.advantages import ESTIMATORS
 from rlx.config.schema import AlgorithmConfig, ModelConfig, RolloutCorrectionConfig
+from rlx.data.batch import Batch
 from rlx.environments.conversation import Conversation
 from rlx.environments.rows import batch_of
 from rlx.environments.running import ConversationRow, RanConversations
@@ -216,6 +217,15 @@ def test_metrics_count_a_conversation_once():
     cut = batch.with_(attention_mask=full)
     assert steps.describe(cut)["response_length/clip_ratio"] == pytest.approx(2 / 3)
     assert numbers["advantages/abs_mean"] == pytest.approx(0.7)
+
+
+def test_functions_read_the_turns_of_all_rows_and_no_prompt():
+    """The last row's prompt is one token shorter than the first one; its history is no answer of the model."""
+    written, tokenizer = a_batch(ONE, THREE), make_tiny_tokenizer()
+    rows = Batch({"group_id": written["group_id"]}, {"sample": [0, 1]})
+    found = conversations.received(rows, written, tokenizer)
+    assert found.info["prompt_text"] == ["9:", "9:"]
+    assert found.info["response_text"] == ["CD", "CMD\nM\nE\nM\nFG"]
 
 
 def test_validation_sees_a_conversation_once():
