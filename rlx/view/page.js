@@ -25,8 +25,7 @@ const visible = (text) => String(text).replace(HIDDEN, (c) => "\\u" + c.charCode
 const number = (value) => (value === null || value === undefined ? "–" : String(value));
 const plural = (count, word) => `${count.toLocaleString("en")} ${word}${count === 1 ? "" : "s"}`;
 const fork = (i) => (all.branch[i] ? `, fork ${all.branch[i]}` : "");
-const mean = (of) => shown.reduce((sum, i) => sum + (Number(all[of][i]) || 0), 0) / Math.max(1, shown.length);
-const total = (of) => shown.reduce((sum, i) => sum + all[of][i], 0);
+const total = (of, rows = shown) => rows.reduce((sum, i) => sum + (Number(all[of][i]) || 0), 0);
 
 // The list ---------------------------------------------------------------------------------------------------------
 
@@ -42,9 +41,11 @@ function select() {
     const by = sort.replace("-", ""), sign = sort.startsWith("-") ? 1 : -1;
     shown.sort((a, b) => sign * ((Number(all[by][a]) || 0) - (Number(all[by][b]) || 0)) || a - b);
   }
-  const tokens = total("tokens");
-  byId("summary").textContent = `${plural(shown.length, "sample")}: reward ${mean("reward").toPrecision(3)}, ` +
-    `${mean("turns").toPrecision(2)} turns, ${plural(total("calls"), "call")} (${total("failed").toLocaleString("en")} failed), ` +
+  // The rows of a conversation that forked are one sample with one reward.
+  const ones = [...new Map(shown.map((i) => [`${all.step[i]} ${all.group[i]} ${all.sample[i]}`, i])).values()];
+  const tokens = total("tokens"), count = Math.max(1, ones.length);
+  byId("summary").textContent = `${plural(ones.length, "sample")}: reward ${(total("reward", ones) / count).toPrecision(3)}, ` +
+    `${(total("turns") / count).toPrecision(2)} turns, ${plural(total("calls"), "call")} (${total("failed").toLocaleString("en")} failed), ` +
     `${((100 * total("trained")) / Math.max(1, tokens)).toFixed(0)} % of ${plural(tokens, "token")} in the loss`;
   byId("rows").style.height = `${shown.length * ROW}px`;
   byId("list").scrollTop = 0;

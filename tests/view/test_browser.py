@@ -92,6 +92,21 @@ def test_a_sample_is_shown_as_it_was_written_and_hostile_text_stays_text(make_ru
     assert "16 samples" in made.texts["summary"][0] and f"reward {line['reward']}" in made.texts["sample"][0]
 
 
+def test_rows_of_a_conversation_that_forked_are_one_sample_of_the_summary(make_run, look):
+    """Each row has two of its turns and the whole conversation's reward."""
+    run = make_run(steps=1, groups=2, samples=3)
+    file = run / "transcripts" / "step_000001.jsonl"
+    lines = [json.loads(line) for line in file.open()]
+    for number, line in enumerate(lines[:3]):
+        line |= {"sample": 0, "branch": number, "reward": 4.0}
+    for line in lines[3:]:
+        line["reward"] = 0.0
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_page(run, run / "view.html")
+    (summary,) = look(run / "view.html", "").texts["summary"]
+    assert summary.startswith("4 samples: reward 1.00, 3.0 turns, 6 calls")
+
+
 @pytest.mark.parametrize("colour", ["gap", "mask"])
 def test_colours_may_be_those_of_the_gap_or_the_mask(colour, make_run, look):
     run = make_run(steps=1, groups=1, samples=1)
