@@ -13,8 +13,7 @@ from rlx.config.schema import PPOConfig
 from rlx.config.schema.roles import has_environment, only_environment_scores
 from rlx.data.batch import Batch
 from rlx.rewards.manager import Scores
-from rlx.trainer.branches import EARLIER
-from rlx.trainer.branches import conversations_of
+from rlx.trainer.branches import EARLIER, conversations_of
 
 CONVERSATION = "conversation"
 
