@@ -38,7 +38,7 @@ class TrainerConfig:
     balance_batch: bool = key(True, "Give each process about the same number of tokens.")
     resume_mode: str = key(
         "disable",
-        "disable: start anew; auto: newest whole checkpoint of the experiment's newest run; resume_path: one named.",
+        "disable: start anew; auto: newest whole checkpoint of the experiment's newest run that has one; resume_path: one named.",
         choices=RESUME,
     )
     resume_from_path: str | None = key(None, "Checkpoint (`.../global_step_N`) for resume_path: a folder or a URL.")
