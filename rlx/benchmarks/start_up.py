@@ -1,14 +1,12 @@
 """Measure how long a run takes to its first step, and to end after its last.
 
-python -m rlx.benchmarks.start_up [--cold] [--shape NAME] [key=value ...]
+python -m rlx.benchmarks.start_up [--shape NAME] [key=value ...]
 
 Each round is a run of two steps in a process of its own. The default is `rlx train` with no key, whose warm start comes from the
-cache; with `--shape` a GRPO run on a model of random weights. `--cold` gives each round empty caches of vLLM, torch, Triton and
-CUDA; otherwise a first round that is not measured fills them. The table has the seconds from the command to each line on the screen
-and to the row of the first step, and from the row of the last step to the end of the process.
+cache; with `--shape` a GRPO run on a model of random weights. The first round has empty caches of vLLM, torch, Triton and CUDA, and
+fills them for the others. The tables have the seconds from the command to each line on the screen up to the row of the first step.
 """
 
-import contextlib
 import os
 import re
 import statistics
@@ -17,7 +15,7 @@ import sys
 import tempfile
 import time
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -32,7 +30,7 @@ WORK = {"prompts": 8, "samples": 8, "prompt": 128, "response": 64, "updates": 1,
 WIDTH = 100
 
 
-class Timeline(NamedTuple):
+class Round(NamedTuple):
     """The lines of a run on the screen, each with its seconds since the command, and the seconds at which the process ended."""
 
     lines: list[tuple[float, str]]
@@ -54,42 +52,26 @@ class Timeline(NamedTuple):
         return self.ended_s - self.rows_s[-1]
 
 
-def timed(command: Sequence[str], environment: dict[str, str]) -> Timeline:
-    """Run a command and return its timeline. Raises RuntimeError if it fails or shows no row."""
+def timed(command: Sequence[str], environment: dict[str, str]) -> Round:
+    """Run a command and return what it printed. Raises RuntimeError if it fails or shows no row."""
     began, lines = time.perf_counter(), []
     pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "errors": "replace"}
     with subprocess.Popen(command, env={**os.environ, **environment}, **pipe) as process:  # type: ignore[call-overload]
         for line in process.stdout:
             lines.append((time.perf_counter() - began, line.rstrip()))
-    found = Timeline(lines, time.perf_counter() - began)
+    found = Round(lines, time.perf_counter() - began)
     if process.returncode or not found.rows_s:
         printed = "\n".join(text for _, text in lines)[-8000:]
         raise RuntimeError(f"{' '.join(command)} ended with exit code {process.returncode}:\n{printed}")
     return found
 
 
-@contextlib.contextmanager
-def caches(parent: Path) -> Iterator[dict[str, str]]:
-    """Yield an environment whose caches are in a new folder."""
-    with tempfile.TemporaryDirectory(prefix="caches-", dir=parent) as folder:
-        yield {name: str(Path(folder) / name.lower()) for name in CACHES}
+def show(found: Sequence[Round]) -> None:
+    """Print the timeline of the round whose first row has the median time, then the seconds of all rounds.
 
-
-def rounds(options: Namespace, command: Sequence[str], folder: Path) -> Iterator[Timeline]:
-    """Yield the timelines of the measured rounds."""
-    if options.cold:
-        for _ in range(options.rounds):
-            with caches(folder) as environment:
-                yield timed(command, environment)
-        return
-    with caches(folder) as environment:
-        timed(command, environment)
-        for _ in range(options.rounds):
-            yield timed(command, environment)
-
-
-def show(found: Sequence[Timeline]) -> None:
-    """Print the timeline of the round whose first row has the median time, then the seconds of all rounds."""
+    Args:
+        found: rounds with caches alike.
+    """
     middle = sorted(found, key=lambda each: each.first_row_s)[len(found) // 2]
     for at, text in middle.lines:
         if text.strip() and at <= middle.first_row_s:
@@ -99,14 +81,13 @@ def show(found: Sequence[Timeline]) -> None:
         ("end after the last row", [each.end_s for each in found]),
     ):
         every = ", ".join(f"{second:.1f}" for second in seconds)
-        print(f"{name}: median {statistics.median(seconds):.1f} s of {every}")
+        print(f"{name}: median {statistics.median(seconds):.1f} s of {every}", flush=True)
 
 
 def options_of(arguments: list[str] | None) -> tuple[Namespace, list[str]]:
     """Read the command line; return also the keys of the run."""
     parser: ArgumentParser = benchmark_parser("start_up", __doc__ or "")
     parser.set_defaults(rounds=3, **WORK)
-    parser.add_argument("--cold", action="store_true", help="each round has empty caches")
     parser.add_argument(
         "--shape", choices=sorted(SHAPES), help="of a model with random weights (default: builtin:tiny)"
     )
@@ -128,10 +109,14 @@ def main(arguments: list[str] | None = None) -> None:
             "trainer.resume_mode=disable",
         ]
         command = [sys.executable, "-m", "rlx.main_ppo", *keys, *overrides]
-        kind = "empty" if options.cold else "filled"
-        print(f"{title(device)}, {options.shape or 'the default run'}, {kind} caches", flush=True)
-        found = [*rounds(options, command, folder)]
-    show(found)
+        environment = {name: str(folder / name.lower()) for name in CACHES}
+        print(f"{title(device)}, {options.shape or 'the default run'}, empty caches", flush=True)
+        found = [timed(command, environment)]
+        show(found)
+        if options.rounds:
+            print("filled caches", flush=True)
+            found += [timed(command, environment) for _ in range(options.rounds)]
+            show(found[1:])
     figures = {"first_row_s": [each.first_row_s for each in found], "end_s": [each.end_s for each in found]}
     write_json(options, device, {"keys": overrides, **figures})
 
