@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 PROMPT_WORDS = 128
 ANSWER_TOKENS = 64  # more than a tool's answer and the template around it have
 PLAIN_TEMPLATE = (
-    "{% for message in messages %}{{ message['role'] }} : {{ message['content'] }} {% endfor %}"
+    "{% for message in messages %}{{ message['role'] }} : {{ message['content'] }} w1 {% endfor %}"
     "{% if add_generation_prompt %}assistant : {% endif %}"
 )
 # The names of the ways, with the tool's longest seconds as a share of --tool-s; None: no tool.
@@ -69,6 +69,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument(
         "--unseeded", action="store_true", help="vLLM: no random generator per request, which is faster"
     )
+    parser.add_argument("--block-size", type=int, help="vLLM: tokens in a block of its cache (default: vLLM's own)")
     parser.set_defaults(rounds=1, gpu_memory_utilization=0.6)
     options = parser.parse_args(arguments)
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29512"}
@@ -105,12 +106,13 @@ def make_tokenizer(size: int, others: Mapping[int, str] | None = None) -> "PreTr
 def make_rollout(options: Namespace, folder: str, device: torch.device) -> Rollout:
     """Return the sampler, with the weights of the folder."""
     on_cpu = device.type == "cpu"
+    blocks = {"block_size": options.block_size or 32} if options.block_size or on_cpu else {}
     settings = RolloutConfig(
         name=options.sampler,
         max_num_seqs=options.max_num_seqs,
         seed_requests=not options.unseeded,
         gpu_memory_utilization=options.gpu_memory_utilization,
-        engine_kwargs=EngineKwargsConfig(vllm={"block_size": 32} if on_cpu and options.sampler == "vllm" else {}),
+        engine_kwargs=EngineKwargsConfig(vllm=blocks if options.sampler == "vllm" else {}),
     )
     model = ModelConfig(path=folder)
     context = PROMPT_WORDS + options.turns * (options.tokens + ANSWER_TOKENS) + ANSWER_TOKENS

@@ -257,7 +257,7 @@ def make_parser() -> ArgumentParser:
     parser.add_argument(
         "--processes", type=int, default=8, help="of rlx's environments, verl's agent loops (default 8)"
     )
-    parser.set_defaults(rounds=1, sampler="vllm", unseeded=True, listen_every=1)
+    parser.set_defaults(rounds=1, sampler="vllm", unseeded=True, listen_every=1, block_size=None)
     return parser
 
 

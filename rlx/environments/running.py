@@ -174,13 +174,20 @@ class _Run:
                 break
             while self._waiting and len(self._open) < (self._bounds.open or len(self._rows)):
                 self._begin(self._waiting.popleft())
-            self._to_pool("flush")  # environments work while the sampler does
+            if self._some_are_away:
+                self._to_pool("flush")  # environments work while the sampler does
             if self._sampled:
                 self._take_turns(self._rollout.step())
-            if not self._sampled or not (self._options.in_waves or step % self._options.listen_every):
+            is_due = not (self._options.in_waves or step % self._options.listen_every)
+            if self._some_are_away and (is_due or not self._sampled):
                 self._listen()
         if self._hopeless and all(each.reason.startswith(TEMPLATE_REASON) for each in self.ended.values()):
             raise EnvironmentFailed(f"no conversation could go on: {self._hopeless}")
+
+    @property
+    def _some_are_away(self) -> bool:
+        """Whether a conversation is with its environment."""
+        return len(self._sampled) < len(self._open)
 
     def end_all(self) -> None:
         """End the environments of all open conversations."""

@@ -14,7 +14,7 @@ from rlx.config.vllm_range import LORA_RANKS
 from rlx.models.adapter_folder import AdapterKind, peft_name, write_config
 from rlx.models.loading import load_config, load_skeleton
 from rlx.rollout.flight import RequestsInFlight
-from rlx.rollout.protocol import Completion, EngineError, Request
+from rlx.rollout.protocol import Completion, EngineError, Request, Sampling
 from rlx.rollout.vllm_api import VLLMEngine, unknown_options
 from rlx.rollout.vllm_models import (
     carries_states,
@@ -154,7 +154,8 @@ class VLLMRollout(RequestsInFlight):
         self._version: int | None = None
         self._asleep: set[str] = set()  # parts whose memory is free
         try:
-            self.engine = VLLMEngine(options, on_cpu=device.type == "cpu")
+            usual = Sampling(2, rollout.temperature, rollout.top_p, rollout.top_k or -1)
+            self.engine = VLLMEngine(options, on_cpu=device.type == "cpu", sampling=usual)
         except ValueError as error:
             if self._adapters is None:
                 raise

@@ -19,7 +19,7 @@ from torch import Tensor
 from rlx.config.vllm_range import supported_vllm
 from rlx.heartbeat import beat
 from rlx.rollout.process_state import OwnRandomState, own_random_state, restored_process_state
-from rlx.rollout.protocol import Completion, EngineError, Request
+from rlx.rollout.protocol import Completion, EngineError, Request, Sampling
 from rlx.rollout.vllm_shared_memory import shared_memory
 from rlx.rollout.vllm_weights import (
     Stream,
@@ -104,17 +104,19 @@ class VLLMEngine:
     Args:
         options: vLLM's engine arguments.
         on_cpu: run functions uncompiled, because a compiler may be missing and takes longer than it saves.
+        sampling: of most requests. Kernels for it are compiled now, those of others at their first request.
 
     Raises:
         ValueError: vLLM refuses the options or the model; the message holds its reason.
     """
 
-    def __init__(self, options: Mapping[str, Any], on_cpu: bool) -> None:
+    def __init__(self, options: Mapping[str, Any], on_cpu: bool, sampling: Sampling) -> None:
         self._stance = "force_eager" if on_cpu else "default"
         self._adapters: LoRARequest | None = None
         self._random = OwnRandomState()
         shares_memory = on_cpu and options["tensor_parallel_size"] > 1
-        with restored_process_state(), shared_memory() if shares_memory else contextlib.nullcontext():
+        memory = shared_memory() if shares_memory else contextlib.nullcontext()
+        with restored_process_state(), memory, _warming_up(sampling):
             try:
                 self._llm: LLM | None = LLM(**options)
             except Exception as error:
@@ -287,6 +289,26 @@ class VLLMEngine:
         _collect()
         if torch.accelerator.is_available():
             torch.accelerator.empty_cache()
+
+
+@contextlib.contextmanager
+def _warming_up(sampling: Sampling) -> Iterator[None]:
+    """Let vLLM warm up for this sampling alone.
+
+    Its own warm-up takes penalties, forbidden words, min_p and more besides. No request here has them, but they compile kernels
+    for 15 s on an H200 whose caches are empty.
+    """
+    name = "for_sampler_warmup"  # of the second model runner
+    everything = vars(SamplingParams).get(name)
+    if everything is None:
+        yield
+        return
+    request = Request((0,), seed=0, sampling=sampling)
+    setattr(SamplingParams, name, staticmethod(lambda: _sampling_params(request, seeded=True)))
+    try:
+        yield
+    finally:
+        setattr(SamplingParams, name, everything)
 
 
 @contextlib.contextmanager

@@ -148,6 +148,10 @@ def generate_from_other_random_states(sampling) -> list[Completion]:
     return generate(sampling)
 
 
+def forget_prefixes():
+    NOW[-1].vllm.engine._drop_prefixes()
+
+
 def of_vllm_itself(sampling):
     """Tokens and log-probs of all requests from vLLM's own `generate`, and from the sampler's; no prefix is in the cache."""
     sampler, asked = NOW[-1].vllm, requests(sampling)
@@ -294,6 +298,21 @@ def require(memory, utilization):
     from rlx.rollout.vllm import DeviceMemory, require_memory
 
     require_memory(DeviceMemory(*memory), utilization)
+
+
+def warmed_up_for(sampling):
+    """Return what vLLM's warm-up takes in an engine for this sampling, and its own afterwards."""
+    from vllm import SamplingParams
+
+    from rlx.rollout.vllm_api import _warming_up
+
+    def taken():
+        found = SamplingParams.for_sampler_warmup()
+        return {name: getattr(found, name) for name in ("temperature", "top_k", "min_p", "logprobs", "logit_bias")}
+
+    with _warming_up(sampling):
+        inside = taken()
+    return inside, taken()
 
 
 def expandable(environment):

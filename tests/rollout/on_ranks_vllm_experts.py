@@ -34,7 +34,7 @@ class Watched:
         options = engine_options(settings, ModelConfig(path=folder), CPU, PROMPT + RESPONSE, seed=0)
         assert options["enable_return_routed_experts"] is True
         options |= {"load_format": "auto", "enable_return_routed_experts": False, "enable_prefix_caching": False}
-        self.engine = VLLMEngine(options, on_cpu=True)
+        self.engine = VLLMEngine(options, on_cpu=True, sampling=Sampling(2))
         self.steps: dict[int, list[torch.Tensor]] = {}
         self.engine._engine.collective_rpc(self._bind)
 

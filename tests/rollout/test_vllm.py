@@ -107,7 +107,11 @@ def tokens(completions):
 
 def test_samples_come_from_seeds_alone(started, ranks):
     sampling = started.sampling
+    ranks(
+        "vllm", "forget_prefixes"
+    )  # with them prompts are read in fewer steps, and requests without seeds draw otherwise
     together = ranks("vllm", "generate_from_other_random_states", sampling)
+    ranks("vllm", "forget_prefixes")
     assert together == ranks("vllm", "generate", sampling)
     if started.rollout.tensor_model_parallel_size > 1:
         assert together[0] == together[1]
@@ -280,6 +284,13 @@ def test_a_model_that_vllm_cannot_sample_is_named(ranks, config, said, tmp_path)
     config.save_pretrained(tmp_path)
     for kind, text in ranks("vllm", "refusal", "build", str(tmp_path), {}):
         assert kind == "ValueError" and re.search(said, text) and str(tmp_path) in text
+
+
+@FIRST
+def test_vllm_warms_up_for_the_usual_sampling_alone(ranks):
+    for inside, own in ranks("vllm", "warmed_up_for", Sampling(2, 0.7, top_k=20)):
+        assert inside == {"temperature": 0.7, "top_k": 20, "min_p": 0.0, "logprobs": 0, "logit_bias": None}
+        assert own["min_p"] > 0 and own["logit_bias"], "with kernels for what no request asks for"
 
 
 @FIRST
