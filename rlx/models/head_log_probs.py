@@ -124,12 +124,23 @@ class _NotCompiledError(Exception):
 
 
 class _Pass:
-    """One of the two functions above, compiled if possible, else run slice by slice (Note [passes over logits])."""
+    """One of the two functions above, compiled if possible, else run slice by slice (Note [passes over logits]).
+
+    Args:
+        function: to be run.
+        only_compiled: the same, but it raises `_NotCompiledError` instead of running uncompiled.
+        overwrites: whether it writes to the logits. At its first call the compiler tries variants, and keeps page-locked copies of
+            what they overwrite for as long as the process lives. So the first call has few tokens.
+    """
 
     def __init__(
-        self, function: Callable[..., tuple[Tensor, ...]], only_compiled: Callable[..., tuple[Tensor, ...]]
+        self,
+        function: Callable[..., tuple[Tensor, ...]],
+        only_compiled: Callable[..., tuple[Tensor, ...]],
+        overwrites: bool = False,
     ) -> None:
         self._function, self._only_compiled = function, only_compiled
+        self._first_tokens = ALIGNED if overwrites else 0
         # Compiled at the first call, because the compiler takes time to import.
         self._compiled: Callable[..., tuple[Tensor, ...]] | None = None
         self._may_compile, self._has_compiled, self._has_warned = True, False, False
@@ -137,6 +148,9 @@ class _Pass:
     def __call__(self, logits: Tensor, ids: Tensor, *others: Any) -> tuple[Tensor, ...]:
         """Run it on a chunk; arguments of shape (N,) are cut as the logits are."""
         if len(ids) and self._may_compile and _can_be_compiled_for(logits):
+            if 0 < (first := self._first_tokens) < len(ids):
+                self._first_tokens = 0
+                return _by_parts(self, [slice(first), slice(first, None)], logits, ids, *others)
             # Gradients may be expanded, and each kind of strides would be compiled separately.
             plain = [x.contiguous() if isinstance(x, Tensor) else x for x in (ids, *others)]
             try:
@@ -150,17 +164,24 @@ class _Pass:
                 self._may_compile = self._has_compiled or isinstance(error, _NotCompiledError)
                 self._warn(f"{type(error).__name__}: {error}".splitlines()[0])
         step = max(1, CHUNK_ELEMENTS // logits.shape[1])
-        of_parts = []
-        for start in range(0, max(1, len(ids)), step):
-            part = slice(start, start + step)
-            cut = [x[part] if isinstance(x, Tensor) and x.shape == ids.shape else x for x in others]
-            of_parts.append(self._function(logits[part], ids[part], *cut))
-        return tuple(torch.cat(parts) for parts in zip(*of_parts, strict=True))
+        parts = [slice(start, start + step) for start in range(0, max(1, len(ids)), step)]
+        return _by_parts(self._function, parts, logits, ids, *others)
 
     def _warn(self, reason: str) -> None:
         if not self._has_warned:
             self._has_warned = True
             logger.warning("log-probs take longer: torch.compile does not work here (%s)", reason)
+
+
+def _by_parts(
+    function: Callable[..., tuple[Tensor, ...]], parts: list[slice], logits: Tensor, ids: Tensor, *others: Any
+) -> tuple[Tensor, ...]:
+    """Run a function on slices of the tokens and put its results together; `others` of shape (N,) are cut as well."""
+    results = []
+    for part in parts:
+        cut = (x[part] if isinstance(x, Tensor) and x.shape == ids.shape else x for x in others)
+        results.append(function(logits[part], ids[part], *cut))
+    return tuple(torch.cat(each) for each in zip(*results, strict=True))
 
 
 def _can_be_compiled_for(logits: Tensor) -> bool:
@@ -185,7 +206,8 @@ def _require_compiler() -> None:
         raise _NotCompiledError("the compiler is switched off, or a mode is on in which it does nothing")
 
 
-_read_pass, _differentiate_pass = _Pass(_read, _read_compiled), _Pass(_differentiate, _differentiate_compiled)
+_read_pass = _Pass(_read, _read_compiled)
+_differentiate_pass = _Pass(_differentiate, _differentiate_compiled, overwrites=True)
 
 
 class _HeadLogProbs(torch.autograd.Function):

@@ -1,5 +1,8 @@
 import functools
 import math
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -211,12 +214,53 @@ def with_new_passes(monkeypatch, compiler):
     monkeypatch.setattr(torch, "compile", compiler)
     for name in ("_read_pass", "_differentiate_pass"):
         used = getattr(module, name)
-        monkeypatch.setattr(module, name, module._Pass(used._function, used._only_compiled))
+        overwrites = name == "_differentiate_pass"
+        monkeypatch.setattr(module, name, module._Pass(used._function, used._only_compiled, overwrites))
 
 
 def figures_of(hidden, weight, ids, with_entropy=True):
     found = [x for x in head_log_probs(hidden, weight, ids, 0.7, with_entropy) if x is not None]
     return [*found, *torch.autograd.grad(sum((i + 1) * x.sum() for i, x in enumerate(found)), (hidden, weight))]
+
+
+def test_the_first_compiled_call_that_overwrites_logits_has_few_tokens(monkeypatch):
+    """Compilers try variants then, and keep copies of what is overwritten."""
+    monkeypatch.setattr(module, "ALIGNED", 8)
+    given, lengths = make_head(tokens=(50,)), {}
+    expected = figures_of(*given)
+
+    def compiler(function, **options):
+        name = function.__name__.removesuffix("_compiled")
+
+        def call(logits, ids, *others):
+            lengths.setdefault(name, []).append(len(ids))
+            return getattr(module, name)(logits, ids, *others)
+
+        return call
+
+    with_new_passes(monkeypatch, compiler)
+    for _ in range(2):
+        for found, right in zip(figures_of(*given), expected, strict=True):
+            assert torch.equal(found, right)
+    assert lengths == {"_read": [50, 50], "_differentiate": [8, 42, 50]}
+
+
+COMPILES = """
+import torch
+from rlx.models.head_log_probs import head_log_probs
+hidden, weight = (torch.randn(n, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for n in (4096, 152_064))
+head_log_probs(hidden, weight, torch.arange(4096, device="cuda"), 1.0, False)[0].sum().backward()
+print(torch.cuda.host_memory_stats()["allocated_bytes.peak"])
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_compiling_keeps_no_page_locked_copy_of_the_logits(tmp_path):
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}  # the fastest variants are kept there
+    ran = subprocess.run([sys.executable, "-c", COMPILES], env=environment, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    assert int(ran.stdout) < 2**28, "the logits have 1.2 GB"
 
 
 def test_a_compiler_that_fails_is_told_once_and_changes_nothing(monkeypatch, caplog):
