@@ -23,6 +23,7 @@ from rlx.trainer.tracking import METRICS_FILE, VAL_ONLY_FILE, Tracker
 from rlx.trainer.warm_start import warm_start
 
 ENDING_S = 20.0  # for the end of workers and of Ray
+LONG_START_S = 10.0  # of the workers, from which on the screen says what took it
 
 
 def run(config: PPOConfig, yaml: str, workers: WorkerGroup) -> Path:
@@ -60,6 +61,15 @@ def continued(config: PPOConfig) -> PPOConfig:
     return replace(config, trainer=replace(config.trainer, **resume))
 
 
+def _long_start(workers: WorkerGroup) -> str:
+    """Say what the start of the workers took its time for; empty if it was short."""
+    each = workers.broadcast("process", "start_s")
+    seconds = {name: max(of_rank[name] for of_rank in each) for name in each[0]}
+    if sum(seconds.values()) < LONG_START_S:
+        return ""
+    return f"ready: {', '.join(f'{name} in {taken:.1f} s' for name, taken in seconds.items())}"
+
+
 def _run(config: PPOConfig, yaml: str, prepared: Prepared, workers: WorkerGroup) -> Path:
     checkpoint, lock, changed, tokenizer, train, val, sampler, rewards, _ = prepared
     # A restarted run stays in its folder, also without a checkpoint.
@@ -94,6 +104,8 @@ def _run(config: PPOConfig, yaml: str, prepared: Prepared, workers: WorkerGroup)
         Tracker(config.trainer.logger, folder, yaml, *names, *rows, may_write=lock.check) as tracker,
         workers.build(config, roles_of(config)),
     ):
+        if console and (started := _long_start(workers)):
+            progress.remark(started)
         trainer = Trainer(config, workers, tokenizer, train, sampler, val, rewards, folder, progress, tracker)
         if checkpoint is not None:
             trainer.load(checkpoint, falls_back=config.trainer.resume_mode == "auto" or own is not None)

@@ -2,6 +2,7 @@
 
 import os
 import resource
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -40,7 +41,9 @@ class Worker:
     """
 
     def __init__(self, config: PPOConfig, roles: Sequence[str]):
+        self._began, self._start_s = time.monotonic(), dict[str, float]()
         self.device = join_process_group(config.trainer.device, config.trainer.hang_timeout_s + COLLECTIVE_EXTRA_S)
+        self._note_start("device")
         self.roles: dict[str, Role] = {}
         self._active: Role | None = None
         self._relief = HostRelief()
@@ -67,6 +70,15 @@ class Worker:
     def _add(self, name: str, role: Role) -> None:
         role.rest()
         self.roles[name] = role
+        self._note_start(name)
+
+    def _note_start(self, name: str) -> None:
+        now = time.monotonic()
+        self._start_s[name], self._began = now - self._began, now
+
+    def start_s(self) -> dict[str, float]:
+        """Return the seconds that the start of the device and of each role took, in order."""
+        return self._start_s
 
     def call(self, role: str, method: str, *args: Any) -> Any:
         """Call a method of a role, after the role that worked before has freed its device memory.

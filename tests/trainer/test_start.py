@@ -3,6 +3,7 @@
 import json
 import os
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -174,3 +175,17 @@ def test_the_tokenizer_before_the_warm_start_is_the_one_after_it(config):
             for s in (0, 1)
         ]
         assert texts[:2] == texts[2:] and texts[0] != texts[1]
+
+
+@pytest.mark.parametrize(
+    ("of_ranks", "said"),
+    [
+        (
+            [{"device": 0.5, "actor": 3.0, "rollout": 41.24}, {"device": 2.04, "actor": 2.0, "rollout": 40.0}],
+            "ready: device in 2.0 s, actor in 3.0 s, rollout in 41.2 s",
+        ),
+        ([{"device": 0.5, "actor": 3.0, "rollout": 6.0}], ""),
+    ],
+)
+def test_what_a_long_start_took_its_time_for_is_said(of_ranks, said):
+    assert module._long_start(SimpleNamespace(broadcast=lambda *_: of_ranks)) == said

@@ -96,6 +96,12 @@ def test_validation_is_greedy(workers, stepped, prompts):
     assert torch.equal(first["input_ids"], second["input_ids"])
 
 
+def test_the_start_of_each_role_is_timed(workers):
+    for started in workers.broadcast("process", "start_s"):
+        assert [*started] == ["device", "actor", "ref", "critic", "rollout"]
+        assert all(0 < seconds < 60 for seconds in started.values())
+
+
 def test_usage_counts_offloaded_bytes_of_the_step(stepped):
     for usage in stepped[2]:
         assert (
