@@ -43,7 +43,7 @@ with restored_process_state():
     from vllm import LLM, ModelRegistry, SamplingParams
     from vllm.distributed import destroy_model_parallel
     from vllm.engine.arg_utils import EngineArgs
-    from vllm.inputs import TokensPrompt
+    from vllm.inputs import TokensPrompt, tokens_input
     from vllm.lora.lora_model import LoRAModel
     from vllm.lora.request import LoRARequest
     from vllm.lora.utils import parse_fine_tuned_lora_name
@@ -54,7 +54,6 @@ _ADAPTER_OPTIONS = inspect.signature(LoRAModel.from_lora_tensors).parameters
 # Warnings of vLLM about settings that rlx intends, by the logger that writes them.
 _NO_NEWS = {
     "v1.worker.cpu_worker": ("set_num_threads", "LD_PRELOAD"),
-    "v1.engine.input_processor": ("Passing raw prompts",),  # the form of a prompt that all versions in the range take
     "renderers.base": ("Chat template warmup failed", "because tokenizer is not initialized"),  # tokens go in and out
     "v1.worker.gpu_model_runner": ("weights were not loaded",),  # `_reload` raises if some did not arrive
     "model_executor.model_loader.reload.layerwise": ("RotaryEmbedding: Failed to load",),  # it has no weights
@@ -168,7 +167,7 @@ class VLLMEngine:
 
     def add(self, number: int, request: Request, seeded: bool) -> None:
         """Take a request; the next step works on it if there is room. Raises EngineError if the engine fails."""
-        prompt = TokensPrompt(prompt_token_ids=list(request.prompt_ids))
+        prompt = tokens_input(list(request.prompt_ids))  # vLLM would render a `TokensPrompt` to it, at a cost
         with _failing():
             self._engine.llm_engine.add_request(
                 str(number), prompt, _sampling_params(request, seeded), lora_request=self._adapters
