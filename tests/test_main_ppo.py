@@ -98,8 +98,11 @@ def test_check_plans_for_several_machines_and_tells_of_none_but_the_named_one(ca
     assert printed.splitlines()[-1].startswith("rlx check: valid; fits 16 GPU(s): ")
     assert main(["--on", "4xh100", model, "trainer.n_gpus_per_node=8"]) == 2
     printed = capsys.readouterr()
-    assert "on 1 machine(s); 4xh100 has 4 GPU(s)" in " ".join(printed.err.split())
-    assert printed.out.splitlines()[-1].startswith("rlx check: 1 fault(s), listed above; fits 8 GPU(s): ")
+    told = " ".join(printed.err.split())
+    assert "on 1 machine(s); 4xh100 has 4 GPU(s)" in told
+    assert "remedy: set trainer.n_gpus_per_node=4, or plan for a machine with 8: --on 8xh100" in told
+    verdict = "rlx check: 1 fault(s), listed above; fits 8 GPU(s) (4xh100 has 4): "
+    assert printed.out.splitlines()[-1].startswith(verdict)
 
 
 def test_a_model_too_large_for_the_sampler_of_one_gpu_is_shared_by_several(capsys, tmp_path: Path):

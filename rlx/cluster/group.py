@@ -218,8 +218,15 @@ class WorkerGroup:
 
 
 def _warn_if_slow(started: list[Any]) -> None:
-    """Wait a while for processes to start, and name Ray's logs if that is not enough: it tries to start them again and again."""
-    _, missing = ray.wait(started, num_returns=len(started), timeout=SLOW_START_S)
+    """Wait a while for processes to start, and name Ray's logs if that is not enough: it tries to start them again and again.
+
+    The wait ends with the first process that fails, so that the caller can raise its fault at once.
+    """
+    missing, until_s = started, time.monotonic() + SLOW_START_S
+    while missing and (left_s := until_s - time.monotonic()) > 0:
+        done, missing = ray.wait(missing, num_returns=1, timeout=left_s)
+        if any(isinstance(_receive(call, rank=0), RankFault) for call in done):
+            return
     if missing:
         folder = ray._private.worker.global_worker.node.get_logs_dir_path()
         logger.warning(

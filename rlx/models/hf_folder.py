@@ -1,8 +1,6 @@
 """Read and write a Hugging Face folder: all parts but the weights, and a whole folder from plain tensors."""
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from rlx.models.loading import Head, explained
+from rlx.models.loading import Head, explained, without_progress_bar
 from rlx.models.value_class import ensure_value_class
 
 # transformers takes seconds to import.
@@ -76,21 +74,7 @@ class ModelCard:
             for name, source in getattr(model, "all_tied_weights_keys", {}).items()
             if name in weights and source in weights and torch.equal(weights[name], weights[source])
         }
-        with _no_progress_bar():
+        with without_progress_bar():
             model.save_pretrained(folder, state_dict={name: weights[name] for name in weights if name not in copies})
         if self.tokenizer is not None:
             self.tokenizer.save_pretrained(folder)
-
-
-@contextmanager
-def _no_progress_bar() -> Iterator[None]:
-    """Let transformers draw no bar for the files that it writes."""
-    from transformers.utils import logging
-
-    was_enabled = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            logging.enable_progress_bar()

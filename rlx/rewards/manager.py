@@ -19,13 +19,10 @@ from rlx.rewards import gsm8k
 from rlx.rewards.conversations import Conversations
 from rlx.rewards.function import BATCHED, SINGLE, Function, Numbers, Outcome, outcome_of, own_function, raised
 from rlx.rewards.pool import InProcess, NotSendable, ProcessPool, RewardCall
+from rlx.rewards.sources import MATH_SOURCES, no_function_for, remedy_for, scored_sources
 
 logger = logging.getLogger(__name__)
 
-MATH_SOURCES = (
-    *("lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500", "HuggingFaceH4/aime_2024"),
-    *("math", "math_dapo", "math_dapo_reasoning", "aime24", "aime25"),
-)
 MATHS = "rlx.rewards.math"
 MATH_LIMIT_S, MATH_CPU_LIMIT_S = 10.0, 2.0
 """math-verify grades most answers in milliseconds. The first limit holds also in code that cannot be interrupted."""
@@ -90,7 +87,7 @@ class RewardManager:
     """
 
     def __init__(self, reward: RewardConfig, custom: CustomRewardConfig, model: RewardModel | None = None):
-        self._config, self._model = reward, model
+        self._config, self._custom, self._model = reward, custom, model
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         size = reward.num_workers or min(MOST_WORKERS, cores)
         self._pool = ProcessPool(size, reward.memory_limit_gb, reward.max_concurrent)
@@ -121,13 +118,10 @@ class RewardManager:
     def check_sources(self, data_sources: Iterable[str]) -> None:
         """Raise RewardError that names all of these data sources without a reward function, before the first sample comes."""
         asks_none = self._model is not None and self._model.rule_weight == 0
-        unknown = set() if asks_none or self._all is not None else set(data_sources) - self._known.keys()
-        if unknown:
-            raise RewardError(
-                f"no reward function for data source {', '.join(sorted(map(repr, unknown)))}; known: "
-                f"{', '.join(sorted(self._known))}; set custom_reward_function.path to a file with a compute_score, or name the right column "
-                "in data.reward_fn_key"
-            )
+        known = None if asks_none else scored_sources(self._custom)
+        if known is not None and (unknown := set(data_sources) - known):
+            remedy = remedy_for(unknown, self._custom)
+            raise RewardError(f"{no_function_for(unknown)}; known: {', '.join(sorted(known))}; {remedy}")
 
     def sequences(self, batch: Batch) -> Batch:
         """Return the reward model's input for the batch. Raises ConversationError."""

@@ -29,8 +29,8 @@ from rlx.checkpoint.manifest import (
     read_json,
     require_keys,
 )
-from rlx.config.check.folders import runs_folder
-from rlx.config.schema import PPOConfig
+from rlx.config.check.folders import is_url, runs_folder
+from rlx.config.schema import PPOConfig, TrainerConfig
 from rlx.config.schema.roles import trained_roles
 from rlx.errors import ExplainedError, storing
 
@@ -274,11 +274,21 @@ def read_driver_state(checkpoint: Path) -> DriverState:
     return DriverState(**found)
 
 
-def nothing_to_train(step: int, last_step: int) -> str:
-    """Return what a run says that resumes from its last step."""
+def nothing_to_train(step: int, last_step: int, trainer: TrainerConfig) -> str:
+    """Return what a run says that resumes from its last step.
+
+    With `resume_mode=auto` the run found may not be the one meant. The keys that name the folder of runs keep runs apart; with a
+    URL that folder exists twice, there and on this machine.
+    """
+    other = ""
+    if trainer.resume_mode == "auto":
+        given = trainer.default_local_dir
+        keys = ["trainer.default_local_dir"] * (given is not None)
+        keys += ["trainer.experiment_name"] * (given is None or is_url(given))
+        other = f", or set another {' and another '.join(keys)} if this is to be another run"
     return (
         f"nothing to train: the checkpoint is of step {step} and the run ends at {last_step}; raise "
-        "trainer.total_training_steps or trainer.total_epochs"
+        f"trainer.total_training_steps or trainer.total_epochs{other}"
     )
 
 

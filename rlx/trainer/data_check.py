@@ -8,16 +8,26 @@ from pathlib import Path
 
 from rlx.config.faults import Fault
 from rlx.config.schema import ARITHMETIC, PPOConfig
-from rlx.config.schema.roles import prompts_at_once
+from rlx.config.schema.roles import model_scores_alone, only_environment_scores, prompts_at_once
 from rlx.data.files import DataError, FormError, peek
 from rlx.data.forms import form_of, require_prompts, to_prompt
+from rlx.rewards.sources import no_function_for, remedy_for, scored_sources
 
 SPLITS = {"train": "data.train_files", "val": "data.val_files"}
 COLUMN_KEYS = ("data.prompt_key", "data.answer_key", "data.reward_fn_key")
+SCORING_KEYS = (
+    *("custom_reward_function.path", "custom_reward_function.data_sources"),
+    *("reward_model.enable", "reward_model.rule_weight"),
+    *("environment.name", "environment.path", "environment.rewards"),
+)
+"""The keys that decide which data sources need a reward function, and have one."""
 
 
 def check_data(config: PPOConfig, broken: frozenset[str]) -> tuple[Fault, ...]:
     """Return a fault for each file whose first row cannot be used, and one if the training rows do not fill a batch.
+
+    Another fault names the data sources of first rows that no reward function scores, also if the run would drop such a row because
+    it is too long.
 
     A rule of the configuration reports missing files; here they are no fault. Keys that could not be read, `broken`, are not
     judged. Nor is a dataset class of the user's own.
@@ -39,14 +49,22 @@ def training_rows(config: PPOConfig, most: int | None = None) -> int | None:
 
 
 def _faults(config: PPOConfig, broken: frozenset[str]) -> Iterator[Fault]:
+    places: dict[str, list[str]] = {}  # key=file by the data source of the file's first row
     for split, key in SPLITS.items():
-        for file in config.data.train_files if split == "train" else config.data.val_files:
+        files, most = config.data.train_files, config.data.train_max_samples
+        if split == "val":
+            files, most = config.data.val_files, config.data.val_max_samples
+        for number, file in enumerate(files):
             if broken.isdisjoint((key, *COLUMN_KEYS)) and Path(file).expanduser().is_file():
                 try:
                     columns, first, _ = peek(file, most=1)
-                    to_prompt(file, form_of(file, columns, config.data, split), first, 0)
+                    prompt = to_prompt(file, form_of(file, columns, config.data, split), first, 0)
+                    if most < 0 or number == 0:  # else the samples may end before this file
+                        places.setdefault(prompt.data_source, []).append(f"{key}={file}")
                 except DataError as error:
                     yield _fault(f"{key}: the rows of {file} cannot be used", error, key)
+    if broken.isdisjoint(SCORING_KEYS):
+        yield from _without_function(config, places)
     batch = prompts_at_once(config)
     rows = training_rows(config, batch)
     if rows and broken.isdisjoint(("data.train_files", "data.train_batch_size", "data.gen_batch_size")):
@@ -54,6 +72,18 @@ def _faults(config: PPOConfig, broken: frozenset[str]) -> Iterator[Fault]:
             require_prompts(batch, rows)
         except DataError as error:
             yield _fault("data.train_batch_size is larger than the data", error, "data.train_batch_size")
+
+
+def _without_function(config: PPOConfig, places: dict[str, list[str]]) -> Iterator[Fault]:
+    """Yield a fault if the run asks reward functions and none scores the data sources of some first rows."""
+    custom = config.custom_reward_function
+    scored = scored_sources(custom)
+    if scored is None or only_environment_scores(config) or model_scores_alone(config):
+        return
+    if unknown := sorted(places.keys() - scored):
+        got = "; ".join(f"{source!r} in the first row of {', '.join(places[source])}" for source in unknown)
+        what, expected, remedy = no_function_for(unknown), ", ".join(sorted(scored)), remedy_for(unknown, custom)
+        yield Fault(what, got, expected, remedy, ("custom_reward_function.path", "data.reward_fn_key"))
 
 
 def _fault(what: str, error: DataError, key: str) -> Fault:

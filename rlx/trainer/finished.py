@@ -37,7 +37,7 @@ def finished(config: PPOConfig) -> Finished | None:
     last_step = trainer.total_training_steps or _most_steps(config)
     if checkpoint is None or last_step is None or step_of(checkpoint) < last_step:
         return None
-    text = f"{nothing_to_train(step_of(checkpoint), last_step)} ({checkpoint})"
+    text = f"{nothing_to_train(step_of(checkpoint), last_step, trainer)} ({checkpoint})"
     return Finished(checkpoint.parent.parent, text)
 
 

@@ -380,7 +380,7 @@ class Trainer:
                 f"trainer.seed={self.config.trainer.seed} has no effect: the resumed run keeps its seed {state.seed}"
             )
         if self.finished_steps >= self.last_step and not self.config.trainer.val_only:
-            self.progress.notice(nothing_to_train(self.finished_steps, self.last_step))
+            self.progress.notice(nothing_to_train(self.finished_steps, self.last_step, self.config.trainer))
 
     def state(self) -> DriverState:
         """Return the driver's own state."""

@@ -1,6 +1,7 @@
 import logging
 import re
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -83,6 +84,25 @@ def test_processes_that_start_slowly_get_a_line_that_names_rays_logs(worker_clas
         (line,) = [record.getMessage() for record in caplog.records if "have not started" in record.getMessage()]
     folder = re.search(r"in (\S+)/raylet\.err", line)[1]
     assert line.startswith("1 of 1 worker processes") and (Path(folder) / "raylet.err").is_file()
+
+
+@dataclass(frozen=True)
+class NoRoomForRank1(Placement):
+    """Ray never finds a place for rank 1, which asks for more cores than any machine has."""
+
+    def options(self, slot):
+        return {"num_cpus": 100_000} if slot.local_rank == 1 else super().options(slot)
+
+
+def test_a_process_that_dies_at_the_start_is_told_of_while_others_still_start(worker_class, caplog):
+    reserved = Placement.reserve(1, 2, "cpu")
+    group = WorkerGroup(NoRoomForRank1(**vars(reserved)), worker_class)
+    ray.kill(group._processes[0])
+    start_s = time.monotonic()
+    with pytest.raises(WorkerFailure, match="the worker process died"):
+        group.load()
+    assert time.monotonic() - start_s < group_module.SLOW_START_S / 2
+    assert "have not started" not in caplog.text
 
 
 @pytest.mark.parametrize(

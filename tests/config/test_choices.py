@@ -31,7 +31,7 @@ def machine(gpus: int, gb: int) -> Machine:
 @pytest.fixture
 def command(tmp_path: Path) -> list[str]:
     (tmp_path / "config.json").write_text(json.dumps(SMALL))
-    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "answer": "b"}\n' * 200)
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "answer": "b", "data_source": "math"}\n' * 200)
     return [f"{MODEL}={tmp_path}", f"data.train_files={tmp_path}/rows.jsonl", "data.answer_key=answer"]
 
 

@@ -57,7 +57,7 @@ def test_sources_without_a_function_are_known_before_the_first_sample(manager, w
     manager().check_sources(known)
     manager(path).check_sources(["a"])
     manager(path, custom={"data_sources": ("a",)}).check_sources(["a", *known])
-    with pytest.raises(RewardError, match="data source 'b';"):
+    with pytest.raises(RewardError, match=r"data source 'b'; .*add 'b' to custom_reward_function\.data_sources, or"):
         manager(path, custom={"data_sources": ("a",)}).check_sources(["a", "b"])
     for weight, is_asked in ((0.0, False), (1.0, True)):
         with RewardManager(RewardConfig(), CustomRewardConfig(), RewardModel(None, weight)) as rewards:

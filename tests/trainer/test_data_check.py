@@ -15,8 +15,9 @@ from rlx.driver import main
 from rlx.models.tiny import make_tiny_tokenizer
 from rlx.trainer.data_check import check_data, training_rows
 
-VERL = {"data_source": "a", "prompt": "2 + 3", "reward_model": {"ground_truth": "5"}}
+VERL = {"data_source": "math", "prompt": "2 + 3", "reward_model": {"ground_truth": "5"}}
 PLAIN = {"prompt": "2 + 3", "answer": "5"}
+OWN = "custom_reward_function.path=reward.py"
 FEW = ("data.train_batch_size=2", "actor_rollout_ref.actor.ppo_mini_batch_size=2")
 
 
@@ -41,7 +42,7 @@ def found(file: str, *overrides: str) -> list[str]:
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 def test_rows_in_a_form_are_no_fault(written, kind: str):
     assert found(written(VERL, VERL, kind=kind)) == []
-    assert found(written(PLAIN, PLAIN, kind=kind), "data.answer_key=answer") == []
+    assert found(written(PLAIN, PLAIN, kind=kind), "data.answer_key=answer", OWN) == []
     assert found(written({"question": "?", "answer": "#### 5"}, {"question": "?", "answer": "5"}, kind=kind)) == [], (
         "only the first row is read"
     )
@@ -69,6 +70,52 @@ def test_a_first_row_in_no_form_is_one_fault_whose_likeliest_remedy_comes_first(
         config = compose([f"data.train_files={file}", *keys]).config.data
         PromptDataset([file], config, make_tiny_tokenizer(), "train")
     assert remedy.removeprefix("remedy: ") in str(of_run.value), "the run says the same"
+
+
+MINE = {**VERL, "data_source": "mine"}
+JUDGE = "reward_model.enable=True"
+
+
+@pytest.mark.parametrize(
+    ("keys", "remedy"),
+    [
+        ((), "set custom_reward_function.path to a file with a compute_score, or name the right column"),
+        ((JUDGE, "reward_model.rule_weight=0.5"), "set custom_reward_function.path to"),
+        (("environment.name=calculator", "environment.rewards=add"), "set custom_reward_function.path to"),
+        (
+            (OWN, "custom_reward_function.data_sources=[a]"),
+            "add 'mine' to custom_reward_function.data_sources, or name",
+        ),
+    ],
+)
+def test_a_first_row_that_no_function_scores_is_a_fault(written, keys: tuple[str, ...], remedy: str):
+    file = written(MINE, MINE)
+    (fault,) = found(file, f"data.val_files={file}", *keys)
+    assert fault.startswith(
+        "no reward function for data source 'mine' got: 'mine' in the first row of data.train_files="
+    )
+    assert f", data.val_files={file} expected: " in fault and "math_dapo" in fault and f"remedy: {remedy}" in fault
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        (OWN,),
+        (OWN, "custom_reward_function.data_sources=[a,mine]"),
+        (JUDGE, "reward_model.rule_weight=0"),
+        ("environment.name=calculator", "environment.rewards=replace"),
+        ("custom_reward_function.pth=reward.py",),
+    ],
+)
+def test_a_source_of_a_function_a_model_or_an_environment_of_ones_own_is_no_fault(written, keys: tuple[str, ...]):
+    assert found(written(MINE, MINE), *keys) == []
+
+
+def test_the_source_of_a_file_that_the_run_may_not_reach_is_not_judged(written, tmp_path: Path):
+    first = tmp_path / "first.jsonl"
+    first.write_text(f"{json.dumps(VERL)}\n" * 2)
+    both = f"[{first},{written(MINE)}]"
+    assert found(both, "data.train_max_samples=2") == [] and len(found(both)) == 1
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])

@@ -59,10 +59,10 @@ def settings(folder: Path, options: Namespace) -> GRPOConfig:
     )
 
 
-class PhaseTimes(TrainerCallback):  # type: ignore[misc]
+class StepRows(TrainerCallback):  # type: ignore[misc]
     """Writes a row for each step, with the seconds of its phases.
 
-    A step begins where the trainer begins to generate. Phases within another count in both until `_end`.
+    A step begins where the trainer begins to generate. Phases within another count in both until `end`.
     """
 
     def __init__(self, path: Path, trainer: GRPOTrainer):
@@ -142,7 +142,7 @@ def main(folder: Path, options: Namespace) -> None:
         train_dataset=prompts,
         peft_config=lora,
     )
-    written = PhaseTimes(folder / "rows.jsonl", trainer)
+    written = StepRows(folder / "rows.jsonl", trainer)
     trainer.add_callback(written)
     trainer.train()
     written.end()

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from rlx.config.check.context import CheckContext, Faults
 from rlx.config.schema import GROUPS, NORM_BY_STD, PPOConfig
-from rlx.config.schema.roles import has_critic, has_reward_model
+from rlx.config.schema.roles import has_critic, has_reward_model, model_scores_alone
 
 ESTIMATOR, SAMPLES = "algorithm.adv_estimator", "actor_rollout_ref.rollout.n"
 FILTER, METRIC = "algorithm.filter_groups.enable", "algorithm.filter_groups.metric"
@@ -56,7 +56,7 @@ def filtered_groups_can_differ(s: CheckContext) -> Faults:
 def _metrics(config: PPOConfig) -> tuple[str, ...] | None:
     """Return the numbers that can compare samples; None if a user's function may report any number."""
     by_model = has_reward_model(config)
-    by_functions = not by_model or config.reward_model.rule_weight > 0
+    by_functions = not model_scores_alone(config)
     if by_functions and config.custom_reward_function.path is not None:
         return None
     form = ("format",) if by_functions and config.reward.format is not None else ()
@@ -110,8 +110,7 @@ def algorithm_warnings(s: CheckContext) -> Iterator[str]:
         yield "algorithm.kl_ctrl.kl_coef=0 stays 0 with type=adaptive, which multiplies it: set a first coefficient"
     if actor.use_kl_loss and actor.kl_loss_type in ("kl", "k1"):
         yield f"the gradient of kl_loss_type={actor.kl_loss_type} is 0 on average: use {actor.kl_loss_type}+, k2 or k3"
-    model_alone = has_reward_model(s.config) and s.config.reward_model.rule_weight == 0
-    if algorithm.filter_groups.enable and algorithm.filter_groups.metric == "acc" and model_alone:
+    if algorithm.filter_groups.enable and algorithm.filter_groups.metric == "acc" and model_scores_alone(s.config):
         yield (
             f"{METRIC}=acc tests whether a score is at least 1, which means little for a reward model: let a function score "
             "too with reward_model.rule_weight"

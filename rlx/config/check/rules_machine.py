@@ -69,6 +69,9 @@ def gpus_suffice(s: CheckContext) -> Faults:
         return
     best = max(offered, default=0)
     remedy = f"set {GPUS}={best}" if best and nodes == 1 else f"lower {GPUS} or {NODES}, or set trainer.device=cpu"
+    if s.machine.name is not None:
+        kind = s.machine.name.partition("x")[2]  # of 4xh100: h100
+        remedy += f", or plan for a machine with {per_node}: --on {per_node}x{kind}"
     found = " + ".join(map(str, offered)) or "0"  # per machine: 4 + 4 + 0
     got = f"{GPUS}={per_node} on {nodes} machine(s); {s.machine.label} has {found} GPU(s)"
     expected = f"at least {per_node} GPU(s) on each of {nodes} machine(s)"

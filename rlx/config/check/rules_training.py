@@ -18,9 +18,8 @@ MICRO_KEYS = (
 )
 TYPICAL_WEIGHT = 0.02  # standard deviation of the weights of most models
 HALF_DISTANCE = 2.0**-14  # between two bf16 numbers there
-LARGEST_BF16_BETA = (
-    1 - 2.0**-8
-)  # half the distance between two bf16 numbers is at most 2^-8 of them; smaller decays may be rounded away
+# Half the distance between two bf16 numbers is at most 2^-8 of them; smaller decays may be rounded away.
+LARGEST_BF16_BETA = 1 - 2.0**-8
 
 
 # Batches

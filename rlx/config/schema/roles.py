@@ -80,6 +80,11 @@ def has_reward_model(config: PPOConfig) -> bool:
     return config.reward_model.enable
 
 
+def model_scores_alone(config: PPOConfig) -> bool:
+    """Whether a reward model replaces the reward functions."""
+    return has_reward_model(config) and config.reward_model.rule_weight == 0
+
+
 def roles_of(config: PPOConfig) -> list[str]:
     """Return the roles that the workers host, in the order in which they are built."""
     others = {"ref": has_reference_model, "critic": has_critic, "reward": has_reward_model}

@@ -1,0 +1,36 @@
+"""The data sources that have a reward function. `rlx check` imports this module, so it loads neither torch nor math-verify."""
+
+from collections.abc import Collection
+
+from rlx.config.schema import CustomRewardConfig
+from rlx.rewards import gsm8k
+
+MATH_SOURCES = (
+    *("lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500", "HuggingFaceH4/aime_2024"),
+    *("math", "math_dapo", "math_dapo_reasoning", "aime24", "aime25"),
+)
+
+
+def scored_sources(custom: CustomRewardConfig) -> frozenset[str] | None:
+    """Return the data sources that a function of rlx or the user's scores; None if the user's function scores all."""
+    if custom.path is not None and not custom.data_sources:
+        return None
+    own = () if custom.path is None else custom.data_sources
+    return frozenset((*gsm8k.SOURCES, *MATH_SOURCES, *own))
+
+
+def remedy_for(unknown: Collection[str], custom: CustomRewardConfig) -> str:
+    """Return the remedy for data sources that no function scores."""
+    own = "set custom_reward_function.path to a file with a compute_score"
+    if custom.path is not None:
+        own = f"add {_listed(unknown)} to custom_reward_function.data_sources"
+    return f"{own}, or name the right column in data.reward_fn_key"
+
+
+def no_function_for(unknown: Collection[str]) -> str:
+    """Return what is wrong with data sources that no function scores."""
+    return f"no reward function for data source {_listed(unknown)}"
+
+
+def _listed(sources: Collection[str]) -> str:
+    return ", ".join(sorted(map(repr, sources)))
