@@ -20,6 +20,7 @@ from rlx.config.vllm_range import supported_vllm
 from rlx.heartbeat import beat
 from rlx.rollout.process_state import OwnRandomState, own_random_state, restored_process_state
 from rlx.rollout.protocol import Completion, EngineError, Request, Sampling
+from rlx.rollout.vllm_answers import completion_of
 from rlx.rollout.vllm_shared_memory import shared_memory
 from rlx.rollout.vllm_weights import (
     Stream,
@@ -183,7 +184,7 @@ class VLLMEngine:
         with self._at_work():
             answers: list[Any] = self._engine.llm_engine.step()
         stopped = {int(answer.request_id): answer.outputs[0] for answer in answers if answer.finished}
-        return [(number, _completion(requests[number], output)) for number, output in stopped.items()]
+        return [(number, completion_of(requests[number], output)) for number, output in stopped.items()]
 
     def abort(self, numbers: Iterable[int]) -> None:
         """End requests and free their cache."""
@@ -399,27 +400,3 @@ def _sampling_params(request: Request, seeded: bool) -> SamplingParams:
         output_kind=RequestOutputKind.FINAL_ONLY,
         skip_clone=True,  # no other request has these
     )
-
-
-def _completion(request: Request, output: Any) -> Completion:
-    log_probs = list(output.logprobs.logprobs) if output.logprobs is not None else None
-    reason = cast(Any, output.finish_reason)
-    if reason not in ("stop", "length"):
-        raise EngineError(f"vLLM ended a request with {reason!r}, expected stop or length")
-    experts = experts_of(request, output) if request.sampling.with_experts else None
-    return Completion(list(output.token_ids), log_probs, reason, experts)
-
-
-def experts_of(request: Request, output: Any) -> Tensor:
-    """Return the experts of a request's tokens, as in `Completion`. Raises EngineError if vLLM lacks some."""
-    found, tokens = output.routed_experts, len(request.prompt_ids) + len(output.token_ids) - 1
-    if found is None or len(found) != tokens:
-        got = "none" if found is None else f"those of {len(found)} tokens"
-        raise EngineError(f"vLLM {_version} returned experts: got {got}, expected those of {tokens} tokens")
-    if not found.any() and found.shape[-1] > 1:  # no token has one expert twice
-        raise EngineError(
-            f"vLLM {_version} recorded no experts, because its kernel does not report them; set another by "
-            "engine_kwargs.vllm, or actor_rollout_ref.rollout.enable_rollout_routing_replay=False"
-        )
-    # It counts in uint8, or uint16, which torch hardly computes with.
-    return torch.from_numpy(found if found.dtype == "uint8" else found.astype("int16"))
