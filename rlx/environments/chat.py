@@ -15,6 +15,7 @@ from rlx.user_code import TEMPLATE_CHAT_S, TEMPLATE_LIMIT_S, time_limit
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+OPEN, CLOSE = "<think>", "</think>"
 PROBE, SAID, HIDDEN = "rlxPROBE", "rlxSAID", "rlxHIDDEN"
 """Words that stand in texts for others: those of a turn, of a message, and special tokens."""
 NUMBERED = re.compile(HIDDEN)
@@ -351,10 +352,16 @@ def _together_or_alone(
 
 
 def _has_words(text: str, gap: Gap) -> bool:
-    """Return whether the template's text has the turn, if with other white space; a call of a tool may have other words."""
+    """Return whether the template's text has the turn, if with other white space; a call of a tool may have other words.
+
+    Such a call's thoughts may not be missing, because the model would not read them later.
+    """
     turn = gap.history[-1]
-    is_call = "tool_calls" in turn or not str(turn.get("content")).endswith(gap.said)
-    return is_call or _squeezed(gap.said) in _squeezed(text)
+    content = str(turn.get("content") or "")
+    is_call = "tool_calls" in turn or not content.endswith(gap.said)
+    thoughts, closed, _ = content.rpartition(CLOSE)
+    words = gap.said if not is_call else thoughts.rpartition(OPEN)[2] if closed else ""
+    return _squeezed(words) in _squeezed(text)
 
 
 def _squeezed(text: str) -> str:

@@ -10,12 +10,11 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any, NamedTuple
 
-from rlx.environments.chat import Gap, Tools, Written, contents_of
+from rlx.environments.chat import CLOSE, OPEN, Gap, Tools, Written, contents_of
 from rlx.environments.protocol import Message, Observation, Turn
 from rlx.rollout.protocol import Completion
 
 LARGEST_NUMBER = 1e300
-OPEN, CLOSE = "<think>", "</think>"
 OPENED_THOUGHT = re.compile(rf"{OPEN}\s*\Z")  # at the end of a prompt
 CHARACTERS_PER_TOKEN = 100
 """Longer messages are not tokenised: they cannot fit into the tokens that are left."""

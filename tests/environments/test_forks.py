@@ -153,6 +153,31 @@ def test_a_template_that_never_writes_thoughts_is_refused_too():
     assert len(requests) == 2 and kept.reason == "done"
 
 
+class Calls:
+    """Reads each turn as a call of a tool, with the thought before it as the message's content."""
+
+    def reset(self, row):
+        return row["prompt"]
+
+    def step(self, turn):
+        thought, closed, _ = turn.text.rpartition("</think>")
+        call = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+        message = {"role": "assistant", "content": thought + closed, "tool_calls": [call]}
+        return Observation([{"role": "tool", "content": "4"}], 1.0, turn.index == 1, assistant=message)
+
+
+@pytest.mark.parametrize(("name", "reason"), [("qwen3", "done"), ("deepseek_r1_distill", "RewrittenHistory")])
+def test_a_call_may_have_other_words_but_keeps_its_thoughts(name, reason):
+    """R1's template drops thoughts also where a tool answers, as it writes no call beside them."""
+    thought = THOUGHT if name == "qwen3" else THOUGHT.removeprefix("<think>\n")
+    turns = [thought + '<tool_call>{"name":"f","arguments":{"x":1}}</tool_call>', "four"]
+    tokenizer = tokenizer_of(name)
+    conversation, requests, _ = run(tokenizer, turns, [], mode="refuse", make=Calls)
+    assert reason in conversation.reason and len(requests) == (2 if reason == "done" else 1)
+    kept, requests, _ = run(tokenizer, turns, [], mode="keep", make=Calls)
+    assert kept.reason == "done" and len(requests) == 2
+
+
 @pytest.mark.parametrize("name", ["nemotron_3_nano", "qwen3_5_think"])
 @pytest.mark.parametrize("answer", [{"role": "tool", "content": "4"}, {"role": "user", "content": "go on"}])
 def test_a_thought_that_the_prompt_opened_is_whole_in_the_history(name, answer):
