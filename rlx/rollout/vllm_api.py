@@ -113,7 +113,7 @@ class VLLMEngine:
     def __init__(self, options: Mapping[str, Any], on_cpu: bool, sampling: Sampling) -> None:
         self._stance = "force_eager" if on_cpu else "default"
         self._adapters: LoRARequest | None = None
-        self._random = OwnRandomState()
+        self._random, self._has_unseeded = OwnRandomState(), False
         shares_memory = on_cpu and options["tensor_parallel_size"] > 1
         memory = shared_memory() if shares_memory else contextlib.nullcontext()
         with restored_process_state(), memory, _warming_up(sampling):
@@ -167,7 +167,14 @@ class VLLMEngine:
         self._random.seed(seed)
 
     def add(self, number: int, request: Request, seeded: bool) -> None:
-        """Take a request; the next step works on it if there is room. Raises EngineError if the engine fails."""
+        """Take a request; the next step works on it if there is room. Raises EngineError if the engine fails.
+
+        Args:
+            number: in digits, vLLM's name of it.
+            request: to be completed.
+            seeded: whether it draws from its own seed instead of the stream of all.
+        """
+        self._has_unseeded |= not seeded
         prompt = tokens_input(list(request.prompt_ids))  # vLLM would render a `TokensPrompt` to it, at a cost
         with _failing():
             self._engine.llm_engine.add_request(
@@ -193,7 +200,9 @@ class VLLMEngine:
 
     @contextlib.contextmanager
     def _at_work(self) -> Iterator[None]:
-        with _failing(), self._random.in_use(), torch.compiler.set_stance(self._stance):
+        # The second model runner draws seeds for requests that have none from numpy; nothing else in a step uses it.
+        own = self._random.in_use(with_numpy=self._has_unseeded)
+        with _failing(), own, torch.compiler.set_stance(self._stance):
             yield
 
     def direct(self, requests: Sequence[Request], seeded: bool) -> Callable[[], list[Any]]:
@@ -391,7 +400,7 @@ def _sampling_params(request: Request, seeded: bool) -> SamplingParams:
         top_p=sampling.top_p,
         top_k=sampling.top_k,
         max_tokens=sampling.max_tokens,
-        seed=request.seed if seeded and sampling.temperature > 0 else None,
+        seed=request.seed if seeded else None,
         stop_token_ids=list(sampling.stop_token_ids),
         ignore_eos=True,  # stop_token_ids holds it already
         logprobs=0 if sampling.with_log_probs else None,  # only that of the chosen token
