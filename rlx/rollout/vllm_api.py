@@ -56,9 +56,7 @@ _ADAPTER_OPTIONS = inspect.signature(LoRAModel.from_lora_tensors).parameters
 _NO_NEWS = {
     "v1.worker.cpu_worker": ("set_num_threads", "LD_PRELOAD"),
     "renderers.base": ("Chat template warmup failed", "because tokenizer is not initialized"),  # tokens go in and out
-    "utils.jit_monitor": (
-        "during inference",
-    ),  # kernels of the trainer and of rarer sampling are compiled at first use
+    "utils.jit_monitor": ("during inference",),  # kernels of the trainer and of rare sampling compile when used
     "v1.worker.gpu_model_runner": ("weights were not loaded",),  # `_reload` raises if some did not arrive
     "model_executor.model_loader.reload.layerwise": ("RotaryEmbedding: Failed to load",),  # it has no weights
 }
