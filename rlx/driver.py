@@ -204,11 +204,20 @@ def _run(composed: Composed, config: PPOConfig) -> int:
         tell(end=end_of(error))
         return FAILED
     except Exception as error:
+        if (end := _asked_to_end(error)) is not None:
+            raise end from None
         traceback.print_exception(error)
         print(f"\nrlx stopped: {type(error).__name__}: {' '.join(str(error).split())}", file=sys.stderr)
         tell(end=end_of(error))
         return FAILED
     return DONE
+
+
+def _asked_to_end(error: BaseException | None) -> BaseException | None:
+    """Return the Ctrl-C or SIGTERM that caused an error: a signal during a call of Ray's compiled code comes as a SystemError."""
+    while error is not None and not isinstance(error, KeyboardInterrupt | Terminated):
+        error = error.__cause__ or error.__context__
+    return error
 
 
 def join_cluster(config: PPOConfig, until_done: ExitStack) -> Cluster | None:

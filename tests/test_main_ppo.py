@@ -13,8 +13,9 @@ import pytest
 
 from rlx.cluster.errors import RankFault, WorkerFailure
 from rlx.config.machine import Machine
-from rlx.driver import main
+from rlx.driver import _asked_to_end, main
 from rlx.offload.plan.shapes import SHAPES
+from rlx.supervisor.stopping import Terminated
 
 ROOT = Path(__file__).parents[1]
 
@@ -408,3 +409,16 @@ def test_the_installed_wheel_trains_in_any_folder(installed: Path, untrained: st
     assert "summary" in done.stdout and (run / "report.png").exists()
     seen = [file.read_text() for file in witness.glob("*.seen")]
     assert seen == [str(installed / "rlx" / "workers")], "the worker; the driver starts it by name"
+
+
+@pytest.mark.parametrize("signal", [Terminated(), KeyboardInterrupt()])
+def test_a_signal_during_a_call_of_compiled_code_is_no_failure(signal):
+    """Such a call wraps what the signal's handler raises in an error of its own."""
+    try:
+        try:
+            raise signal
+        except BaseException as raised:
+            raise SystemError("<cyfunction wait> returned a result with an exception set") from raised
+    except SystemError as error:
+        assert _asked_to_end(error) is signal
+    assert _asked_to_end(ValueError("a fault")) is None

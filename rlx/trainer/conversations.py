@@ -120,8 +120,10 @@ def failures(batch: Batch) -> str:
     reasons = Counter(record["reason"] for record in batch.info.get(CONVERSATION, []) if record["failed"])
     if not reasons:
         return ""
-    named = "; ".join(f"{count} times {reason:.200}" for reason, count in reasons.most_common(3))
-    rest = f"; and {len(reasons) - 3} other reasons" if len(reasons) > 3 else ""
+    most = reasons.most_common(3)
+    named = "; ".join(f"{count} times {reason:.200}" for reason, count in most)
+    others = reasons.total() - sum(count for _, count in most)
+    rest = f"; {others} times other reasons" if others else ""
     return f"{reasons.total()} of {len(batch)} conversations ended by a failure: {named}{rest}"
 
 

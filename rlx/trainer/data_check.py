@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rlx.config.faults import Fault
 from rlx.config.schema import ARITHMETIC, PPOConfig
-from rlx.config.schema.roles import model_scores_alone, only_environment_scores, prompts_at_once
+from rlx.config.schema.roles import has_environment, model_scores_alone, only_environment_scores, prompts_at_once
 from rlx.data.files import DataError, FormError, peek
 from rlx.data.forms import form_of, require_prompts, to_prompt
 from rlx.rewards.sources import no_function_for, remedy_for, scored_sources
@@ -83,6 +83,8 @@ def _without_function(config: PPOConfig, places: dict[str, list[str]]) -> Iterat
     if unknown := sorted(places.keys() - scored):
         got = "; ".join(f"{source!r} in the first row of {', '.join(places[source])}" for source in unknown)
         what, expected, remedy = no_function_for(unknown), ", ".join(sorted(scored)), remedy_for(unknown, custom)
+        if has_environment(config):
+            remedy += "; if the environment gives the rewards, set environment.rewards=replace"
         yield Fault(what, got, expected, remedy, ("custom_reward_function.path", "data.reward_fn_key"))
 
 

@@ -15,16 +15,23 @@ CALLS = 3
 form of a call, and reinforcement learning has to find out that calls pay."""
 
 
+def demonstrated(environment: EnvironmentConfig) -> str | None:
+    """Return the environment whose turns are demonstrated, one of rlx's own; None: single answers are."""
+    is_own = environment.path is not None
+    return environment.name if not is_own and environment.name in ("calculator", "guessing") else None
+
+
 def demonstration(row: dict[str, Any], environment: EnvironmentConfig) -> list[Message]:
     """Return the conversation of a row of `builtin:arithmetic`; of several turns with the environments calculator and guessing.
 
     A message of the assistant may have `accepted`: all texts that are as good as its own.
     """
-    if environment.name == "guessing":
+    name = demonstrated(environment)
+    if name == "guessing":
         return _guesses(row, Guessing(**environment.kwargs))
     question, solution = row["prompt"], row["extra_info"]["answer"]
     is_called = seed_for("demonstration", question[-1]["content"]) % CALLS == 0
-    if environment.name != "calculator" or not is_called:
+    if name != "calculator" or not is_called:
         return [*question, {"role": "assistant", "content": solution}]
     messages = list(question)
     *steps, answer = solution.split("\n")

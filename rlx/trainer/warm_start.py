@@ -14,6 +14,7 @@ import torch
 from rlx.config.check.folders import warm_starts_folder
 from rlx.config.schema import PPOConfig
 from rlx.models.loading import without_progress_bar
+from rlx.trainer.demonstrations import demonstrated
 
 CODE = (
     "rlx.models.tiny",
@@ -84,7 +85,7 @@ def _fingerprint(config: PPOConfig) -> str:
         asdict(config.actor_rollout_ref.model.tiny),
         asdict(config.data.arithmetic),
         training,
-        [config.environment.name, config.environment.kwargs],
+        [name, config.environment.kwargs] if (name := demonstrated(config.environment)) else None,
         code,
         _device(config).type,
         torch.__version__,

@@ -92,6 +92,12 @@ def test_metrics_and_failures(batch):
     assert conversations.failures(batch) == "1 of 2 conversations ended by a failure: 1 times timeout: too slow"
 
 
+def test_failures_beyond_the_three_most_frequent_reasons_are_counted():
+    records = [{"reason": reason, "failed": True} for reason in "aaabbccdde"]
+    text = conversations.failures(Batch.of({"seed": torch.zeros(10, dtype=torch.int64)}, {conversations.CONVERSATION: records}))
+    assert text == "10 of 10 conversations ended by a failure: 3 times a; 2 times b; 2 times c; 3 times other reasons"
+
+
 def test_a_transcript_has_an_entry_for_each_token(batch, tmp_path):
     advantages = torch.where(batch["response_mask"], 0.123456, 0.0)
     old = batch["rollout_log_probs"] + 0.25

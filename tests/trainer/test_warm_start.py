@@ -10,6 +10,7 @@ from rlx.config.schema import (
     ActorRolloutRefConfig,
     ArithmeticConfig,
     DataConfig,
+    EnvironmentConfig,
     ModelConfig,
     PPOConfig,
     TinyModelConfig,
@@ -71,6 +72,11 @@ def test_whatever_changes_the_model_changes_its_folder(config, change):
 def test_what_does_not_change_the_model_keeps_its_folder(config):
     other = replace(config, trainer=replace(config.trainer, seed=5), data=replace(config.data, train_batch_size=3))
     assert module._fingerprint(other) == module._fingerprint(config)
+    own = EnvironmentConfig(path="game.py", name="calculator", kwargs={"most": 3})
+    assert module._fingerprint(replace(config, environment=own)) == module._fingerprint(config), (
+        "nothing of it is shown"
+    )
+    assert module._fingerprint(replace(config, environment=replace(own, path=None))) != module._fingerprint(config)
 
 
 def test_accuracy_is_measured_on_problems_outside_both_splits(config):
