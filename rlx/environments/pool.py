@@ -2,8 +2,8 @@
 
 Note [whose fault it is]: a call that takes too long in Python ends in its process, and costs its own conversation alone. If code in C
 hangs, crashes or ends the process, the environments that live there are lost with it. The process notes whose code is at work, so that
-conversation gets a Failure. The others begin again in another process, once: their reset and their turns are sent again, and must get
-the same answers as before, but for `info`. If nobody's code was at work, as when a thread crashes, all begin again.
+conversation gets a Failure. The others begin again in another process: their reset and their turns are sent again, and must get
+the same answers as before, but for `info`. If nobody's code was at work, as when a thread crashes, all begin again, but only once.
 
 Note [one answer each]: every `reset` and `step` gets exactly one answer from `poll`, unless `end` comes before it.
 """
@@ -163,7 +163,7 @@ class _Conversation:
         answers: to them.
         home: where its environment lives; None if it is to begin again with its next step, or has failed.
         taken: answers of the environment that lives now; fewer than `answers` while it catches up.
-        was_lost: whether its first environment was lost with a process.
+        was_lost: whether an environment of its was lost with a process in which nobody's code was at work.
         failure: answer to its next step.
         has_failed: whether it has had a failure as an answer.
     """
@@ -356,20 +356,18 @@ class EnvironmentPool:
 
     def _lose(self, process: _Process, failure: Failure) -> None:
         """Answer for a process that has ended, or begin again. See Note [whose fault it is]."""
-        beside = Failure(
-            f"another conversation's call {failure.reason}, in the same process, for the second time", "crash"
-        )
+        is_known = process.at_work != 0  # whose fault it is
         for number in sorted(process.lives & self._of_number.keys()):
             own = self._of_number[number]
             own.home, is_open = None, number in process.expected
-            if number == process.at_work or (own.was_lost and is_open):
-                self._finish(own, failure if process.at_work in (0, number) else beside)
-            elif own.was_lost:
-                own.failure = beside
-            else:
-                own.was_lost = True
-                if is_open:
-                    self._begin(own)
+            has_failed = number == process.at_work or (own.was_lost and not is_known)
+            own.was_lost |= not is_known
+            if has_failed and is_open:
+                self._finish(own, failure)
+            elif has_failed:
+                own.failure = failure
+            elif is_open:
+                self._begin(own)
 
     def _retire(self, process: _Process) -> None:
         if process.retiring and not process.lives and process in self._processes:

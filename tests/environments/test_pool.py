@@ -209,18 +209,15 @@ def test_a_process_that_ends_costs_the_conversation_at_work_and_no_other(make_po
     assert step(pool, answers, "ok") == Observation([{"role": "user", "content": "ok 1"}], 0.5)
 
 
-def test_a_conversation_begins_again_once(make_pool, answers):
+def test_a_conversation_begins_again_as_often_as_others_end_its_process(make_pool, answers):
     pool = make_pool("Table", ENVIRONMENT)
-    begin(pool, answers, range(4))
-    for key in (0, 1):
+    begin(pool, answers, range(5))
+    for key in range(3):
         assert step(pool, answers, "exit", key).reason == "ended its process (exit code 0)"
-        if key == 0:
-            assert step(pool, answers, "ok", 3).messages, "it has a second environment"
-    assert step(pool, answers, "ok", 2).messages, "it had lost none before its first step"
-    failure = step(pool, answers, "ok", 3)
-    assert failure.kind == "crash" and "another conversation's call ended its process" in failure.reason
-    with pytest.raises(ValueError, match="conversation 3 has failed"):
-        pool.step(3, Turn("ok", 2))
+        assert step(pool, answers, "ok", 3).messages[0]["content"] == f"ok {key + 1}", "with all its turns so far"
+    assert step(pool, answers, "ok", 4).messages[0]["content"] == "ok 1"
+    with pytest.raises(ValueError, match="conversation 0 has failed"):
+        pool.step(0, Turn("ok", 2))
 
 
 def test_a_conversation_that_begins_again_must_get_the_same_answers(make_pool, answers):

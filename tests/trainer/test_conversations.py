@@ -94,7 +94,9 @@ def test_metrics_and_failures(batch):
 
 def test_failures_beyond_the_three_most_frequent_reasons_are_counted():
     records = [{"reason": reason, "failed": True} for reason in "aaabbccdde"]
-    text = conversations.failures(Batch.of({"seed": torch.zeros(10, dtype=torch.int64)}, {conversations.CONVERSATION: records}))
+    text = conversations.failures(
+        Batch.of({"seed": torch.zeros(10, dtype=torch.int64)}, {conversations.CONVERSATION: records})
+    )
     assert text == "10 of 10 conversations ended by a failure: 3 times a; 2 times b; 2 times c; 3 times other reasons"
 
 
