@@ -153,6 +153,13 @@ class Chat:
             for gap, own, text, tail in zip(gaps, ids, texts, tails, strict=True)
         ]
 
+    def shows(self, tools: Tools) -> bool:
+        """Return whether the template writes anything about tools."""
+        if self._tokenizer.chat_template is None:
+            return False
+        chats = [[{"role": "user", "content": "a"}]]
+        return self._texts(chats, tools) != self._texts(chats, [])
+
     def fault_of(self, role: str) -> str:
         """Return why no conversation goes on with messages of this role, user or tool; empty if plain ones do."""
         turn, answer = _ROLES.get(role, _ROLES["user"])

@@ -1,11 +1,14 @@
 """The environments of a process that samples, as the configuration names them."""
 
+import logging
+from collections.abc import Iterable
 from functools import partial
 from typing import TYPE_CHECKING
 
 from rlx.config.schema import PPOConfig
 from rlx.data.batch import Batch
 from rlx.environments.chat import Chat, UnusableTemplate
+from rlx.environments.conversation import Conversation
 from rlx.environments.pool import EnvironmentPool
 from rlx.environments.rows import batch_of, rows_of
 from rlx.environments.running import ConversationBounds, ConversationOptions, run_conversations
@@ -15,6 +18,9 @@ from rlx.rollout.protocol import Rollout, Sampling
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+logger = logging.getLogger(__name__)
 
 
 def bounds(config: PPOConfig) -> ConversationBounds:
@@ -54,12 +60,15 @@ class ConversationSampler:
         rollout, own = config.actor_rollout_ref.rollout, config.environment
         self._pad_token_id = int(tokenizer.pad_token_id)
         first_rank = FirstRank(rollout.tensor_model_parallel_size)
+        self._chat = Chat(tokenizer, rollout.multi_turn.on_rewritten_history)
+        # Calls of rlx's own tools are demonstrated to the tiny model, whose template shows no tools.
+        self._may_hide_tools = own.path is not None
         self._pool = None
         if first_rank.is_this:
             self._pool = EnvironmentPool(environment_spec(config), own.processes, own.memory_limit_gb)
         self._options = partial(
             ConversationOptions,
-            chat=Chat(tokenizer, rollout.multi_turn.on_rewritten_history),
+            chat=self._chat,
             bounds=bounds(config),
             first_rank=first_rank,
             in_waves=rollout.name == "hf",  # which decodes waves of requests; vLLM takes them at any time
@@ -82,5 +91,19 @@ class ConversationSampler:
         rows = rows_of(batch)
         options = self._options(sampling=sampling)
         ran = run_conversations(rollout, self._pool, rows, options)
+        self._tell_hidden_tools(ran.conversations)
         width, version = options.bounds.response_tokens, rollout.version
         return batch_of(ran, rows, self._pad_token_id, width, version, sampling.with_log_probs)
+
+    def _tell_hidden_tools(self, conversations: Iterable[Conversation]) -> None:
+        """Warn once if the model cannot know of the tools of an environment of one's own."""
+        tools = next((each.tools for each in conversations if each.tools), [])
+        if not self._may_hide_tools or not tools:
+            return
+        self._may_hide_tools = False
+        if not self._chat.shows(tools):
+            logger.warning(
+                "the model's chat template shows it no tools (%s), so it will hardly call them; take a model whose template writes their "
+                "schemas, or describe them in the prompts",
+                ", ".join(str(tool.get("function", tool).get("name")) for tool in tools),
+            )
