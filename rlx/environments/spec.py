@@ -79,13 +79,15 @@ class EnvironmentSpec:
                     f"{ENVIRONMENT_KEY}.kwargs: got {self.kwargs}, expected none, because {self.name!r} are functions"
                 )
             return partial(ToolEnvironment, Tools(functions), self.tool_format)
-        methods = [getattr(found, method, None) for method in ("reset", "step")]
-        if not inspect.isclass(found) or not all(map(callable, methods)):
+        methods = {method: getattr(found, method, None) for method in ("reset", "step")}
+        missing = [name for name, method in methods.items() if not callable(method)]
+        if not inspect.isclass(found) or missing:
+            is_class = f"a class without {' and '.join(missing)}"
             raise UserCodeError(
-                f"{ENVIRONMENT_KEY}.name: {self.name!r} in {self.path} is {found!r}, expected a class with reset(row) and step(turn), or a list "
+                f"{ENVIRONMENT_KEY}.name: {self.name!r} in {self.path} is {is_class if inspect.isclass(found) else repr(found)}, expected a class with reset(row) and step(turn), or a list "
                 "of functions that are tools"
             )
-        for method in methods:
+        for method in filter(None, methods.values()):
             fault = misfit(method, positional=("self", "argument"))
             if fault is not None:
                 raise UserCodeError(

@@ -297,7 +297,7 @@ def test_processes_end_with_the_pool(make_pool, answers):
     [
         ("1 / 0", "Table", "ZeroDivisionError"),
         ("import os; os._exit(4)", "Table", "exit code 4"),
-        ("class Table:\n    def reset(self, row): ...", "Table", "expected a class with reset"),
+        ("class Table:\n    def reset(self, row): ...", "Table", "is a class without step, expected a class with reset"),
         (
             "class Table:\n    def reset(self): ...\n    def step(self, turn): ...",
             "Table",
