@@ -214,10 +214,10 @@ def _run(composed: Composed, config: PPOConfig) -> int:
 
 
 def _asked_to_end(error: BaseException | None) -> BaseException | None:
-    """Return the Ctrl-C or SIGTERM that caused an error: a signal during a call of Ray's compiled code comes as a SystemError."""
-    while error is not None and not isinstance(error, KeyboardInterrupt | Terminated):
+    """Return the Ctrl-C or SIGTERM behind a SystemError: as such comes a signal during a call of Ray's compiled code."""
+    while isinstance(error, SystemError):
         error = error.__cause__ or error.__context__
-    return error
+    return error if isinstance(error, KeyboardInterrupt | Terminated) else None
 
 
 def join_cluster(config: PPOConfig, until_done: ExitStack) -> Cluster | None:

@@ -421,4 +421,11 @@ def test_a_signal_during_a_call_of_compiled_code_is_no_failure(signal):
             raise SystemError("<cyfunction wait> returned a result with an exception set") from raised
     except SystemError as error:
         assert _asked_to_end(error) is signal
-    assert _asked_to_end(ValueError("a fault")) is None
+    try:
+        try:
+            raise signal
+        except BaseException:
+            raise OSError("disk full") from None
+    except OSError as error:
+        assert _asked_to_end(error) is None, "a fault of its own"
+    assert _asked_to_end(SystemError("another")) is None

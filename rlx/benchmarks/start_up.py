@@ -4,7 +4,8 @@ python -m rlx.benchmarks.start_up [--shape NAME] [key=value ...]
 
 Each round is a run of two steps in a process of its own. The default is `rlx train` with no key, whose warm start comes from the
 cache; with `--shape` a GRPO run on a model of random weights. The first round has empty caches of vLLM, torch, Triton and CUDA, and
-fills them for the others. The tables have the seconds from the command to each line on the screen up to the row of the first step.
+fills them for the others. The tables have the seconds from the command to each line on the screen up to the row of the first step, and from the row of the last
+step to the end of the process.
 """
 
 import os
@@ -117,6 +118,7 @@ def main(arguments: list[str] | None = None) -> None:
             print("filled caches", flush=True)
             found += [timed(command, environment) for _ in range(options.rounds)]
             show(found[1:])
+    # The first of each is that with empty caches
     figures = {"first_row_s": [each.first_row_s for each in found], "end_s": [each.end_s for each in found]}
     write_json(options, device, {"keys": overrides, **figures})
 

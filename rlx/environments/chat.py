@@ -364,7 +364,7 @@ def _has_words(text: str, gap: Gap) -> bool:
     Such a call's thoughts may not be missing, because the model would not read them later.
     """
     turn = gap.history[-1]
-    content = str(turn.get("content") or "")
+    content = contents_of([turn])
     is_call = "tool_calls" in turn or not content.endswith(gap.said)
     thoughts, closed, _ = content.rpartition(CLOSE)
     words = gap.said if not is_call else thoughts.rpartition(OPEN)[2] if closed else ""
@@ -377,4 +377,11 @@ def _squeezed(text: str) -> str:
 
 def contents_of(messages: list[Message]) -> str:
     """Return the contents of messages one after the other."""
-    return "".join(str(message.get("content") or "") for message in messages)
+    return "".join(map(_text_of, (message.get("content") for message in messages)))
+
+
+def _text_of(content: Any) -> str:
+    """Return a content as text: it may be a list of parts, of which those of text count."""
+    if isinstance(content, list):
+        return "".join(str(part.get("text") or "") for part in content if isinstance(part, dict))
+    return str(content or "")

@@ -3,7 +3,8 @@
 Note [whose fault it is]: a call that takes too long in Python ends in its process, and costs its own conversation alone. If code in C
 hangs, crashes or ends the process, the environments that live there are lost with it. The process notes whose code is at work, so that
 conversation gets a Failure. The others begin again in another process: their reset and their turns are sent again, and must get
-the same answers as before, but for `info`. If nobody's code was at work, as when a thread crashes, all begin again, but only once.
+the same answers as before, but for `info`. A conversation that has begun again `MOST_LOSSES` times fails with its next process. If nobody's
+code was at work, as when a thread crashes, each of them may be at fault, and fails with its second process.
 
 Note [one answer each]: every `reset` and `step` gets exactly one answer from `poll`, unless `end` comes before it.
 """
@@ -31,6 +32,8 @@ ANSWER_SLACK_S = 5.0
 """A process answers at most this long after a call's limit, also on a busy machine [s]."""
 FAREWELL_S = 2.0
 """Environments have this long to close with the pool [s]."""
+MOST_LOSSES = 8
+"""A conversation begins again this many times because of others. Each time costs its turns so far, and a hang the limit of a call."""
 WRITE_BYTES = 1 << 15
 """Requests wait for each other up to this size, until the answers are polled."""
 NOTE_BYTES = 8
@@ -163,7 +166,8 @@ class _Conversation:
         answers: to them.
         home: where its environment lives; None if it is to begin again with its next step, or has failed.
         taken: answers of the environment that lives now; fewer than `answers` while it catches up.
-        was_lost: whether an environment of its was lost with a process in which nobody's code was at work.
+        losses: processes that it lost by the fault of others.
+        is_suspect: whether it lost one in which nobody's code was at work.
         failure: answer to its next step.
         has_failed: whether it has had a failure as an answer.
     """
@@ -174,7 +178,8 @@ class _Conversation:
     answers: list[Answer] = field(default_factory=list)
     home: _Process | None = None
     taken: int = 0
-    was_lost: bool = False
+    losses: int = 0
+    is_suspect: bool = False
     failure: Failure | None = None
     has_failed: bool = False
 
@@ -356,16 +361,22 @@ class EnvironmentPool:
 
     def _lose(self, process: _Process, failure: Failure) -> None:
         """Answer for a process that has ended, or begin again. See Note [whose fault it is]."""
+        beside = Failure(f"another conversation's call {failure.reason}, in the same process, too often", "crash")
         is_known = process.at_work != 0  # whose fault it is
         for number in sorted(process.lives & self._of_number.keys()):
             own = self._of_number[number]
-            own.home, is_open = None, number in process.expected
-            has_failed = number == process.at_work or (own.was_lost and not is_known)
-            own.was_lost |= not is_known
-            if has_failed and is_open:
-                self._finish(own, failure)
-            elif has_failed:
-                own.failure = failure
+            own.home, is_open, fault = None, number in process.expected, None
+            if number == process.at_work or (own.is_suspect and not is_known):
+                fault = failure
+            elif is_known:
+                own.losses += 1
+                fault = beside if own.losses > MOST_LOSSES else None
+            else:
+                own.is_suspect = True
+            if fault is not None and is_open:
+                self._finish(own, fault)
+            elif fault is not None:
+                own.failure = fault
             elif is_open:
                 self._begin(own)
 

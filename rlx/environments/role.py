@@ -103,7 +103,7 @@ class ConversationSampler:
         self._may_hide_tools = False
         if not self._chat.shows(tools):
             logger.warning(
-                "the model's chat template shows it no tools (%s), so it will hardly call them; take a model whose template writes their "
-                "schemas, or describe them in the prompts",
+                "no chat template shows the model its tools (%s): unless the prompts describe them it will hardly call them; or take a model "
+                "whose template writes their schemas",
                 ", ".join(str(tool.get("function", tool).get("name")) for tool in tools),
             )

@@ -174,8 +174,7 @@ class _Run:
                 break
             while self._waiting and len(self._open) < (self._bounds.open or len(self._rows)):
                 self._begin(self._waiting.popleft())
-            if self._some_are_away:
-                self._to_pool("flush")  # environments work while the sampler does
+            self._to_pool("flush")  # environments work, or close, while the sampler does
             if self._sampled:
                 self._take_turns(self._rollout.step())
             is_due = not (self._options.in_waves or step % self._options.listen_every)

@@ -83,8 +83,9 @@ class EnvironmentSpec:
         missing = [name for name, method in methods.items() if not callable(method)]
         if not inspect.isclass(found) or missing:
             is_class = f"a class without {' and '.join(missing)}"
+            got = is_class if inspect.isclass(found) else repr(found)
             raise UserCodeError(
-                f"{ENVIRONMENT_KEY}.name: {self.name!r} in {self.path} is {is_class if inspect.isclass(found) else repr(found)}, expected a class with reset(row) and step(turn), or a list "
+                f"{ENVIRONMENT_KEY}.name: {self.name!r} in {self.path} is {got}, expected a class with reset(row) and step(turn), or a list "
                 "of functions that are tools"
             )
         for method in filter(None, methods.values()):

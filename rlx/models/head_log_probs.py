@@ -129,8 +129,8 @@ class _Pass:
     Args:
         function: to be run.
         only_compiled: the same, but it raises `_NotCompiledError` instead of running uncompiled.
-        overwrites: whether it writes to the logits. At its first call the compiler tries variants, and keeps page-locked copies of
-            what they overwrite for as long as the process lives. So the first call has few tokens.
+        overwrites: whether it writes to the logits. At the first call of each form the compiler tries variants, and keeps
+            page-locked copies of what they overwrite for as long as the process lives. So that call has few tokens.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class _Pass:
         overwrites: bool = False,
     ) -> None:
         self._function, self._only_compiled = function, only_compiled
-        self._first_tokens = ALIGNED if overwrites else 0
+        self._overwrites, self._forms = overwrites, set[tuple[Any, ...]]()
         # Compiled at the first call, because the compiler takes time to import.
         self._compiled: Callable[..., tuple[Tensor, ...]] | None = None
         self._may_compile, self._has_compiled, self._has_warned = True, False, False
@@ -148,9 +148,10 @@ class _Pass:
     def __call__(self, logits: Tensor, ids: Tensor, *others: Any) -> tuple[Tensor, ...]:
         """Run it on a chunk; arguments of shape (N,) are cut as the logits are."""
         if len(ids) and self._may_compile and _can_be_compiled_for(logits):
-            if 0 < (first := self._first_tokens) < len(ids):
-                self._first_tokens = 0
-                return _by_parts(self, [slice(first), slice(first, None)], logits, ids, *others)
+            form = (logits.dtype, *(x is None for x in others))
+            if self._overwrites and form not in self._forms and len(ids) > ALIGNED:
+                self._forms.add(form)
+                return _by_parts(self, [slice(ALIGNED), slice(ALIGNED, None)], logits, ids, *others)
             # Gradients may be expanded, and each kind of strides would be compiled separately.
             plain = [x.contiguous() if isinstance(x, Tensor) else x for x in (ids, *others)]
             try:

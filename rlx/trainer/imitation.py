@@ -88,7 +88,7 @@ class _Training:
         batches = self._batches()
         if not sys.stdout.isatty():  # the bar then comes at its end
             print(
-                f"warm start: the tiny model learns arithmetic for at most {settings.max_steps} step(s), and is kept for later runs",
+                f"warm start: the tiny model learns by imitation for at most {settings.max_steps} step(s), and is kept for later runs",
                 flush=True,
             )
         with _progress_bar() as bar:

@@ -26,7 +26,11 @@ METRIC_TABLE = (
     Metric("reward/min", "", "Lowest score.", "critic/score/min"),
     Metric("reward/std", "", "Standard deviation of the scores."),
     Metric("reward/accuracy", "share", "Samples that are right: a score of 1 or more, or the reward's own `acc`."),
-    Metric("reward/extra/*", "", "Mean of a number that the reward function returned beside its score, or the environment in `info`."),
+    Metric(
+        "reward/extra/*",
+        "",
+        "Mean of a number that the reward function returned beside its score, or the environment in `info`.",
+    ),
     Metric(
         "reward/*", "", "Calls of reward functions that failed, timed out, crashed or were repeated; their processes."
     ),

@@ -6,7 +6,7 @@ from transformers import PreTrainedTokenizerFast
 
 from rlx.config.schema import PPOConfig
 from rlx.environments import chat as chat_module
-from rlx.environments.chat import Chat, Gap, RewrittenHistory, UnusableTemplate
+from rlx.environments.chat import Chat, Gap, RewrittenHistory, UnusableTemplate, _has_words
 from rlx.environments.conversation import Conversation
 from rlx.environments.role import require_usable_template
 from rlx.rollout.protocol import Completion
@@ -235,3 +235,12 @@ def test_a_tokenizer_that_begins_texts_with_a_space_does_not_do_so_between_turns
     )
     ids = between(spaced, [USER, {"role": "assistant", "content": "b"}], [USER])
     assert spaced.convert_ids_to_tokens(ids) == ["a", "g", "o", "b"]
+
+
+@pytest.mark.parametrize("in_parts", [False, True])
+@pytest.mark.parametrize(("thought", "is_there"), [("a 'b'\nc", True), ("", True), ("other", False)])
+def test_the_thoughts_of_a_call_are_looked_for_in_text_or_parts(in_parts, thought, is_there):
+    content = f"<think>\n{thought}\n</think>\n"
+    message = {"role": "assistant", "content": [{"type": "text", "text": content}] if in_parts else content}
+    gap = Gap([{**message, "tool_calls": [{}]}], [], [], 7, said=content + "a call in its own words")
+    assert _has_words("<think>a 'b' c</think> the call as the template writes it", gap) == is_there

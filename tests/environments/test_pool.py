@@ -220,6 +220,19 @@ def test_a_conversation_begins_again_as_often_as_others_end_its_process(make_poo
         pool.step(0, Turn("ok", 2))
 
 
+def test_a_conversation_does_not_begin_again_for_ever(make_pool, answers, monkeypatch):
+    monkeypatch.setattr(rlx.environments.pool, "MOST_LOSSES", 2)
+    pool = make_pool("Table", ENVIRONMENT)
+    begin(pool, answers, range(5))
+    for key in range(3):
+        assert step(pool, answers, "exit", key).kind == "crash"
+        if key < 2:
+            assert step(pool, answers, "ok", 3).messages
+    failure = step(pool, answers, "ok", 3)
+    assert failure.kind == "crash" and "another conversation's call ended its process" in failure.reason
+    assert step(pool, answers, "ok", 4).messages, "without a turn it lost nothing"
+
+
 def test_a_conversation_that_begins_again_must_get_the_same_answers(make_pool, answers):
     pool = make_pool("Table", ENVIRONMENT)
     begin(pool, answers, range(2))
@@ -297,7 +310,11 @@ def test_processes_end_with_the_pool(make_pool, answers):
     [
         ("1 / 0", "Table", "ZeroDivisionError"),
         ("import os; os._exit(4)", "Table", "exit code 4"),
-        ("class Table:\n    def reset(self, row): ...", "Table", "is a class without step, expected a class with reset"),
+        (
+            "class Table:\n    def reset(self, row): ...",
+            "Table",
+            "is a class without step, expected a class with reset",
+        ),
         (
             "class Table:\n    def reset(self): ...\n    def step(self, turn): ...",
             "Table",

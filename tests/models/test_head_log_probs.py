@@ -243,6 +243,8 @@ def test_the_first_compiled_call_that_overwrites_logits_has_few_tokens(monkeypat
         for found, right in zip(figures_of(*given), expected, strict=True):
             assert torch.equal(found, right)
     assert lengths == {"_read": [50, 50], "_differentiate": [8, 42, 50]}
+    figures_of(*given, with_entropy=False)
+    assert lengths["_differentiate"][3:] == [8, 42], "another form"
 
 
 COMPILES = """
