@@ -4,8 +4,8 @@ python -m rlx.benchmarks.start_up [--shape NAME] [key=value ...]
 
 Each round is a run of two steps in a process of its own. The default is `rlx train` with no key, whose warm start comes from the
 cache; with `--shape` a GRPO run on a model of random weights. The first round has empty caches of vLLM, torch, Triton and CUDA, and
-fills them for the others. The tables have the seconds from the command to each line on the screen up to the row of the first step, and from the row of the last
-step to the end of the process.
+fills them for the others. The tables have the seconds from the command to each line on the screen up to the row of the first step,
+and from the row of the last step to the end of the process.
 """
 
 import os

@@ -305,8 +305,8 @@ class VLLMEngine:
 def _warming_up(sampling: Sampling) -> Iterator[None]:
     """Let vLLM warm up for this sampling alone.
 
-    Its own warm-up takes penalties, forbidden words, min_p and more besides. No request here has them, but they compile kernels
-    for 15 s on an H200 whose caches are empty.
+    Its own warm-up takes penalties, forbidden words, min_p and more besides, which no request here has, and compiles kernels for
+    each. All of it took 15 s on an H200 whose caches were empty.
     """
     name = "for_sampler_warmup"  # of the second model runner
     everything = vars(SamplingParams).get(name)
