@@ -13,7 +13,6 @@ import tempfile
 import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -144,18 +143,14 @@ class CountedSteps:
         return stopped
 
 
-class TurnsOfOneLength:
-    """A sampler whose requests all stop after `tokens` tokens, as if by a stop token."""
+class StoppedTurns:
+    """A sampler whose requests all end as if by a stop token, so that a turn of `max_tokens` does not end its conversation."""
 
-    def __init__(self, rollout: Rollout, tokens: int) -> None:
-        self._rollout, self._tokens = rollout, tokens
+    def __init__(self, rollout: Rollout) -> None:
+        self._rollout = rollout
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._rollout, name)
-
-    def add_request(self, request: Request) -> int:
-        """See Rollout."""
-        return self._rollout.add_request(replace(request, sampling=replace(request.sampling, max_tokens=self._tokens)))
 
     def step(self) -> list[tuple[int, Completion]]:
         """See Rollout."""
@@ -212,7 +207,7 @@ def one_way(
         )
         bounds = ConversationBounds(2 * PROMPT_WORDS, options.turns * (options.tokens + ANSWER_TOKENS))
         asked = ConversationOptions(Chat(tokenizer), sampling, bounds, listen_every=options.listen_every)
-        sampler: Any = TurnsOfOneLength(rollout, options.tokens)
+        sampler: Any = StoppedTurns(rollout)
         with EnvironmentPool(spec, options.processes, None) as pool:
             few = rows[: options.processes]
             run_conversations(sampler, pool, few, asked)  # the processes have started

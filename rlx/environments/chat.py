@@ -277,15 +277,12 @@ class Chat:
 
     def _hide(self, value: Any, hidden: list[str], marker: re.Pattern[str]) -> Any:
         """Return the message with a number in place of each match in its texts, and append these to `hidden`."""
-
-        def number(match: re.Match[str]) -> str:
-            hidden.append(match[0])
-            return f"{HIDDEN}{len(hidden) - 1};"
-
         match value:
             case str():
+                if value.isascii() and not marker.search(value):
+                    return value
                 whole = value.encode("utf-8", "replace").decode()  # half a surrogate pair is no text
-                return marker.sub(number, whole)
+                return marker.sub(lambda found: _numbered(found[0], hidden), whole)
             case dict():
                 return {
                     name: each if name == "role" else self._hide(each, hidden, marker) for name, each in value.items()
@@ -356,6 +353,12 @@ def _together_or_alone(
         hung = [each for each in found if isinstance(each, TimeoutError)]
         found += _together_or_alone(call, [item]) if len(hung) < MOST_HANGS else hung[:1]
     return found
+
+
+def _numbered(text: str, hidden: list[str]) -> str:
+    """Append the text to `hidden` and return the word that stands for it."""
+    hidden.append(text)
+    return f"{HIDDEN}{len(hidden) - 1};"
 
 
 def _has_words(text: str, gap: Gap) -> bool:

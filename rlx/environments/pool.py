@@ -62,7 +62,7 @@ class _Process:
             self._child = ChildProcess(
                 "rlx.environments.process", theirs.fileno(), (memory_bytes, *shared), MEMORY_KEY, shared
             )
-        self._lines, self._unsent = Lines(self.connection.fileno()), bytearray()
+        self._lines, self.unsent = Lines(self.connection.fileno()), bytearray()
         self._limit_s = spec.limit_s + ANSWER_SLACK_S
         self.loaded, self._heard = False, time.monotonic()
         self.lives: set[int] = set()
@@ -81,7 +81,7 @@ class _Process:
     @property
     def wants(self) -> int:
         """The events to wait for."""
-        return selectors.EVENT_READ | (selectors.EVENT_WRITE if self._unsent else 0)
+        return selectors.EVENT_READ | (selectors.EVENT_WRITE if self.unsent else 0)
 
     def ask(self, number: int, kind: str, line: str) -> None:
         """Send a request that gets an answer."""
@@ -93,17 +93,17 @@ class _Process:
 
     def send(self, line: str) -> None:
         """Write a line, at the latest with the next `flush`: one write for many lines costs as much as one for each."""
-        self._unsent += line.encode() + b"\n"
-        if len(self._unsent) > WRITE_BYTES:
+        self.unsent += line.encode() + b"\n"
+        if len(self.unsent) > WRITE_BYTES:
             self.flush()
 
     def flush(self) -> None:
         """Write what waits, or as much of it as the process takes now."""
         # The next `receive` raises if the process has ended
         with contextlib.suppress(BlockingIOError, ConnectionError):
-            while self._unsent:
-                sent = self.connection.send(self._unsent)
-                del self._unsent[:sent]
+            while self.unsent:
+                sent = self.connection.send(self.unsent)
+                del self.unsent[:sent]
                 self._heard = time.monotonic()  # it reads, so it lives
 
     def receive(self) -> list[tuple[int, Answer]]:
@@ -257,7 +257,8 @@ class EnvironmentPool:
     def flush(self) -> None:
         """Write the requests that wait, so that environments work before the next `poll`; return at once."""
         for process in self._processes:
-            process.flush()
+            if process.unsent:
+                process.flush()
 
     def end(self, key: int) -> None:
         """Forget a conversation, in whatever state it is; its environment is closed."""

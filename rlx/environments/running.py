@@ -300,11 +300,10 @@ class _Run:
         """Request the next turn."""
         conversation, seed = self._open[key].conversation, self._rows[key].seed
         turn, sampling = len(conversation.own_turns), self._options.sampling
-        request = Request(
-            (*conversation.prompt_ids, *conversation.token_ids),
-            seed_for(seed, turn) if turn else seed,
-            replace(sampling, max_tokens=min(sampling.max_tokens, conversation.room)),
-        )
+        if conversation.room < sampling.max_tokens:
+            sampling = replace(sampling, max_tokens=conversation.room)
+        tokens = (*conversation.prompt_ids, *conversation.token_ids)
+        request = Request(tokens, seed_for(seed, turn) if turn else seed, sampling)
         self._sampled[self._rollout.add_request(request)] = key
 
 
