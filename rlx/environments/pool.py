@@ -9,150 +9,26 @@ code was at work, as when a thread crashes, each of them may be at fault, and fa
 Note [one answer each]: every `reset` and `step` gets exactly one answer from `poll`, unless `end` comes before it.
 """
 
-import contextlib
 import itertools
 import json
 import math
-import os
 import selectors
-import socket
-import tempfile
 import time
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any, BinaryIO
+from dataclasses import dataclass, field, replace
+from typing import Any
 
-from rlx.environments.answers import decode, plain
-from rlx.environments.protocol import Failure, Observation, Reset, Turn
+from rlx.environments.answers import plain
+from rlx.environments.owned_process import Answer, EnvironmentProcess
+from rlx.environments.protocol import Failure, Observation, Turn
 from rlx.environments.spec import EnvironmentSpec
-from rlx.processes.lines import BadAnswer, Lines
-from rlx.processes.parent import LOAD_LIMIT_S, ChildProcess
+from rlx.processes.lines import BadAnswer
+from rlx.processes.parent import LOAD_LIMIT_S
 from rlx.user_code import UserCodeError
 
-ANSWER_SLACK_S = 5.0
-"""A process answers at most this long after a call's limit, also on a busy machine [s]."""
 FAREWELL_S = 2.0
 """Environments have this long to close with the pool [s]."""
 MOST_LOSSES = 8
 """A conversation begins again this many times because of others. Each time costs its turns so far, and a hang the limit of a call."""
-WRITE_BYTES = 1 << 15
-"""Requests wait for each other up to this size, until the answers are polled."""
-NOTE_BYTES = 8
-MEMORY_KEY = "environment.memory_limit_gb"
-
-Answer = Reset | Observation | Failure
-
-
-class _Process:
-    """One environment process.
-
-    Attributes:
-        lives: numbers of the conversations that live here.
-        expected: "reset" or "step" by number, for requests without an answer.
-        loaded: whether the environment's code is there.
-        retiring: whether it gets no further conversations, because it ran out of memory once.
-        at_work: after its end, the number of the conversation whose code ran then; 0: of none.
-    """
-
-    def __init__(self, spec: EnvironmentSpec, memory_bytes: int):
-        self.connection, theirs = socket.socketpair()
-        self.connection.setblocking(False)  # nothing that a process does holds the sampler
-        self._note = _note_file()  # holds the number of the conversation whose code is at work
-        with theirs:
-            shared = (self._note.fileno(),)
-            self._child = ChildProcess(
-                "rlx.environments.process", theirs.fileno(), (memory_bytes, *shared), MEMORY_KEY, shared
-            )
-        self._lines, self.unsent = Lines(self.connection.fileno()), bytearray()
-        self._limit_s = spec.limit_s + ANSWER_SLACK_S
-        self.loaded, self._heard = False, time.monotonic()
-        self.lives: set[int] = set()
-        self.expected: dict[int, str] = {}
-        self.retiring = False
-        self.at_work = 0
-        self.send(json.dumps(asdict(spec)))
-
-    @property
-    def deadline(self) -> float:
-        """The time at which it has been silent for too long."""
-        if not self.loaded:
-            return self._heard + LOAD_LIMIT_S
-        return self._heard + self._limit_s if self.expected else math.inf
-
-    @property
-    def wants(self) -> int:
-        """The events to wait for."""
-        return selectors.EVENT_READ | (selectors.EVENT_WRITE if self.unsent else 0)
-
-    def ask(self, number: int, kind: str, line: str) -> None:
-        """Send a request that gets an answer."""
-        if self.loaded and not self.expected:
-            self._heard = time.monotonic()
-        self.lives.add(number)
-        self.expected[number] = kind
-        self.send(line)
-
-    def send(self, line: str) -> None:
-        """Write a line, at the latest with the next `flush`: one write for many lines costs as much as one for each."""
-        self.unsent += line.encode() + b"\n"
-        if len(self.unsent) > WRITE_BYTES:
-            self.flush()
-
-    def flush(self) -> None:
-        """Write what waits, or as much of it as the process takes now."""
-        # The next `receive` raises if the process has ended
-        with contextlib.suppress(BlockingIOError, ConnectionError):
-            while self.unsent:
-                sent = self.connection.send(self.unsent)
-                del self.unsent[:sent]
-                self._heard = time.monotonic()  # it reads, so it lives
-
-    def receive(self) -> list[tuple[int, Answer]]:
-        """Return the answers that are there. Call it if there is something to read.
-
-        Raises:
-            EOFError, OSError: it has ended, or what it sent is no answer.
-            UserCodeError: the environment cannot be loaded.
-        """
-        records = self._lines.read()
-        self._heard = time.monotonic()
-        answers = []
-        for record in records:
-            if not self.loaded:
-                self._take_greeting(record)
-                continue
-            number, answer = decode(record, self.expected)
-            del self.expected[number]
-            if isinstance(answer, Failure):
-                self.lives.discard(number)
-                self.retiring |= answer.kind == "memory"
-            answers.append((number, answer))
-        return answers
-
-    def _take_greeting(self, record: Any) -> None:
-        match record:
-            case [None, str()]:
-                self.loaded = True
-            case [str(fault), str(trace)]:
-                raise UserCodeError(f"{fault}\n{trace}".rstrip())
-            case _:
-                raise BadAnswer("sent a wrong answer to its specification")
-
-    def let_go(self) -> None:
-        """Tell it that no more requests come."""
-        self.flush()
-        with contextlib.suppress(OSError):
-            self.connection.shutdown(socket.SHUT_WR)
-
-    def end(self, patience_s: float = 0.0) -> str:
-        """Kill it after this time; return in words how it ended if it had ended before."""
-        if patience_s > 0:
-            self._child.wait(patience_s)
-        how = self._child.end()
-        self.connection.close()
-        self._note.seek(0)
-        self.at_work = int.from_bytes(self._note.read(NOTE_BYTES), "little")
-        self._note.close()
-        return how
 
 
 @dataclass
@@ -176,7 +52,7 @@ class _Conversation:
     key: int
     lines: list[str] = field(default_factory=list)
     answers: list[Answer] = field(default_factory=list)
-    home: _Process | None = None
+    home: EnvironmentProcess | None = None
     taken: int = 0
     losses: int = 0
     is_suspect: bool = False
@@ -197,7 +73,7 @@ class EnvironmentPool:
 
     def __init__(self, spec: EnvironmentSpec, processes: int, memory_limit_gb: float | None = None):
         self._spec, self._size, self._memory_bytes = spec, processes, int((memory_limit_gb or 0) * 1e9)
-        self._processes: set[_Process] = set()
+        self._processes: set[EnvironmentProcess] = set()
         self._numbers = itertools.count(1)
         self._of_number: dict[int, _Conversation] = {}
         self._of_key: dict[int, _Conversation] = {}
@@ -284,7 +160,7 @@ class EnvironmentPool:
         open_ones = [process for process in self._processes if not process.retiring]
         home = min(open_ones, key=lambda process: len(process.lives), default=None)
         if home is None or (home.lives and len(open_ones) < self._size):
-            home = _Process(self._spec, self._memory_bytes)
+            home = EnvironmentProcess(self._spec, self._memory_bytes)
             self._processes.add(home)
         own.home, own.taken = home, 0
         home.ask(own.number, "reset", own.lines[0])
@@ -319,7 +195,7 @@ class EnvironmentPool:
                 raise UserCodeError(f"the import of {self._spec.source} takes longer than {LOAD_LIMIT_S:g} s")
             self._lose(process, Failure("hung in code that cannot be interrupted; its process was ended", "timeout"))
 
-    def _receive(self, process: _Process) -> None:
+    def _receive(self, process: EnvironmentProcess) -> None:
         try:
             answers = process.receive()
         except UserCodeError:
@@ -360,7 +236,7 @@ class EnvironmentPool:
         self._leave_home(own)
         self._ready.append((own.key, failure))
 
-    def _lose(self, process: _Process, failure: Failure) -> None:
+    def _lose(self, process: EnvironmentProcess, failure: Failure) -> None:
         """Answer for a process that has ended, or begin again. See Note [whose fault it is]."""
         beside = Failure(f"another conversation's call {failure.reason}, in the same process, too often", "crash")
         is_known = process.at_work != 0  # whose fault it is
@@ -381,11 +257,11 @@ class EnvironmentPool:
             elif is_open:
                 self._begin(own)
 
-    def _retire(self, process: _Process) -> None:
+    def _retire(self, process: EnvironmentProcess) -> None:
         if process.retiring and not process.lives and process in self._processes:
             self._remove(process)
 
-    def _remove(self, process: _Process, patience_s: float = 0.0) -> str:
+    def _remove(self, process: EnvironmentProcess, patience_s: float = 0.0) -> str:
         self._processes.discard(process)
         return process.end(patience_s)
 
@@ -393,13 +269,6 @@ class EnvironmentPool:
 def _without_info(answer: Answer) -> Answer:
     """Return the part of an answer that the model or the loss sees; `info` may hold measured seconds, which never come again."""
     return replace(answer, info={}) if isinstance(answer, Observation) else answer
-
-
-def _note_file() -> BinaryIO:
-    """Return a file in memory, or else a temporary one; so a full disk does not matter on Linux."""
-    if hasattr(os, "memfd_create"):
-        return open(os.memfd_create("rlx-note"), "r+b", buffering=0)
-    return tempfile.TemporaryFile(buffering=0)
 
 
 def _sendable(value: Any) -> Any:

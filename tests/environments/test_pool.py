@@ -8,6 +8,7 @@ import numpy as np
 import psutil
 import pytest
 
+import rlx.environments.owned_process
 import rlx.environments.pool
 from rlx.environments import process
 from rlx.environments.protocol import Failure, Observation, Turn
@@ -195,7 +196,7 @@ def test_a_call_that_fails_costs_its_own_conversation_alone(make_pool, answers, 
 @pytest.mark.parametrize("text", ["hang in C", "exit", "segfault", "forge", "no JSON"])
 def test_a_process_that_ends_costs_the_conversation_at_work_and_no_other(make_pool, answers, monkeypatch, text):
     """Conversations beside it begin again, with their turns so far: one at its next step, one whose step was open."""
-    monkeypatch.setattr(rlx.environments.pool, "ANSWER_SLACK_S", 0.3)
+    monkeypatch.setattr(rlx.environments.owned_process, "ANSWER_SLACK_S", 0.3)
     pool = make_pool("Table", ENVIRONMENT, limit_s=0.5)
     begin(pool, answers, range(3))
     assert [step(pool, answers, "ok", key).messages[0]["content"] for key in (1, 2)] == ["ok 1"] * 2
@@ -279,7 +280,7 @@ def test_a_reset_that_was_open_beside_another_is_tried_once_more(make_pool, answ
 
 
 def test_nothing_waits_for_a_process_that_does_not_read(make_pool, answers, monkeypatch):
-    monkeypatch.setattr(rlx.environments.pool, "ANSWER_SLACK_S", 0.5)
+    monkeypatch.setattr(rlx.environments.owned_process, "ANSWER_SLACK_S", 0.5)
     pool = make_pool("Table", ENVIRONMENT, limit_s=0.5)
     begin(pool, answers, range(8))
     pool.step(0, Turn("hang in C", 0))
