@@ -67,7 +67,8 @@ def test_what_is_not_installed_is_named(tmp_path, capsys):
 
 def test_verl_runs_with_its_own_packages_first_and_its_rows_are_read(tmp_path):
     options = options_of(site=[f"verl={tmp_path / 'old'}", "TRL=/elsewhere"])
-    racer = verl_racer(tmp_path, options, shared_keys(options))
+    racer = verl_racer(tmp_path, options, [*shared_keys(options), "custom_reward_function.name=score"])
+    assert "reward.custom_reward_function.name=score" in racer.command
     assert racer.environment["PYTHONPATH"].startswith(f"{tmp_path / 'old'}:")
     assert trl_racer(tmp_path, options).environment["PYTHONPATH"].startswith("/elsewhere:")
     assert not racer.steps()
