@@ -89,10 +89,18 @@ def load_name(path: str, name: str, key: str) -> Any:
             f"{key}.path: importing {file} failed with {type(fault).__name__}: {fault}{where}"
         ) from fault
     if not hasattr(module, name):
-        public = sorted(known for known in vars(module) if not known.startswith("_"))
+        public = sorted(known for known, value in vars(module).items() if _is_own(known, value, module_name))
         remedy = did_you_mean(name, public, f"correct {key}.name")
         raise UserCodeError(f"{key}.name: {file} has no {name!r}, it has {public}; {remedy}")
     return getattr(module, name)
+
+
+def _is_own(name: str, value: Any, module_name: str) -> bool:
+    """Return whether a module's name is public and no import: a module, or a class or function that another one defines."""
+    is_import = inspect.ismodule(value) or (
+        (inspect.isclass(value) or inspect.isroutine(value)) and value.__module__ != module_name
+    )
+    return not (name.startswith("_") or is_import)
 
 
 @contextmanager

@@ -45,7 +45,7 @@ def test_import_fails(tmp_path, text, what):
 
 
 def test_no_such_name(tmp_path):
-    (tmp_path / "good.py").write_text("x = 1\n_y = 2\n")
+    (tmp_path / "good.py").write_text("import json\nfrom pathlib import Path\nfrom os import getcwd\nx = 1\n_y = 2\n")
     with pytest.raises(UserCodeError, match=r"group\.name: .*good\.py has no 'z', it has \['x'\]"):
         load_name(str(tmp_path / "good.py"), "z", "group")
 

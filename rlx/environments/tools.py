@@ -39,11 +39,19 @@ class Tools:
         functions: with type hints and a docstring in Google's style that describes each argument. They may be async.
 
     Raises:
-        UserCodeError: a function's hints or docstring give no schema; two have one name.
+        UserCodeError: hints or docstrings give no schema, with all such functions; two functions have one name.
     """
 
     def __init__(self, functions: Sequence[Callable[..., Any]]):
-        self.schemas = [_schema(function) for function in functions]
+        self.schemas: list[dict[str, Any]] = []
+        faults = []
+        for function in functions:
+            try:
+                self.schemas.append(_schema(function))
+            except UserCodeError as fault:
+                faults.append(str(fault))
+        if faults:
+            raise UserCodeError("\n".join(faults))
         described = [schema["function"] for schema in self.schemas]
         self._tools = {
             each["name"]: _Tool(function, each["parameters"], _validator(each["parameters"]))

@@ -1,6 +1,7 @@
 """The driver's part of conversations: what is sent and received, rewards of environments, metrics, failures. Pure functions."""
 
 import math
+import re
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +17,7 @@ from rlx.rewards.manager import Scores
 from rlx.trainer.branches import EARLIER, conversations_of
 
 CONVERSATION = "conversation"
+ADDRESS = re.compile(r"\b0x[0-9a-fA-F]+")  # of an object, another one in each process
 
 
 def sent(config: PPOConfig, rows: Batch) -> Batch:
@@ -117,7 +119,8 @@ def describe(batch: Batch) -> dict[str, float]:
 
 def failures(batch: Batch) -> str:
     """Return how many conversations failed and why, in words; empty if none did."""
-    reasons = Counter(record["reason"] for record in batch.info.get(CONVERSATION, []) if record["failed"])
+    failed = [record["reason"] for record in batch.info.get(CONVERSATION, []) if record["failed"]]
+    reasons = Counter(ADDRESS.sub("0x...", reason) for reason in failed)
     if not reasons:
         return ""
     most = reasons.most_common(3)

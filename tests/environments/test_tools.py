@@ -100,8 +100,11 @@ def test_functions_without_a_schema_are_refused():
     def bare(word):
         """Look."""
 
-    with pytest.raises(UserCodeError, match="tool 'bare' has no schema"):
-        Tools([bare])
+    def silent(word: str):
+        pass
+
+    with pytest.raises(UserCodeError, match=r"(?s)tool 'bare' has no schema.*\ntool 'silent' has no schema"):
+        Tools([bare, wait, silent])
     with pytest.raises(UserCodeError, match="expected a name of its own for each"):
         Tools([wait, wait])
 

@@ -93,11 +93,13 @@ def test_metrics_and_failures(batch):
 
 
 def test_failures_beyond_the_three_most_frequent_reasons_are_counted():
-    records = [{"reason": reason, "failed": True} for reason in "aaabbccdde"]
+    many = [f"error: <Tool at 0x{address:x}>" for address in (0x7F01, 0x7F02, 0x7F03)]
+    records = [{"reason": reason, "failed": True} for reason in [*many, *"bbccdde"]]
     text = conversations.failures(
         Batch.of({"seed": torch.zeros(10, dtype=torch.int64)}, {conversations.CONVERSATION: records})
     )
-    assert text == "10 of 10 conversations ended by a failure: 3 times a; 2 times b; 2 times c; 3 times other reasons"
+    named = "3 times error: <Tool at 0x...>; 2 times b; 2 times c; 3 times other reasons"
+    assert text == f"10 of 10 conversations ended by a failure: {named}"
 
 
 def test_a_transcript_has_an_entry_for_each_token(batch, tmp_path):
