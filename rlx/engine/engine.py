@@ -186,16 +186,23 @@ class Engine:
     def _per_token(self, batch: Batch, micro: MicroBatchRule, distribution: Distribution | None) -> dict[str, Tensor]:
         self.to_device(optimizer=False)
         self.root.eval()
-        columns: dict[str, Tensor] = {}
         sequences = batch.select(*self._forward.columns(batch))
-        padding_BR = ~batch["attention_mask"][:, -batch.response_length :]
+        found = []
         for part in self.cutter.micro_batches(sequences, micro):
-            for name, figures in self._forward(part, distribution).items():
-                column = columns.setdefault(name, torch.zeros(padding_BR.shape, dtype=figures.dtype))
-                if part.rows:
-                    own = shifted(figures.cpu(), part.lead, batch.response_length)
-                    column[part.rows] = own.masked_fill(padding_BR[part.rows], 0)
+            # The host does not wait for the figures, so the next micro-batch's kernels are queued meanwhile.
+            figures = {name: x.to("cpu", non_blocking=True) for name, x in self._forward(part, distribution).items()}
+            found.append((part.rows, part.lead, figures))
         self.sharded.reshard()
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)
+        columns: dict[str, Tensor] = {}
+        padding_BR = ~batch["attention_mask"][:, -batch.response_length :]
+        for rows, lead, figures in found:
+            for name, x in figures.items():
+                column = columns.setdefault(name, torch.zeros(padding_BR.shape, dtype=x.dtype))
+                if rows:
+                    own = shifted(x, lead, batch.response_length)
+                    column[rows] = own.masked_fill(padding_BR[rows], 0)
         return columns
 
     # Learning -----------------------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from torch import Tensor
 from rlx.algorithms.partition import partition
 from rlx.data.batch import EXPERTS, TENSORS, Batch
 from rlx.models.prefix_tree import NEVER, Tree, tree_of_rows
+from rlx.models.transfers import to_device
 
 
 @dataclass(frozen=True)
@@ -225,8 +226,8 @@ class MicroBatch(NamedTuple):
 
     def to(self, device: torch.device) -> "MicroBatch":
         """Return a copy whose columns and sequences are on the device."""
-        packed = self.packed and Packed(*(x.to(device) if isinstance(x, Tensor) else x for x in self.packed))
-        return self._replace(batch=self.batch.map_tensors(lambda column: column.to(device)), packed=packed)
+        packed = self.packed and Packed(*(to_device(x, device) if isinstance(x, Tensor) else x for x in self.packed))
+        return self._replace(batch=self.batch.map_tensors(lambda column: to_device(column, device)), packed=packed)
 
 
 def pack(batch: Batch, rows: list[int], lengths: Sequence[RowLength], least_gain: float = NEVER) -> MicroBatch:

@@ -15,6 +15,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from rlx.models.transfers import to_device
+
 ops = torch.ops.aten
 
 
@@ -41,7 +43,7 @@ class Call:
     def bounds(self) -> tuple[Tensor, Tensor, int, int]:
         """Where pairs begin among queries and among keys, (S + 1,) int32 each, and the largest lengths."""
         starts = (
-            torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=self.device)
+            to_device(torch.tensor([0, *accumulate(lengths)], dtype=torch.int32), self.device)
             for lengths in (self.query_lengths, self.key_lengths)
         )
         return *starts, max(self.query_lengths), max(self.key_lengths)

@@ -220,7 +220,7 @@ class _HeadLogProbs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None]:
         dtype = torch.promote_types(hidden_NH.dtype, torch.float32)
         count, vocabulary = len(ids_N), len(weight_VH)
-        ctx.temperature = torch.tensor(temperature, dtype=dtype, device=hidden_NH.device)
+        ctx.temperature = torch.full((), temperature, dtype=dtype, device=hidden_NH.device)  # no copy from the host
         ctx.chunks = _chunks(count, HEAD_CHUNK_BYTES // (vocabulary * hidden_NH.element_size()))
         figures = [torch.empty_like(ids_N, dtype=dtype) for _ in range(3 + with_entropy)]
         logits = hidden_NH.new_empty(_most_tokens(ctx.chunks), vocabulary)

@@ -3,6 +3,7 @@
 import gc
 import logging
 import socket
+import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -150,6 +151,25 @@ def test_packed_rows_say_in_bf16_what_padded_ones_say(gpu, large):
         found[name] = said["log_probs"]
     off = {name: (found[name] - found["exact"]).abs().mean() for name in ("padded", "packed")}
     assert 0 < off["packed"] <= 1.5 * off["padded"]
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_the_host_waits_for_the_device_once_not_for_each_micro_batch(gpu, large, shared):
+    batch = ragged()
+    if shared:  # four prompts of eight rows
+        ids, mask = batch["input_ids"].clone(), batch["attention_mask"].clone()
+        ids[:, :PROMPT], mask[:, :PROMPT] = (x[::8, :PROMPT].repeat_interleave(8, dim=0) for x in (ids, mask))
+        batch = batch.with_(input_ids=ids, attention_mask=mask)
+    model = ModelConfig(path=large, use_shared_prefix=shared)
+    made, waits = Engine(model, FSDPConfig(), strategy="fsdp2", device=gpu), []
+    for rows in (8, 32, 8):  # the first call compiles, and finds out what the model can do
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            made.log_probs(batch, MicroBatchRule(rows=rows), 1.0)
+            torch.cuda.set_sync_debug_mode("default")
+        waits.append(sum("synchroniz" in str(each.message) for each in seen))
+    assert waits[1] == waits[2], "four micro-batches, as many waits as one"
 
 
 @pytest.mark.parametrize("save", ["boundary", "attention"])
