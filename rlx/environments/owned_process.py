@@ -34,6 +34,7 @@ class EnvironmentProcess:
     Attributes:
         lives: numbers of the conversations that live here.
         expected: "reset" or "step" by number, for requests without an answer.
+        unsent: lines that wait for `flush`.
         loaded: whether the environment's code is there.
         retiring: whether it gets no further conversations, because it ran out of memory once.
         at_work: after its end, the number of the conversation whose code ran then; 0: of none.

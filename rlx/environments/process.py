@@ -1,4 +1,4 @@
-"""An environment process: many conversations live in it. `rlx.environments.pool` starts it.
+"""An environment process: many conversations live in it. `rlx.environments.owned_process` starts it.
 
 It receives lines of JSON: first the spec, then [number, "reset", row], [number, "step", turn] or [number, "end"]. It answers the
 spec with [error or null, traceback], and each reset and step with a line of `rlx.environments.answers`.
