@@ -8,7 +8,8 @@ Shape letters: H heads, N tokens of all sequences, D width of a head, S sequence
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -180,13 +181,19 @@ def packed_attention(
     return torch.cat([_sequence(*piece, scaling, window, dropout).transpose(1, 2) for piece in pieces], dim=1)
 
 
+@cache
+def _parameters_of(function: Callable[..., Any]) -> Collection[str]:
+    """Return the names of a function's parameters; every layer of every micro-batch asks for the same."""
+    return inspect.signature(function).parameters.keys()
+
+
 def _by_kernel(
     query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest: int, scaling: float | None, window: int | None
 ) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
     options: dict[str, Any] = {"scale": scaling, "window_size": (-1 if window is None else window - 1, 0)}
-    if "enable_gqa" in inspect.signature(varlen_attn).parameters:  # before torch 2.12 it was always enabled
+    if "enable_gqa" in _parameters_of(varlen_attn):  # before torch 2.12 it was always enabled
         options["enable_gqa"] = query.shape[1] != key.shape[1]
     rows = (x[0].transpose(0, 1) for x in (query, key, value))
     result: Tensor = varlen_attn(*rows, starts, starts, longest, longest, **options)
