@@ -1,7 +1,7 @@
 """Copies from the host that do not wait for the device.
 
 A blocking copy first lets the device finish all its work. Then it idles while the host launches the next kernels one by one, which
-takes longer than a small model's kernels run.
+can take longer than a small model's kernels run.
 """
 
 import torch

@@ -99,9 +99,8 @@ def trl_racer(folder: Path, options: Namespace) -> Racer:
 def verl_racer(folder: Path, options: Namespace, keys: list[str]) -> Racer:
     """Return verl's run."""
     rows = folder / "rows.jsonl"
-    keys = [
-        f"reward.{key}" if key.startswith("custom_reward_function") else key for key in keys
-    ]  # its name of the group
+    # Its name of the group
+    keys = [f"reward.{key}" if key.startswith("custom_reward_function") else key for key in keys]
     own = [
         "trainer.logger=[console,file]",
         "trainer.resume_mode=disable",
