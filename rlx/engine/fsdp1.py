@@ -108,9 +108,10 @@ def _fsdp1_strategy(fsdp: FSDPConfig, mesh: DeviceMesh) -> ShardingStrategy:
         )
     if mesh.size() == 1:
         return ShardingStrategy.NO_SHARD
+    reshards = fsdp.reshards(mesh.size())
     if mesh.ndim == 1:
-        return ShardingStrategy.FULL_SHARD if fsdp.reshard_after_forward else ShardingStrategy.SHARD_GRAD_OP
-    if fsdp.fsdp_size == 1 or not fsdp.reshard_after_forward:
+        return ShardingStrategy.FULL_SHARD if reshards else ShardingStrategy.SHARD_GRAD_OP
+    if fsdp.fsdp_size == 1 or not reshards:
         raise ValueError(
             f"fsdp_size={fsdp.fsdp_size} with reshard_after_forward={fsdp.reshard_after_forward}: FSDP1 can only replicate groups "
             "of 2 or more processes that reshard after forward; use strategy=fsdp2"

@@ -46,7 +46,7 @@ class FSDP2Model(Sharded):
         for name, layer in layers.items():
             self.units.append(Unit(f"{name}.", layer, own_names(layer, []), layer))
             materialise(layer, [], device, streamed)
-            fully_shard(layer, reshard_after_forward=fsdp.reshard_after_forward, **options)
+            fully_shard(layer, reshard_after_forward=fsdp.reshards(mesh.size()), **options)
         materialise(model, list(layers.values()), device, streamed)
         # The head is the last part of forward and the first of backward, so freeing it in between would only gather it again.
         fully_shard(model, reshard_after_forward=False, **options)

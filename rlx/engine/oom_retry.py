@@ -35,6 +35,7 @@ from rlx.engine.fsdp2 import FSDP2Model
 from rlx.engine.optimizer import state_bytes
 from rlx.engine.optimizer_state import OptimizerStateOnHost
 from rlx.engine.sharded import Sharded
+from rlx.engine.single import SingleModel
 from rlx.engine.units import local
 from rlx.offload import ActivationOffloading
 
@@ -71,7 +72,7 @@ class OomRetry:
         self._state_on_host = state_on_host
         self._offload, self._sharded, self._optimizer, self._device = offload, sharded, optimizer, device
         can_reset = isinstance(sharded, FSDP2Model) and hasattr(FSDPModule, "reset_iter_state")
-        self._recover = sharded.recover if can_reset else None
+        self._recover = sharded.recover if can_reset or isinstance(sharded, SingleModel) else None
         # A second communicator, on the host: Note [who can be told].
         self._group = dist.new_group(backend="gloo") if dist.get_world_size() > 1 else None
 

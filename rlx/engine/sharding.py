@@ -1,4 +1,4 @@
-"""Shard a model over processes with FSDP1 or FSDP2."""
+"""Shard a model over processes with FSDP1 or FSDP2, or leave it whole where there is one process."""
 
 from collections.abc import Sequence
 from typing import cast
@@ -11,6 +11,7 @@ from rlx.config.schema import FSDPConfig
 from rlx.engine.fsdp1 import FSDP1Model
 from rlx.engine.fsdp2 import FSDP2Model
 from rlx.engine.sharded import Precision, Sharded
+from rlx.engine.single import SingleModel, casts
 from rlx.identity import machine_identity
 from rlx.offload import LayerOffloading, enable_layer_offloading
 
@@ -25,6 +26,9 @@ def shard(
 ) -> Sharded:
     """Shard a model over all processes.
 
+    With `fsdp2` a single process has nothing to shard. FSDP2 is used there only to copy weights to the type of computation
+    layer by layer, or for its offload policy.
+
     Args:
         model: with rank 0's weights in host memory; other ranks may hold it on the meta device.
         strategy: `fsdp2` or `fsdp`.
@@ -36,12 +40,16 @@ def shard(
     Raises:
         ValueError: the configuration does not fit the number of processes or the strategy.
     """
-    kinds = {"fsdp2": FSDP2Model, "fsdp": FSDP1Model}
-    if strategy not in kinds:
+    if strategy not in ("fsdp", "fsdp2"):
         raise ValueError(f"strategy: got {strategy!r}, expected fsdp2 or fsdp")
-    if streaming is None:
-        return kinds[strategy](model, fsdp, precision, device)
-    return FSDP2Model(model, fsdp, precision, device, streaming.parameters)
+    streamed = frozenset() if streaming is None else streaming.parameters
+    if strategy == "fsdp":
+        return FSDP1Model(model, fsdp, precision, device)
+    if dist.get_world_size() == 1 and not fsdp.offload_policy:
+        copies = any(casts(parameter, precision) for parameter in model.parameters() if parameter not in streamed)
+        if not copies or not fsdp.reshards(1):
+            return SingleModel(model, precision, device, streamed)
+    return FSDP2Model(model, fsdp, precision, device, streamed)
 
 
 def stream_frozen(

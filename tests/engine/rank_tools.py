@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from rlx.config.schema import (
@@ -147,5 +148,6 @@ class Gradients:
                     name.replace("_fsdp_wrapped_module.", ""): p.grad.clone() for name, p in root.named_parameters()
                 }
         else:
-            found = {name: p.grad.full_tensor().clone() for name, p in root.named_parameters() if p.requires_grad}
+            grads = {name: p.grad for name, p in root.named_parameters() if p.requires_grad}
+            found = {n: (g.full_tensor() if isinstance(g, DTensor) else g).clone() for n, g in grads.items()}
         return torch.cat([found[name].flatten() for name in sorted(found)])

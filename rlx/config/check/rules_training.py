@@ -275,7 +275,7 @@ def fsdp1_can_do_it(s: CheckContext) -> Faults:
             rank, dtype = f"{role.model_key}.lora_rank", f"{key}.model_dtype"
             got, either = f"fp32 adapters ({rank}={role.model.lora_rank}), {dtype}=bf16", f"{remedy}, or {dtype}=fp32"
             yield s.fault("FSDP1 keeps a layer's parameters in one type", "FSDP2", either, dtype, rank, got=got)
-        if 0 < fsdp.fsdp_size < world and (fsdp.fsdp_size == 1 or not fsdp.reshard_after_forward):
+        if 0 < fsdp.fsdp_size < world and (fsdp.fsdp_size == 1 or not fsdp.reshards(world)):
             keys = (f"{key}.fsdp_size", f"{key}.reshard_after_forward")
             expected = "groups of 2 or more processes that reshard after forward"
             either = f"{remedy}, or {keys[0]}=-1"

@@ -109,7 +109,7 @@ def _role_memory(role: ModelRole, decoder: Decoder, config: PPOConfig, machine: 
             is_trained=is_trained,
             adapter_rank=rank,
             summed_in=reduced,
-            is_resharded=fsdp.reshard_after_forward,
+            is_resharded=fsdp.reshards(processes(config)),
             gradient_bytes=of_trained if takes_one else max(of_trained, reduced),
             optimizer_bytes=role.optimizer_bytes,
             is_quantized=role.trained and role.model.quantization is not None,
@@ -119,10 +119,12 @@ def _role_memory(role: ModelRole, decoder: Decoder, config: PPOConfig, machine: 
     forward = forward._replace(optimizer=update.optimizer)
     memory = RoleMemory(role, decoder, stored, element, update, forward, on_device)
     streams = on_device and role.model.layer_offload and has_frozen_layers(role)
-    return _with_streamed_layers(memory, shards, config.trainer.n_gpus_per_node) if streams else memory
+    if not streams:
+        return memory
+    return _with_streamed_layers(memory, shards, fsdp.reshards(processes(config)), config.trainer.n_gpus_per_node)
 
 
-def _with_streamed_layers(memory: RoleMemory, shards: int, sharing: int) -> RoleMemory:
+def _with_streamed_layers(memory: RoleMemory, shards: int, is_resharded: bool, sharing: int) -> RoleMemory:
     """Return a role's memory with the weights of its layers on the host, quantised or in the type of computation. FSDP gathers none of them.
 
     Norms and biases, which stay on the device, are counted as streamed: they are less than 0.1 %.
@@ -132,7 +134,7 @@ def _with_streamed_layers(memory: RoleMemory, shards: int, sharing: int) -> Role
     on_host, stored = (NF4_BYTES, NF4_BYTES) if is_quantized else (memory.element, memory.stored)
     is_gathered = shards > 1 or stored != on_host
     buffers = sum(layers[-2:]) * on_host
-    at_once = layers[-1] * (2 if memory.role.fsdp.reshard_after_forward else len(layers))
+    at_once = layers[-1] * (2 if is_resharded else len(layers))
     gathered = at_once * on_host * is_gathered
 
     def without_layers(states: StateBytes) -> StateBytes:

@@ -62,7 +62,12 @@ class FSDPConfig:
         words=("auto", "device", "host"),
     )
     offload_policy: bool = key(False, "FSDP's own CPU offload: parameters and the optimizer step are on the host.")
-    reshard_after_forward: bool = key(True, "Free the gathered parameters after forward.")
+    reshard_after_forward: bool | str = key(
+        "auto",
+        "Free the gathered parameters after forward, layer by layer; auto: not where one process has all of them and offloads "
+        "neither them nor the optimizer's state.",
+        words=("auto",),
+    )
     fsdp_size: int = key(-1, "Processes of one sharding group; -1: all; fewer replicate the groups (HSDP).", minimum=-1)
     forward_prefetch: bool = key(False, "Gather the next layer's parameters during the current one's forward.")
     model_dtype: str = key(
@@ -71,6 +76,16 @@ class FSDPConfig:
         choices=DTYPES,
     )
     mixed_precision: MixedPrecisionConfig = group(MixedPrecisionConfig, "Types while computing.")
+
+    def reshards(self, processes: int) -> bool:
+        """Return whether parameters are freed layer by layer, so that few are gathered at a time.
+
+        Args:
+            processes: of the run.
+        """
+        if isinstance(self.reshard_after_forward, bool):
+            return self.reshard_after_forward
+        return processes > 1 or self.offload_policy or self.param_offload or self.device_state_bytes < math.inf
 
     @property
     def device_state_bytes(self) -> float:

@@ -23,7 +23,8 @@ MEASURED = (
     *("experiment=arithmetic", "trainer.device=cuda", "data.train_batch_size=32", "data.max_response_length=256"),
     *(f"{ACTOR}.ppo_mini_batch_size=16", f"{ACTOR}.ppo_micro_batch_size_per_gpu=32", f"{ACTOR}.use_kl_loss=True"),
     f"{ROLLOUT}.dtype=fp32",
-    f"{MODEL}.use_shared_prefix=False",  # as it was when this was measured
+    f"{MODEL}.use_shared_prefix=False",  # as these were when this was measured
+    f"{ACTOR}.fsdp_config.reshard_after_forward=True",
 )
 RUNS = {
     "1 GPU, offload on": [],

@@ -1,0 +1,65 @@
+"""What test_single.py runs in one process."""
+
+import dataclasses
+
+import torch
+from rank_tools import FP64, ROWS, Gradients, build, make_batch, policy, weights_of
+
+from rlx.config.schema import MixedPrecisionConfig
+from rlx.engine.engine import Engine
+from rlx.engine.micro_batch import MicroBatchRule
+
+
+def both(folder: str, stored: str, compute: str, rows: int, model: dict) -> list:
+    """Return log-probs, metrics, gradients and weights of two updates, without FSDP2 and with it."""
+    mixed = MixedPrecisionConfig(param_dtype=compute, reduce_dtype="fp32")
+    found = []
+    for reshards in ("auto", True):
+        fsdp = dataclasses.replace(FP64, model_dtype=stored, mixed_precision=mixed, reshard_after_forward=reshards)
+        engine = build(folder, fsdp, model=model)
+        gradients, batch = Gradients(engine), make_batch()
+        metrics = [engine.update(batch, MicroBatchRule(rows=rows), policy()) for _ in range(2)]
+        log_probs = engine.log_probs(batch, ROWS, 1.0)["log_probs"]
+        found.append((type(engine.sharded).__name__, log_probs, metrics, gradients.seen, weights_of(engine)))
+    return found
+
+
+def kinds(folder: str, settings: list[dict]) -> list[str]:
+    """Return what holds the model in one process, with these settings of FSDP."""
+    fp32 = dataclasses.replace(FP64, model_dtype="fp32")
+    return [type(build(folder, dataclasses.replace(fp32, **each)).sharded).__name__ for each in settings]
+
+
+def copies(folder: str) -> list[tuple[set[torch.dtype], set[torch.dtype]]]:
+    """Return the types of the parameters while a layer runs, and afterwards, for log-probs and an update."""
+    mixed = MixedPrecisionConfig(param_dtype="bf16")
+    engine = build(folder, dataclasses.replace(FP64, model_dtype="fp32", mixed_precision=mixed))
+    found = []
+    for run in (lambda: engine.log_probs(make_batch(), ROWS, 1.0), lambda: engine.update(make_batch(), ROWS, policy())):
+        inside: set[torch.dtype] = set()
+        hook = engine.sharded.units[1].module.register_forward_hook(lambda *_, seen=inside: seen.update(_types(engine)))
+        run()
+        hook.remove()
+        found.append((inside, _types(engine)))
+    return found
+
+
+def _types(engine: Engine) -> set[torch.dtype]:
+    return {parameter.dtype for parameter in engine.root.parameters()}
+
+
+def wide_inputs(folder: str) -> list[set[torch.dtype]]:
+    """Return the types that layers get from an embedding that widens its result, without FSDP2 and with it."""
+    found = []
+    for reshards in ("auto", True):
+        mixed = MixedPrecisionConfig(param_dtype="bf16")
+        fsdp = dataclasses.replace(FP64, model_dtype="fp32", mixed_precision=mixed, reshard_after_forward=reshards)
+        engine = build(folder, fsdp)
+        seen: set[torch.dtype] = set()
+        engine.root.get_input_embeddings().register_forward_hook(lambda own, args, output: output.float())
+        for unit in engine.sharded.units[1:]:
+            norm = unit.module.input_layernorm
+            norm.register_forward_pre_hook(lambda own, args, seen=seen: seen.add(args[0].dtype))
+        engine.log_probs(make_batch(), ROWS, 1.0)
+        found.append(seen)
+    return found

@@ -1,0 +1,65 @@
+"""One process without FSDP2 computes what it computes with it."""
+
+import pytest
+import torch
+
+from rlx.config.schema import ActivationOffloadConfig, MixedPrecisionConfig
+
+LORA = {"lora_rank": 2}
+
+
+def offload(save):
+    options = ActivationOffloadConfig(save=save, min_bytes=0)
+    checkpoints = {"enable_gradient_checkpointing": save != "all"}
+    return checkpoints | {"enable_activation_offload": True, "activation_offload": options}
+
+
+@pytest.mark.parametrize(
+    ("stored", "compute", "rows", "model"),
+    [
+        ("fp32", "bf16", 3, {}),
+        ("fp32", "bf16", 8, {}),  # one micro-batch: nothing is summed
+        ("fp32", "bf16", 3, offload("all")),
+        ("fp32", "bf16", 3, offload("boundary")),
+        ("fp32", "bf16", 3, offload("auto")),
+        ("fp32", "bf16", 3, LORA),
+        ("bf16", "bf16", 3, LORA),
+        ("bf16", "bf16", 3, {}),
+    ],
+)
+def test_results_equal_those_of_fsdp2_bit_for_bit(stored, compute, rows, model, model_folder, one_rank):
+    (found,) = one_rank("single", "both", model_folder, stored, compute, rows, model)
+    (kind, log_probs, metrics, gradients, weights), (other_kind, *other) = found
+    copies = stored != compute or model == LORA  # adapters are fp32
+    assert (kind, other_kind) == ("SingleModel", "FSDP2Model" if copies else "SingleModel")
+    assert torch.equal(log_probs, other[0])
+    assert metrics == other[1]
+    assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(gradients, other[2], strict=True))
+    assert gradients and set(weights) == set(other[3])
+    assert all(torch.equal(tensor, other[3][name]) for name, tensor in weights.items())
+
+
+def test_fsdp2_serves_one_process_only_where_weights_are_copied_layer_by_layer(model_folder, one_rank):
+    bf16 = {"mixed_precision": MixedPrecisionConfig(param_dtype="bf16")}
+    cases = [
+        ({}, "SingleModel"),
+        ({"reshard_after_forward": True}, "SingleModel"),  # nothing is copied
+        (bf16, "SingleModel"),
+        (bf16 | {"reshard_after_forward": False, "param_offload": True}, "SingleModel"),
+        (bf16 | {"reshard_after_forward": True}, "FSDP2Model"),
+        (bf16 | {"param_offload": True}, "FSDP2Model"),
+        (bf16 | {"optimizer_offload": True}, "FSDP2Model"),
+        ({"offload_policy": True}, "FSDP2Model"),
+    ]
+    (found,) = one_rank("single", "kinds", model_folder, [settings for settings, _ in cases])
+    assert found == [kind for _, kind in cases]
+
+
+def test_copies_are_there_while_the_model_runs_and_gone_afterwards(model_folder, one_rank):
+    (found,) = one_rank("single", "copies", model_folder)
+    assert found == [({torch.bfloat16}, {torch.float32})] * 2
+
+
+def test_layers_get_inputs_in_the_type_of_computation(model_folder, one_rank):
+    (found,) = one_rank("single", "wide_inputs", model_folder)
+    assert found == [{torch.bfloat16}] * 2
