@@ -95,11 +95,17 @@ class Cutter:
         while count < most:  # on all processes together
             count = most
             parts = cut(lengths, micro, packs, count, groups)
-            largest = torch.tensor(len(parts), device=self._device)
-            dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-            most = int(largest)
+            most = self._most(len(parts))
         for rows in parts:
             part = pack(batch, rows, lengths, self._least_gain) if packs else take(batch, rows, lengths)
             if self._sequences is not None and part.packed is not None:
                 part = part._replace(packed=self._sequences.own(part.packed))
             yield part.to(self._device)
+
+    def _most(self, count: int) -> int:
+        """Return the largest count of any process."""
+        if dist.get_world_size() == 1:
+            return count  # without waiting for the device
+        largest = torch.tensor(count, device=self._device)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        return int(largest)
