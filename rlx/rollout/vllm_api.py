@@ -4,8 +4,10 @@ Importing this module imports vLLM, with the settings that let it run in a proce
 """
 
 import contextlib
+import copy
 import dataclasses
 import difflib
+import functools
 import gc
 import inspect
 import logging
@@ -395,18 +397,34 @@ def _collect() -> None:
 
 
 def _sampling_params(request: Request, seeded: bool) -> SamplingParams:
+    """Return parameters of the request's own: vLLM changes them when it takes the request."""
     sampling = request.sampling
-    return SamplingParams(
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        max_tokens=sampling.max_tokens,
-        seed=request.seed if seeded else None,
-        stop_token_ids=list(sampling.stop_token_ids),
+    usual, changeable = _usual_params(
+        sampling.temperature, sampling.top_p, sampling.top_k, sampling.stop_token_ids, sampling.with_log_probs
+    )
+    params = copy.copy(usual)  # 0.3 µs; making them takes 6, most of it for checks
+    for name in changeable:
+        setattr(params, name, getattr(usual, name).copy())
+    params.max_tokens, params.seed = sampling.max_tokens, request.seed if seeded else None
+    return params
+
+
+@functools.lru_cache(maxsize=64)
+def _usual_params(
+    temperature: float, top_p: float, top_k: int, stop_token_ids: tuple[int, ...], with_log_probs: bool
+) -> tuple[SamplingParams, list[str]]:
+    """Return parameters to be copied, without a seed, and the names of their lists and sets."""
+    params = SamplingParams(
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        stop_token_ids=list(stop_token_ids),
         ignore_eos=True,  # stop_token_ids holds it already
-        logprobs=0 if sampling.with_log_probs else None,  # only that of the chosen token
+        logprobs=0 if with_log_probs else None,  # only that of the chosen token
         flat_logprobs=True,
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
-        skip_clone=True,  # no other request has these
+        skip_clone=True,  # each request has a copy
     )
+    names = params.__struct_fields__
+    return params, [name for name in names if isinstance(getattr(params, name), list | set | dict)]

@@ -315,6 +315,32 @@ def warmed_up_for(sampling):
     return inside, taken()
 
 
+def parameters(samplings, seeds):
+    """What vLLM has of each request that it took: seed, most tokens, temperature and tokens that stop it."""
+    rollout, taken = NOW[-1].vllm, NOW[-1].vllm.engine._client.engine_core.scheduler.requests
+    for sampling, seed in zip(samplings, seeds, strict=True):
+        rollout.add_request(Request((5, 6), seed, sampling))
+    found = [request.sampling_params for request in taken.values()]
+    rollout.abort()
+    return [(own.seed, own.max_tokens, own.temperature, own.stop_token_ids) for own in found]
+
+
+def parameters_are_a_requests_own():
+    """Whether changes of a request's parameters, such as vLLM makes, are seen in those of another request."""
+    from rlx.rollout.vllm_api import _sampling_params
+
+    request = Request((5,), 1, Sampling(3, 0.7, stop_token_ids=(4, 9)))
+    first, before = _sampling_params(request, True), repr(_sampling_params(request, True))
+    first.temperature, first.cached = 0.1, 1
+    for name in first.__struct_fields__:
+        value = getattr(first, name)
+        if isinstance(value, list | set):
+            (value.append if isinstance(value, list) else value.add)(99)
+    assert "99" in repr(first)
+    after = _sampling_params(request, True)
+    return repr(after) == before and after.all_stop_token_ids == {4, 9} and not vars(after)
+
+
 def expandable(environment):
     from rlx.rollout.vllm import refuse_expandable_segments
 
