@@ -120,7 +120,8 @@ class Chat:
             end = [self._tokenizer.eos_token_id]
             return [Written(ids[:-1] if ids[-1:] == end else ids, "") for ids in found]
         texts = self._prompts(chats)
-        return [*map(Written, self._tokenizer(texts, add_special_tokens=False)["input_ids"], texts)]
+        found = self._tokenizer(texts, add_special_tokens=False, return_attention_mask=False)["input_ids"]
+        return [*map(Written, found, texts)]
 
     def texts_of(self, completions: Sequence[Completion]) -> list[str]:
         """Return the turns' texts with special tokens, without the tokens that ended them."""

@@ -17,6 +17,7 @@ from rlx.environments.protocol import Failure, Message, Observation, Reset, Turn
 from rlx.errors import ExplainedError
 from rlx.heartbeat import beat
 from rlx.rollout.flight import FirstRank, aborting
+from rlx.rollout.process_state import rare_collections
 from rlx.rollout.protocol import Completion, PrefixMemory, Request, Rollout, Sampling
 
 IDLE_WAIT_S = 0.2  # for environments while nothing is sampled; then the process shows that it lives, and waits again
@@ -138,7 +139,7 @@ def run_conversations(
     """
     run = _Run(rollout, pool, rows, options)
     try:
-        with aborting(rollout):
+        with aborting(rollout), rare_collections():
             run.to_the_end()
     finally:
         run.end_all()
