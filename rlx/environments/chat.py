@@ -107,6 +107,7 @@ class Chat:
         # SentencePiece writes a space before each text; behind a line break it does not.
         first = tokenizer.convert_ids_to_tokens(tokenizer.encode("a", add_special_tokens=False))[0]
         self._anchor_ids = tokenizer.encode(ANCHOR, add_special_tokens=False) if first.startswith("\u2581") else []
+        self._is_plain = _is_plain(tokenizer)
         self._end: str | None = None
         self._checked: set[tuple[str, bool]] = set()
 
@@ -120,7 +121,19 @@ class Chat:
             end = [self._tokenizer.eos_token_id]
             return [Written(ids[:-1] if ids[-1:] == end else ids, "") for ids in found]
         texts = self._prompts(chats)
-        return [*map(Written, self._tokenizer(texts, add_special_tokens=False)["input_ids"], texts)]
+        different = [*dict.fromkeys(texts)]  # the samples of a group have one prompt
+        found = dict(zip(different, self._tokens(different), strict=True))
+        return [Written([*found[text]], text) for text in texts]
+
+    def _tokens(self, texts: list[str]) -> list[list[int]]:
+        """Return the tokens of each text alone, without any that the tokenizer puts around it."""
+        if self._is_plain:
+            fast = self._tokenizer.backend_tokenizer
+            # transformers' own call sets back what another caller has set
+            is_set_back = fast.truncation is None and fast.padding is None
+            if is_set_back and fast.encode_special_tokens == self._tokenizer.split_special_tokens:
+                return [each.ids for each in fast.encode_batch_fast(texts, add_special_tokens=False)]
+        return self._tokenizer(texts, add_special_tokens=False, return_attention_mask=False)["input_ids"]
 
     def texts_of(self, completions: Sequence[Completion]) -> list[str]:
         """Return the turns' texts with special tokens, without the tokens that ended them."""
@@ -318,11 +331,7 @@ class Chat:
         """Return the tokens of each text as they are behind another text, but for the places in `firsts`."""
         anchor = self._anchor_ids
         behind = [bool(anchor and text) and place not in firsts for place, text in enumerate(texts)]
-        found: list[list[int]] = self._tokenizer(
-            [ANCHOR + text if each else text for text, each in zip(texts, behind, strict=True)],
-            add_special_tokens=False,
-            return_attention_mask=False,
-        )["input_ids"]
+        found = self._tokens([ANCHOR + text if each else text for text, each in zip(texts, behind, strict=True)])
         return [
             ids
             if not each
@@ -331,6 +340,17 @@ class Chat:
             else self._tokenizer.encode(text, add_special_tokens=False)
             for text, ids, each in zip(texts, found, behind, strict=True)
         ]
+
+
+def _is_plain(tokenizer: "PreTrainedTokenizerBase") -> bool:
+    """Return whether transformers' own methods encode, by a call of the package tokenizers.
+
+    Called directly that takes half the time: it need not count characters, which nobody reads here.
+    """
+    from transformers import PreTrainedTokenizerFast as Usual
+
+    own = type(tokenizer)
+    return tokenizer.is_fast and own.__call__ is Usual.__call__ and own._encode_plus is Usual._encode_plus
 
 
 def _together_or_alone(

@@ -17,7 +17,8 @@ from rlx.environments.protocol import Failure, Message, Observation, Reset, Turn
 from rlx.errors import ExplainedError
 from rlx.heartbeat import beat
 from rlx.rollout.flight import FirstRank, aborting
-from rlx.rollout.protocol import Completion, Request, Rollout, Sampling
+from rlx.rollout.process_state import rare_collections
+from rlx.rollout.protocol import Completion, PrefixMemory, Request, Rollout, Sampling
 
 IDLE_WAIT_S = 0.2  # for environments while nothing is sampled; then the process shows that it lives, and waits again
 TEMPLATE_REASON = "template"
@@ -138,7 +139,7 @@ def run_conversations(
     """
     run = _Run(rollout, pool, rows, options)
     try:
-        with aborting(rollout):
+        with aborting(rollout), rare_collections():
             run.to_the_end()
     finally:
         run.end_all()
@@ -152,6 +153,7 @@ class _Open:
         self.conversation = conversation
         self.asked = time.monotonic()
         self.text = ""  # of the last turn
+        self.memory = PrefixMemory()
 
 
 class _Run:
@@ -298,12 +300,13 @@ class _Run:
 
     def _ask(self, key: int) -> None:
         """Request the next turn."""
-        conversation, seed = self._open[key].conversation, self._rows[key].seed
+        run, seed = self._open[key], self._rows[key].seed
+        conversation = run.conversation
         turn, sampling = len(conversation.own_turns), self._options.sampling
         if conversation.room < sampling.max_tokens:
             sampling = replace(sampling, max_tokens=conversation.room)
         tokens = (*conversation.prompt_ids, *conversation.token_ids)
-        request = Request(tokens, seed_for(seed, turn) if turn else seed, sampling)
+        request = Request(tokens, seed_for(seed, turn) if turn else seed, sampling, run.memory)
         self._sampled[self._rollout.add_request(request)] = key
 
 

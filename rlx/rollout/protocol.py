@@ -1,8 +1,8 @@
 """The interface between trainer and sampler: requests, completions and weight updates."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -50,6 +50,25 @@ class Sampling:
         return self.temperature or 1.0
 
 
+class PrefixMemory:
+    """What a sampler knows of a conversation's tokens from one turn to the next. Only the sampler reads and fills it.
+
+    The conversation holds it, so that it goes with the conversation. It decides how fast a prompt is read, never what is sampled.
+
+    Attributes:
+        tokens: prompt and completion of the last request that had it.
+        block_hashes: of their whole blocks.
+        era: the object that the sampler had then; its hashes hold as long as it has the same.
+    """
+
+    __slots__ = ("block_hashes", "era", "tokens")
+
+    def __init__(self) -> None:
+        self.tokens: Sequence[int] = ()
+        self.block_hashes: Sequence[Any] = ()
+        self.era: object = None
+
+
 @dataclass(frozen=True)
 class Request:
     """One prompt to complete once.
@@ -58,11 +77,13 @@ class Request:
         prompt_ids: its tokens, at least one.
         seed: in [0, 2**63); with the prompt and the weights it determines the completion.
         sampling: how to choose tokens.
+        memory: the same for all turns of a conversation; a sampler may ignore it.
     """
 
     prompt_ids: tuple[int, ...]
     seed: int
     sampling: Sampling
+    memory: PrefixMemory | None = field(default=None, compare=False, repr=False)
 
 
 class EngineError(RuntimeError):

@@ -50,16 +50,18 @@ def test_each_turn_continues_the_tokens_with_a_seed_and_a_limit_of_its_own(run, 
         assert list(request.prompt_ids) == (conversation.prompt_ids + conversation.token_ids)[: len(request.prompt_ids)]
     assert [turn["reward"] for turn in conversation.turns] == [0.0, None, 1.0, None, 2.0]
     assert sum(conversation.sampled) == 9
+    assert requests[0].memory and all(request.memory is requests[0].memory for request in requests)
 
 
 @pytest.mark.parametrize("in_waves", [True, False])
 def test_conversations_are_those_of_their_rows_in_any_order(run, in_waves):
-    found, _, _ = run(
+    found, requests, _ = run(
         lambda: Echo(turns=2), lambda request: ("x" * (1 + request.seed % 5), True), rows=9, in_waves=in_waves
     )
     for row, conversation in enumerate(found):
         lengths = [turn["end"] - turn["start"] - 1 for turn in conversation.own_turns]
         assert lengths == [1 + row % 5, 1 + seed_for(row, 1) % 5]
+    assert len({id(request.memory) for request in requests}) == 9, "each has one of its own for its turns"
 
 
 @pytest.mark.parametrize(

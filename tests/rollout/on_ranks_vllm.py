@@ -1,12 +1,12 @@
 """vLLM beside the trainer's engine, as it lives in a worker: what the tests let each rank do."""
 
+import copy
 import gc
 import logging
 import os
 import random
 import signal
 import sys
-import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -21,9 +21,10 @@ from rlx.engine.micro_batch import MicroBatchRule
 from rlx.engine.objectives import PolicyObjective
 from rlx.rollout import vllm_weights
 from rlx.rollout.batching import generate_batch
+from rlx.rollout.block_hashes import ContinuedHashes
 from rlx.rollout.factory import build_rollout
 from rlx.rollout.flight import FirstRank
-from rlx.rollout.protocol import Completion, Request, Rollout, Sampling
+from rlx.rollout.protocol import Completion, PrefixMemory, Request, Rollout, Sampling
 from rlx.workers.dequantized_base import DequantizedBase
 
 CPU = torch.device("cpu")
@@ -55,7 +56,7 @@ def trainer(model: ModelConfig, strategy: str) -> Engine:
     return Engine(model, FSDPConfig(), strategy=strategy, device=CPU, optim=OptimConfig(lr=1e-2), total_steps=10)
 
 
-def start(folder, strategy, model, rollout):
+def start(folder, strategy, model, rollout, context=CONTEXT):
     """Builds all of it, without weights in the samplers; says what the process was like before vLLM and after."""
     chosen = ModelConfig(path=folder, **model)
     kwargs = EngineKwargsConfig(vllm={"block_size": 32, "kv_cache_memory_bytes": 1 << 22})
@@ -64,9 +65,9 @@ def start(folder, strategy, model, rollout):
     if chosen.quantization is not None:
         KEPT.append(DequantizedBase(engine))
         chosen = replace(chosen, path=KEPT[-1].path)
-    hf = build_rollout(replace(settings, name="hf"), chosen, CPU, CONTEXT)
+    hf = build_rollout(replace(settings, name="hf"), chosen, CPU, context)
     before = process()
-    vllm = build_rollout(settings, chosen, CPU, CONTEXT, seed=3)
+    vllm = build_rollout(settings, chosen, CPU, context, seed=3)
     after = process()
     NOW.append(Setup(chosen, settings, engine, hf, vllm, FirstRank(settings.tensor_model_parallel_size)))
     return before, after
@@ -117,9 +118,8 @@ def other_adapters(name):
 
 
 def files_of_adapters():
-    """The files in folders of adapters that this process has on disk."""
-    folders = Path(tempfile.gettempdir()).glob(f"rlx-adapters-*-{os.getpid()}-*")
-    return [file.name for folder in folders for file in folder.iterdir()]
+    """The files in the sampler's folder of adapters."""
+    return [file.name for file in Path(NOW[-1].vllm._adapters._folder.name).iterdir()]
 
 
 def share() -> int:
@@ -198,6 +198,38 @@ def aborted(sampling, ended):
     rollout.abort()
     free.append(blocks.get_num_free_blocks())
     return free, refused, {numbers.index(number): completion for number, completion in left}, rollout.take_load()
+
+
+def conversation(sampling, remembers=True, before_last=None):
+    """For each of four turns: its completion, how many hashes of blocks it has from the turn before, whether all of them are
+    those that vLLM computes, and its tokens that were in the cache. `before_last` is `sync` or `rewrite`.
+    """
+    rollout, core = NOW[-1].vllm, NOW[-1].vllm.engine._client.engine_core
+    memory, tokens, before, turns = PrefixMemory() if remembers else None, [2, *range(3, 40), *range(2, 39)], [], []
+    for turn in range(4):
+        if turn == 3 and before_last == "sync":
+            sync(rollout.version + 1)
+        elif turn == 3 and before_last == "rewrite":
+            tokens[0] += 1
+        number = rollout.add_request(Request(tuple(tokens), 10 + turn, sampling, memory))
+        (own,) = core.scheduler.requests.values()
+        alone, hashes, stats = copy.copy(own), list(own.block_hashes), own.prefill_stats
+        alone.block_hashes = []
+        alone.update_block_hashes()
+        assert not isinstance(own._block_hasher, ContinuedHashes), "decoding calls vLLM's own"
+        taken = sum(one is other for one, other in zip(hashes, before, strict=False))
+        completion = answer_of(rollout, number)
+        before = own.block_hashes
+        turns.append((completion, taken, hashes == alone.block_hashes, stats.num_cached_tokens))
+        tokens += [*completion.token_ids, *range(5 + turn, 30)]
+    return turns
+
+
+def answer_of(rollout, number):
+    """The completion of the one request in flight."""
+    while rollout.running:
+        stopped = rollout.step()
+    return dict(stopped)[number]
 
 
 def fall_asleep():
@@ -313,6 +345,32 @@ def warmed_up_for(sampling):
     with _warming_up(sampling):
         inside = taken()
     return inside, taken()
+
+
+def parameters(samplings, seeds):
+    """What vLLM has of each request that it took: seed, most tokens, temperature and tokens that stop it."""
+    rollout, taken = NOW[-1].vllm, NOW[-1].vllm.engine._client.engine_core.scheduler.requests
+    for sampling, seed in zip(samplings, seeds, strict=True):
+        rollout.add_request(Request((5, 6), seed, sampling))
+    found = [request.sampling_params for request in taken.values()]
+    rollout.abort()
+    return [(own.seed, own.max_tokens, own.temperature, own.stop_token_ids) for own in found]
+
+
+def parameters_are_a_requests_own():
+    """Whether changes of a request's parameters, such as vLLM makes, are seen in those of another request."""
+    from rlx.rollout.vllm_api import _sampling_params
+
+    request = Request((5,), 1, Sampling(3, 0.7, stop_token_ids=(4, 9)))
+    first, before = _sampling_params(request, True), repr(_sampling_params(request, True))
+    first.temperature, first.cached = 0.1, 1
+    for name in first.__struct_fields__:
+        value = getattr(first, name)
+        if isinstance(value, list | set):
+            (value.append if isinstance(value, list) else value.add)(99)
+    assert "99" in repr(first)
+    after = _sampling_params(request, True)
+    return repr(after) == before and after.all_stop_token_ids == {4, 9} and not vars(after)
 
 
 def expandable(environment):

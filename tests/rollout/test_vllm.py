@@ -294,6 +294,15 @@ def test_vllm_warms_up_for_the_usual_sampling_alone(ranks):
 
 
 @FIRST
+def test_each_request_has_parameters_of_its_own(ranks):
+    samplings = [Sampling(3, 0.7, stop_token_ids=(4, 9)), Sampling(5, 0.7, stop_token_ids=(4, 9)), Sampling(3, 0.0)]
+    seeds = [11, 0, 2**63 - 1]
+    for taken in ranks("vllm", "parameters", samplings, seeds):
+        assert taken == [(11, 3, 0.7, [4, 9]), (0, 5, 0.7, [4, 9]), (2**63 - 1, 3, 0.0, [])]
+    assert ranks("vllm", "parameters_are_a_requests_own") == [True, True]
+
+
+@FIRST
 def test_memory_is_counted_before_it_is_taken(ranks):
     memory = (140_000_000_000, 60_000_000_000, 70_000_000_000)  # all, free, of this process
     for kind, text in ranks("vllm", "refusal", "require", memory, 0.5):
