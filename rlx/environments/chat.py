@@ -107,7 +107,6 @@ class Chat:
         # SentencePiece writes a space before each text; behind a line break it does not.
         first = tokenizer.convert_ids_to_tokens(tokenizer.encode("a", add_special_tokens=False))[0]
         self._anchor_ids = tokenizer.encode(ANCHOR, add_special_tokens=False) if first.startswith("\u2581") else []
-        self._is_plain = _is_plain(tokenizer)
         self._end: str | None = None
         self._checked: set[tuple[str, bool]] = set()
 
@@ -127,12 +126,6 @@ class Chat:
 
     def _tokens(self, texts: list[str]) -> list[list[int]]:
         """Return the tokens of each text alone, without any that the tokenizer puts around it."""
-        if self._is_plain:
-            fast = self._tokenizer.backend_tokenizer
-            # transformers' own call sets back what another caller has set
-            is_set_back = fast.truncation is None and fast.padding is None
-            if is_set_back and fast.encode_special_tokens == self._tokenizer.split_special_tokens:
-                return [each.ids for each in fast.encode_batch_fast(texts, add_special_tokens=False)]
         return self._tokenizer(texts, add_special_tokens=False, return_attention_mask=False)["input_ids"]
 
     def texts_of(self, completions: Sequence[Completion]) -> list[str]:
@@ -340,17 +333,6 @@ class Chat:
             else self._tokenizer.encode(text, add_special_tokens=False)
             for text, ids, each in zip(texts, found, behind, strict=True)
         ]
-
-
-def _is_plain(tokenizer: "PreTrainedTokenizerBase") -> bool:
-    """Return whether transformers' own methods encode, by a call of the package tokenizers.
-
-    Called directly that takes half the time: it need not count characters, which nobody reads here.
-    """
-    from transformers import PreTrainedTokenizerFast as Usual
-
-    own = type(tokenizer)
-    return tokenizer.is_fast and own.__call__ is Usual.__call__ and own._encode_plus is Usual._encode_plus
 
 
 def _together_or_alone(

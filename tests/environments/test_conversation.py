@@ -119,34 +119,6 @@ def test_chats_behind_three_that_take_too_long_are_not_tried(tokenizer, monkeypa
     assert found[5] is found[6] is found[1] is not found[4]
 
 
-class Shouts(PreTrainedTokenizerFast):
-    """Encodes in a way of its own."""
-
-    def _encode_plus(self, text, *arguments, **options):
-        louder = text.upper() if isinstance(text, str) else [each.upper() for each in text]
-        return super()._encode_plus(louder, *arguments, **options)
-
-
-@pytest.mark.parametrize(("kind", "is_plain"), [(PreTrainedTokenizerFast, True), (Shouts, False)])
-def test_tokens_are_those_of_the_tokenizer_whatever_others_have_set(kind, is_plain):
-    words = Tokenizer(models.WordLevel({"?": 0, "go": 1, "GO": 2, "</s>": 3, "<pad>": 4}, unk_token="?"))
-    words.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Punctuation("isolated")]
-    )
-    tokenizer = kind(tokenizer_object=words, eos_token="</s>", pad_token="<pad>", unk_token="?")
-    chat, texts = Chat(tokenizer), ["go go", "", "</s>go</s> a"]
-    expected = tokenizer(texts, add_special_tokens=False)["input_ids"]
-    assert chat._is_plain is is_plain
-    assert chat._tokens(texts) == expected and expected[0] == ([1, 1] if is_plain else [2, 2])
-    for settings in (
-        {"truncation": True, "max_length": 1},
-        {"padding": "max_length", "max_length": 9},
-        {"split_special_tokens": True},
-    ):
-        assert tokenizer(texts, **settings)["input_ids"] != expected or not is_plain
-        assert chat._tokens(texts) == expected
-
-
 def test_equal_first_prompts_have_lists_of_their_own(tokenizer):
     chat, other = Chat(tokenizer), {"role": "user", "content": "another"}
     alone = [chat.first([([message], [])])[0] for message in (USER, other, USER)]
