@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, 
 from rlx.checkpoint.loading import load_all
 from rlx.config.schema import FSDPConfig, ModelConfig, OptimConfig, TinyModelConfig
 from rlx.engine.engine import Engine
+from rlx.engine.units import local
 from rlx.export import main
 from rlx.models.hf_folder import ModelCard
 from rlx.models.tiny import make_tiny
@@ -44,7 +45,7 @@ def checkpoint(tmp_path_factory):
             tokenizer=tokenizer,
         )
         for parameter in engine.root.parameters():
-            torch.nn.init.normal_(parameter.to_local(), std=0.05)
+            torch.nn.init.normal_(local(parameter), std=0.05)
         engine.save(folder / "global_step_1" / role, ("model",))
         engine.root.eval()
         with torch.no_grad():

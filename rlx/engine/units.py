@@ -85,7 +85,8 @@ def materialise(
 ) -> None:
     """Move the tensors of `module` outside `layers`, except `streamed`, to the device, with rank 0's values on every rank.
 
-    Other ranks may hold them on the meta device, so that only one process per run reads the weights. Tied tensors stay tied.
+    Other ranks may hold them on the meta device, so that only one process per run reads the weights. Tied tensors stay tied. Tensors
+    get memory of torch's own: that of a weights file cannot be freed, and would change with the file.
     """
     inside = {part for layer in layers for part in layer.modules()}
     moved: dict[Tensor, Tensor] = {}
@@ -98,6 +99,7 @@ def materialise(
                 continue
             if tensor not in moved:
                 value = torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.detach().to(device)
+                value = value if value.untyped_storage().resizable() else value.clone()
                 dist.broadcast(value, src=0)
                 moved[tensor] = nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
             setattr(part, name, moved[tensor])

@@ -48,6 +48,12 @@ def _types(engine: Engine) -> set[torch.dtype]:
     return {parameter.dtype for parameter in engine.root.parameters()}
 
 
+def own_memory(folder: str) -> list[bool]:
+    """Return whether torch can free each parameter's memory."""
+    engine = build(folder, dataclasses.replace(FP64, model_dtype="fp32"))  # as in the file
+    return [parameter.untyped_storage().resizable() for parameter in engine.root.parameters()]
+
+
 def wide_inputs(folder: str) -> list[set[torch.dtype]]:
     """Return the types that layers get from an embedding that widens its result, without FSDP2 and with it."""
     found = []

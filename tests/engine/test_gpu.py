@@ -254,7 +254,7 @@ def test_a_round_trip_changes_no_bit_and_training_goes_on_as_without(gpu, large,
         assert len(before) >= 3 * sum(1 for _ in moved.root.parameters())
         moved.to_host()
         left = [x for x in device_tensors(moved) if x.untyped_storage().nbytes()]
-        assert [(tuple(x.shape), x.dtype) for x in left] == []
+        assert all(x.dim() == 0 for x in left), "only counts of steps stay, those of states that are divided"
         assert host_arena(True).holders()["model_parameters"] >= sum(p.numel() * 4 for p in moved.root.parameters())
         moved.to_device()
         assert all(torch.equal(*pair) for pair in zip(device_tensors(moved), before, strict=True))

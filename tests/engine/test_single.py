@@ -63,3 +63,8 @@ def test_copies_are_there_while_the_model_runs_and_gone_afterwards(model_folder,
 def test_layers_get_inputs_in_the_type_of_computation(model_folder, one_rank):
     (found,) = one_rank("single", "wide_inputs", model_folder)
     assert found == [{torch.bfloat16}] * 2
+
+
+def test_parameters_are_not_the_memory_of_the_file_that_they_came_from(model_folder, one_rank):
+    (found,) = one_rank("single", "own_memory", model_folder)
+    assert found and all(found)

@@ -18,6 +18,7 @@ from rlx.engine.engine import Engine
 from rlx.engine.experts import ExpertOptions
 from rlx.engine.micro_batch import MicroBatchRule
 from rlx.engine.objectives import PolicyObjective
+from rlx.engine.units import local
 from rlx.rollout.batching import generate_batch
 from rlx.rollout.factory import build_rollout
 from rlx.rollout.protocol import Completion, Request, Rollout, Sampling
@@ -173,7 +174,7 @@ def test_it_takes_adapters_and_sleeps_with_its_base_in_host_memory(gpu, cudnn_at
         first = compared(0)
         for name, parameter in engine.root.named_parameters():
             if ".lora_B." in name:
-                torch.nn.init.normal_(parameter.to_local(), std=0.05)
+                torch.nn.init.normal_(local(parameter), std=0.05)
         second, awake = compared(1), used_bytes()
         assert second != first
         vllm.sleep()
