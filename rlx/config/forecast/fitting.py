@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from rlx.config.forecast.memory_forecast import LENGTH_STEP, MemoryForecast
+from rlx.config.machine import processes
 from rlx.config.schema import PPOConfig
 from rlx.config.schema.roles import ModelRole, has_frozen_layers, sharded_roles
 from rlx.config.schema.tree import value_at, with_value
@@ -106,6 +107,9 @@ def _of_states(forecast: MemoryForecast, roles: list[ModelRole]) -> Iterator[Cha
     for role in roles:
         if role.model.lora_rank > 0 and role.fsdp.model_dtype == "fp32" and role.strategy == "fsdp2":
             yield Change(f"{role.fsdp_key}.model_dtype", "bf16")  # of the frozen weights; adapters stay in fp32
+    for role in roles:
+        if not role.fsdp.reshards(processes(forecast.config)):
+            yield Change(f"{role.fsdp_key}.reshard_after_forward", True)
     for role in roles:
         if not role.model.layer_offload and _can_stream(forecast, role):
             engine = Change(f"{role.model_key}.enable_activation_offload", True)

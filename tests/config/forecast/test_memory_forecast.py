@@ -336,6 +336,15 @@ def test_a_host_too_small_for_streamed_weights_is_told_what_would_fit(forecast):
     assert "GB from /tmp, twice" in line
 
 
+def test_one_process_without_room_for_copies_of_all_layers_is_told_to_copy_them_one_by_one(forecast):
+    key, deep = f"{ACTOR}.fsdp_config.reshard_after_forward", {"num_hidden_layers": 12}
+    peaks = [max(x.peak for x in forecast(f"{key}={value}", **deep).phases()) for value in (True, "auto")]
+    assert peaks[1] - peaks[0] == 2 * 10 * LAYER
+    assert f"{key}=True" in remedies(forecast(on=machine(device_gb=peaks[1] / 1e9), **deep))
+    two = forecast("trainer.n_gpus_per_node=2", on=machine(2, device_gb=peaks[1] / 4e9), **deep)
+    assert key not in remedies(two)
+
+
 @pytest.mark.parametrize("processes", [1, 2])
 def test_adapters_on_a_base_too_large_for_the_device_are_told_to_stream_it(forecast, processes):
     lora = (f"{MODEL}.lora_rank=2", f"{ACTOR}.fsdp_config.model_dtype=bf16", f"trainer.n_gpus_per_node={processes}")
