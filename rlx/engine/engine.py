@@ -316,6 +316,7 @@ class Engine:
             contents: as CheckpointConfig.save_contents.
             in_background: return before the tensors are on the disk; the engine can be used meanwhile.
         """
+        self.sharded.reshard()  # after an exception parameters may be left gathered
         if not (in_place := self.saves_in_place(contents)):
             self.to_device(optimizer=not self.sharded.state_dict_shares_storages)
         if self.streaming is not None:
@@ -346,6 +347,7 @@ class Engine:
             trusted: allow a checkpoint of an earlier version, which can run code.
         """
         self.saves.finish()
+        self.sharded.reshard()
         on_host = self._state_on_host if self.sharded.state_dict_shares_storages else None
         self.to_device(optimizer=on_host is None)
         if self.streaming is not None:

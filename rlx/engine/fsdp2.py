@@ -12,7 +12,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from rlx.config.schema import FSDPConfig
-from rlx.engine.sharded import Precision, Sharded, build_mesh, sum_dtype_of, trained_dtypes
+from rlx.engine.sharded import Precision, Sharded, build_mesh, casts, sum_dtype_of
 from rlx.engine.units import Unit, materialise, own_names, sharding_units
 
 
@@ -34,11 +34,10 @@ class FSDP2Model(Sharded):
         self.device, self.root, self.sum_dtype = device, model, sum_dtype_of(precision, model)
         self.replicas = mesh.size() // mesh["shard"].size()
         self.state_options = StateDictOptions()
-        stored = {precision.stored} | trained_dtypes(model)
         options: dict[str, Any] = {
             "mesh": mesh,
             "ignored_params": set(streamed),
-            "mp_policy": _mixed_precision_policy(precision, stored, mesh.size()),
+            "mp_policy": _mixed_precision_policy(precision, casts(precision, model), mesh.size()),
             # On the CPU parameters already are in host memory, as under the policy.
             "offload_policy": CPUOffloadPolicy() if fsdp.offload_policy and device.type != "cpu" else OffloadPolicy(),
         }
@@ -108,7 +107,7 @@ class FSDP2Model(Sharded):
         return full.clone() if full.untyped_storage().data_ptr() == own else full
 
 
-def _mixed_precision_policy(precision: Precision, stored: set[torch.dtype], processes: int) -> MixedPrecisionPolicy:
-    compute = None if stored == {precision.compute} else precision.compute
+def _mixed_precision_policy(precision: Precision, is_cast: bool, processes: int) -> MixedPrecisionPolicy:
+    compute = precision.compute if is_cast else None
     # A single process sums nothing: it would write values in the wider type, copy them and round them back to the same bits.
     return MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=precision.reduce if processes > 1 else None)

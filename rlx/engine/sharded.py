@@ -40,6 +40,11 @@ def trained_dtypes(model: nn.Module) -> set[torch.dtype]:
     return {parameter.dtype for parameter in model.parameters() if parameter.requires_grad}
 
 
+def casts(precision: Precision, model: nn.Module) -> bool:
+    """Return whether weights are cast to the type of computation. Else weights that the model keeps in a wider type stay wide."""
+    return {precision.stored} | trained_dtypes(model) != {precision.compute}
+
+
 def sum_dtype_of(precision: Precision, model: nn.Module) -> torch.dtype:
     """Return the type in which gradients are summed over micro-batches."""
     return reduce(torch.promote_types, trained_dtypes(model), precision.reduce)

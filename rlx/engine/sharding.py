@@ -10,8 +10,8 @@ from torch import nn
 from rlx.config.schema import FSDPConfig
 from rlx.engine.fsdp1 import FSDP1Model
 from rlx.engine.fsdp2 import FSDP2Model
-from rlx.engine.sharded import Precision, Sharded
-from rlx.engine.single import SingleModel, casts
+from rlx.engine.sharded import Precision, Sharded, casts
+from rlx.engine.single import SingleModel
 from rlx.identity import machine_identity
 from rlx.offload import LayerOffloading, enable_layer_offloading
 
@@ -26,7 +26,7 @@ def shard(
 ) -> Sharded:
     """Shard a model over all processes.
 
-    With `fsdp2` a single process has nothing to shard. FSDP2 is used there only to copy weights to the type of computation
+    With `fsdp2` a single process has nothing to shard. FSDP2 is used there only to cast weights to the type of computation
     layer by layer, or for its offload policy.
 
     Args:
@@ -46,8 +46,9 @@ def shard(
     if strategy == "fsdp":
         return FSDP1Model(model, fsdp, precision, device)
     if dist.get_world_size() == 1 and not fsdp.offload_policy:
-        copies = any(casts(parameter, precision) for parameter in model.parameters() if parameter not in streamed)
-        if not copies or not fsdp.reshards(1):
+        # FSDP2 rounds gradients of weights that are cast to a wider type, as it does with several processes.
+        widens = precision.compute.itemsize > precision.stored.itemsize
+        if not casts(precision, model) or not (widens or fsdp.reshards(1)):
             return SingleModel(model, precision, device, streamed)
     return FSDP2Model(model, fsdp, precision, device, streamed)
 

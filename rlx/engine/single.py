@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 
-from rlx.engine.sharded import Precision, Sharded, sum_dtype_of
+from rlx.engine.sharded import Precision, Sharded, casts, sum_dtype_of
 from rlx.engine.units import Unit, materialise, own_names, sharding_units
 
 
@@ -18,7 +18,8 @@ class SingleModel(Sharded):
 
     FSDP2 would copy the weights of each layer twice in each micro-batch, and for each layer run code on the host that takes as
     long as launching the layer's kernels. Here they are copied at the first forward after `reshard`, all at once. Results are
-    those of FSDP2.
+    those of FSDP2, but for gradients of weights that the model multiplies with wider tensors, as some norms are: FSDP2 rounds
+    these to the type of computation in each micro-batch.
 
     Args:
         model: with its weights in host memory.
@@ -44,13 +45,16 @@ class SingleModel(Sharded):
         self.units += [Unit(f"{name}.", layer, own_names(layer, []), layer) for name, layer in layers.items()]
         materialise(model, [], device, streamed)
         self._compute = precision.compute
-        self._weights = [
+        places = [
             _Weight(module, name, parameter)
             for module in model.modules()
             for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False)
-            if parameter not in streamed and casts(parameter, precision)
+            if parameter not in streamed and parameter.is_floating_point() and parameter.dtype != precision.compute
         ]
+        self._weights = places if casts(precision, model) else []
         self._copies: dict[nn.Parameter, nn.Parameter] = {}  # by the weights that they are read for
+        for parameter in model.parameters():
+            parameter.grad_dtype = None  # any type: that of the sum
         if self._weights:
             model.register_forward_pre_hook(lambda *_: self._read_copies())
             for unit in self.units:  # as FSDP2 does, for models that widen what goes from layer to layer
@@ -58,20 +62,28 @@ class SingleModel(Sharded):
 
     @torch.no_grad()
     def _read_copies(self) -> None:
-        if not self._copies:
-            for module, name, weight in self._weights:
-                if weight not in self._copies:
-                    self._copies[weight] = nn.Parameter(weight.detach().to(self._compute), weight.requires_grad)
-                setattr(module, name, self._copies[weight])
+        if self._copies:
+            return
+        copies = {
+            weight: nn.Parameter(weight.detach().to(self._compute), weight.requires_grad)
+            for weight in dict.fromkeys(weight for _, _, weight in self._weights)
+        }
+        for module, name, weight in self._weights:
+            copies[weight].grad_dtype = None
+            setattr(module, name, copies[weight])
+        self._copies = copies
 
     @contextmanager
     def accumulating(self, last: bool) -> Iterator[None]:
-        """See Sharded."""
-        yield
+        """See Sharded. After an exception there are no gradients."""
+        try:
+            yield
+        except BaseException:
+            self.recover()
+            raise
         if last:
             for weight, copy in self._copies.items():
                 if copy.grad is not None:
-                    weight.grad_dtype = None  # any type
                     weight.grad = copy.grad.to(torch.promote_types(copy.grad.dtype, weight.dtype))
                     copy.grad = None
             self.reshard()
@@ -79,7 +91,6 @@ class SingleModel(Sharded):
         for parameter in self.root.parameters():
             # autograd adds the next micro-batch's gradient to this one in place.
             if parameter.grad is not None and parameter.grad.dtype != self.sum_dtype:
-                parameter.grad_dtype = None
                 parameter.grad = parameter.grad.to(self.sum_dtype)
 
     def reshard(self) -> None:
@@ -108,11 +119,6 @@ class _Weight(NamedTuple):
     module: nn.Module
     name: str
     parameter: nn.Parameter
-
-
-def casts(parameter: nn.Parameter, precision: Precision) -> bool:
-    """Return whether a parameter is stored in another type than it is computed with."""
-    return parameter.is_floating_point() and parameter.dtype != precision.compute
 
 
 def _cast_inputs(dtype: torch.dtype, _module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:

@@ -1,10 +1,15 @@
 """What test_single.py runs in one process."""
 
+import contextlib
 import dataclasses
+import gc
+import weakref
+from pathlib import Path
 
 import torch
 from rank_tools import FP64, ROWS, Gradients, build, make_batch, policy, weights_of
 
+from rlx.checkpoint.loading import load_all
 from rlx.config.schema import MixedPrecisionConfig
 from rlx.engine.engine import Engine
 from rlx.engine.micro_batch import MicroBatchRule
@@ -46,6 +51,63 @@ def copies(folder: str) -> list[tuple[set[torch.dtype], set[torch.dtype]]]:
 
 def _types(engine: Engine) -> set[torch.dtype]:
     return {parameter.dtype for parameter in engine.root.parameters()}
+
+
+def wide_norms(folder: str, stored: str) -> list[torch.Tensor]:
+    """Return gradients of a row in one micro-batch, and of the row twice in two; some weights are multiplied with fp32."""
+    mixed = MixedPrecisionConfig(param_dtype="bf16")
+    engine = build(folder, dataclasses.replace(FP64, model_dtype=stored, mixed_precision=mixed), lr=0.0)
+    for unit in engine.sharded.units[1:]:
+        norm = unit.module.self_attn.q_norm
+        norm.forward = lambda x, norm=norm: (norm.weight * x.float()).to(x.dtype)
+    gradients, batch = Gradients(engine), make_batch(4)
+    for rows in ([0], [0, 0]):
+        engine.update(batch.rows(rows), MicroBatchRule(rows=1), policy())
+    return gradients.seen
+
+
+def interrupted(folder: str, checkpoint: str) -> tuple[set[torch.dtype], bool]:
+    """Return of an engine whose backward and forward failed: the types that it saves, and whether its updates are as usual."""
+    mixed = MixedPrecisionConfig(param_dtype="bf16")
+    fsdp = dataclasses.replace(FP64, model_dtype="fp32", mixed_precision=mixed)
+    engine, usual = build(folder, fsdp), build(folder, fsdp)
+    batch, norm = make_batch(), engine.sharded.units[2].module.input_layernorm
+    hooks = [
+        lambda: norm.register_forward_hook(lambda *_: 1 / 0),
+        lambda: norm.register_full_backward_hook(lambda *_: 1 / 0),
+    ]
+    for add in hooks:
+        hook = add()
+        with contextlib.suppress(ZeroDivisionError):
+            engine.update(batch, ROWS, policy())
+        hook.remove()
+    hook = norm.register_forward_hook(lambda *_: 1 / 0)
+    with contextlib.suppress(ZeroDivisionError):
+        engine.log_probs(batch, ROWS, 1.0)
+    hook.remove()
+    engine.save(checkpoint, ("model",))
+    saved = load_all(Path(checkpoint) / "model").values()
+    return {x.dtype for x in saved}, engine.update(batch, ROWS, policy()) == usual.update(batch, ROWS, policy())
+
+
+def copies_alive(folder: str, model: dict) -> int:
+    """Return how many copies of weights there are after two updates and log-probs."""
+    mixed = MixedPrecisionConfig(param_dtype="bf16")
+    engine = build(folder, dataclasses.replace(FP64, model_dtype="fp32", mixed_precision=mixed), model=model)
+    found: list[weakref.ref] = []
+    read = engine.sharded._read_copies
+
+    def noted() -> None:
+        read()
+        found.extend(map(weakref.ref, engine.sharded._copies.values()))
+
+    engine.sharded._read_copies = noted
+    for _ in range(2):
+        engine.update(make_batch(), MicroBatchRule(rows=3), policy())
+        engine.log_probs(make_batch(), ROWS, 1.0)
+    gc.collect()
+    assert found
+    return sum(reference() is not None for reference in found)
 
 
 def own_memory(folder: str) -> list[bool]:

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from rlx.config.schema import ActivationOffloadConfig, MixedPrecisionConfig
+from rlx.engine.sharded import Precision, casts
 
 LORA = {"lora_rank": 2}
 
@@ -50,6 +51,7 @@ def test_fsdp2_serves_one_process_only_where_weights_are_copied_layer_by_layer(m
         (bf16 | {"param_offload": True}, "FSDP2Model"),
         (bf16 | {"optimizer_offload": True}, "FSDP2Model"),
         ({"offload_policy": True}, "FSDP2Model"),
+        ({"model_dtype": "bf16", "mixed_precision": MixedPrecisionConfig(param_dtype="fp32")}, "FSDP2Model"),
     ]
     (found,) = one_rank("single", "kinds", model_folder, [settings for settings, _ in cases])
     assert found == [kind for _, kind in cases]
@@ -68,3 +70,28 @@ def test_layers_get_inputs_in_the_type_of_computation(model_folder, one_rank):
 def test_parameters_are_not_the_memory_of_the_file_that_they_came_from(model_folder, one_rank):
     (found,) = one_rank("single", "own_memory", model_folder)
     assert found and all(found)
+
+
+@pytest.mark.parametrize("stored", ["fp32", "bf16"])
+def test_gradients_of_each_micro_batch_are_summed_as_they_are(stored, model_folder, one_rank):
+    (found,) = one_rank("single", "wide_norms", model_folder, stored)
+    alone, twice = found
+    assert torch.equal(alone, twice)
+
+
+def test_an_exception_leaves_no_copies_and_no_gradients(model_folder, one_rank, tmp_path):
+    ((saved, is_as_usual),) = one_rank("single", "interrupted", model_folder, str(tmp_path / "checkpoint"))
+    assert saved == {torch.float32}
+    assert is_as_usual
+
+
+@pytest.mark.parametrize("model", [{}, offload("boundary"), offload("auto"), LORA])
+def test_no_copy_outlives_its_pass(model, model_folder, one_rank):
+    assert one_rank("single", "copies_alive", model_folder, model) == [0]
+
+
+def test_weights_that_a_model_keeps_wide_stay_so_unless_they_are_trained():
+    model = torch.nn.ModuleList([torch.nn.Linear(2, 2, dtype=dtype) for dtype in (torch.bfloat16, torch.float32)])
+    bf16 = Precision(torch.bfloat16, torch.bfloat16, torch.float32)
+    assert casts(bf16, model)
+    assert not casts(bf16, model.requires_grad_(False))

@@ -26,7 +26,6 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -40,7 +39,7 @@ from rlx.offload.autotune.op_profile import DeviceMemoryProbe, Inputs
 from rlx.offload.autotune.pass_profile import PassProfile, planned
 from rlx.offload.autotune.profile_cache import ProfileCache
 from rlx.offload.autotune.profile_key import describe_call
-from rlx.offload.autotune.step_limits import StepLimits, made_gradient_bytes
+from rlx.offload.autotune.step_limits import StepLimits, gradient_counter
 from rlx.offload.plan.costs import Budget
 from rlx.offload.plan.explain import explain
 from rlx.offload.plan.planner import Plan, make_plan
@@ -108,14 +107,14 @@ class PlanController:
         if not bucket.is_measuring or layer.index in bucket.state.called:
             return None
         # Gradients of parameters that FSDP2 has gathered are freed within the pass, so none of them is counted.
-        parameters = () if bucket.state.is_sharded else tuple(module.parameters())
+        counted = None if bucket.state.is_sharded else module
         profile = LayerProfile(
             layer.index,
             device,
             Inputs.of(tensors),
             bucket.state,
             self._session.options.min_bytes,
-            gradient_bytes=partial(made_gradient_bytes, parameters),
+            gradient_bytes=gradient_counter(counted),
             sees_calls=bucket.sees_calls(layer.index),
         )
         bucket.state.begin(profile)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from itertools import filterfalse
 from typing import NamedTuple
@@ -121,6 +122,22 @@ class StepLimits:
 def made_gradient_bytes(parameters: Iterable[nn.Parameter]) -> int:
     """Return the device memory of the gradients that exist."""
     return sum(_own_bytes(parameter.grad) for parameter in parameters if parameter.grad is not None)
+
+
+def gradient_counter(module: nn.Module | None) -> Callable[[], int]:
+    """Return a function that returns the device memory of the gradients that a module's parameters have when it is called.
+
+    It refers to neither of them: the parameters may be copies that are there during a pass alone.
+    """
+    if module is None:
+        return lambda: 0
+    reference = weakref.ref(module)
+
+    def count() -> int:
+        own = reference()
+        return 0 if own is None else made_gradient_bytes(own.parameters())
+
+    return count
 
 
 def _is_sharded(parameter: Tensor) -> bool:
