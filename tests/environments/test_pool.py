@@ -164,7 +164,9 @@ def test_a_full_disk_stops_no_environment(make_pool, answers, monkeypatch, tmp_p
 
 
 def test_a_call_that_fails_costs_its_own_conversation_alone(make_pool, answers, capfd):
-    pool = make_pool("Table", ENVIRONMENT, limit_s=0.4, memory_limit_gb=2.0)
+    pool = make_pool(
+        "Table", ENVIRONMENT, limit_s=2.0, memory_limit_gb=2.0
+    )  # other calls end in time on a busy machine too
     begin(pool, answers, range(40))
     kinds = {
         **dict.fromkeys(("hang", "loop", "wait", "stubborn"), "timeout"),
@@ -178,7 +180,7 @@ def test_a_call_that_fails_costs_its_own_conversation_alone(make_pool, answers, 
     found = answers(pool, range(len(kinds)))
     assert {text: found[key].kind for key, text in enumerate(kinds)} == kinds
     reasons = {text: found[key].reason for key, text in enumerate(kinds)}
-    assert reasons["raise"] == "raised KeyError: 'k'" and reasons["wait"] == "took longer than 0.4 s"
+    assert reasons["raise"] == "raised KeyError: 'k'" and reasons["wait"] == "took longer than 2 s"
     assert (
         "reward=nan, expected a finite number" in reasons["NaN"]
         and "bytes, expected at most 1,048,576" in reasons["long"]
@@ -197,7 +199,7 @@ def test_a_call_that_fails_costs_its_own_conversation_alone(make_pool, answers, 
 def test_a_process_that_ends_costs_the_conversation_at_work_and_no_other(make_pool, answers, monkeypatch, text):
     """Conversations beside it begin again, with their turns so far: one at its next step, one whose step was open."""
     monkeypatch.setattr(rlx.environments.owned_process, "ANSWER_SLACK_S", 0.3)
-    pool = make_pool("Table", ENVIRONMENT, limit_s=0.5)
+    pool = make_pool("Table", ENVIRONMENT, limit_s=2.0)
     begin(pool, answers, range(3))
     assert [step(pool, answers, "ok", key).messages[0]["content"] for key in (1, 2)] == ["ok 1"] * 2
     pool.step(0, Turn(text, 0))
