@@ -164,9 +164,8 @@ def test_a_full_disk_stops_no_environment(make_pool, answers, monkeypatch, tmp_p
 
 
 def test_a_call_that_fails_costs_its_own_conversation_alone(make_pool, answers, capfd):
-    pool = make_pool(
-        "Table", ENVIRONMENT, limit_s=2.0, memory_limit_gb=2.0
-    )  # other calls end in time on a busy machine too
+    # Calls that do not hang end in time on a busy machine too
+    pool = make_pool("Table", ENVIRONMENT, limit_s=2.0, memory_limit_gb=2.0)
     begin(pool, answers, range(40))
     kinds = {
         **dict.fromkeys(("hang", "loop", "wait", "stubborn"), "timeout"),
