@@ -104,7 +104,8 @@ def verl_racer(folder: Path, options: Namespace, keys: list[str]) -> Racer:
     own = [
         "trainer.logger=[console,file]",
         "trainer.resume_mode=disable",
-        "actor_rollout_ref.rollout.load_format=safetensors" if options.lora else "actor_rollout_ref.rollout.mode=async",
+        # vLLM 0.26 refuses the adapters that verl 0.9.1 sends it; rlx and TRL merge them too.
+        *(["actor_rollout_ref.model.lora.merge=True"] if options.lora else []),
         f"trainer.default_local_dir={folder}",
         f"hydra.run.dir={folder}",
     ]
@@ -179,13 +180,15 @@ def run(racer: Racer, limit: float) -> tuple[Steps, float | None]:
             start_new_session=True,
             cwd=racer.folder,
         )
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(limit)
-        for number in (signal.SIGTERM, signal.SIGKILL):  # and what it left running
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, number)
+        try:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(20)
+                process.wait(limit)
+        finally:
+            for number in (signal.SIGTERM, signal.SIGKILL):  # and what it left running
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, number)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(20)
     steps = racer.steps()
     seconds = [round(row[f"{PHASE}step"], 1) for row in steps.values()]
     print(

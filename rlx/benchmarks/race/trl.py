@@ -37,7 +37,9 @@ def settings(folder: Path, options: Namespace) -> GRPOConfig:
         beta=0.001,
         epsilon=0.2,
         use_bias_correction_kl=False,
-        vllm_importance_sampling_clip_max=1e9,  # no sequence is masked; without the correction TRL would leave out `old`
+        # Without this correction TRL would leave out `old`. Its default weighs by the ratio of whole sequences, which is far from 1.
+        vllm_importance_sampling_mode="token_truncate",
+        vllm_importance_sampling_clip_max=1e9,
         loss_type="bnpo",
         learning_rate=1e-6,
         lr_scheduler_type="constant",
