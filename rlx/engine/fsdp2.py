@@ -20,6 +20,7 @@ class FSDP2Model(Sharded):
     """A model sharded by `fully_shard`, whose parameters become DTensors in place."""
 
     state_dict_shares_storages = True
+    can_recover = hasattr(FSDPModule, "reset_iter_state")  # Note [why torch 2.13] in oom_retry.py
 
     def __init__(
         self,
@@ -73,11 +74,7 @@ class FSDP2Model(Sharded):
             unit.wrapped.reshard()
 
     def recover(self) -> None:
-        """Prepare for the next forward after an exception ended a forward or backward. All processes call it together.
-
-        Needs torch 2.13, see Note [why torch 2.13] in `oom_retry.py`. Without the loop, gradients that backward summed in
-        gathered parameters would be added to the next ones.
-        """
+        """See Sharded. Without the loop, gradients that backward summed in gathered parameters would be added to the next ones."""
         assert isinstance(self.root, FSDPModule)
         self.root.reset_iter_state()
         for unit in self.units:

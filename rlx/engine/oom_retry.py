@@ -28,14 +28,11 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 from torch.optim import AdamW
 
-from rlx.engine.fsdp2 import FSDP2Model
 from rlx.engine.optimizer import state_bytes
 from rlx.engine.optimizer_state import OptimizerStateOnHost
 from rlx.engine.sharded import Sharded
-from rlx.engine.single import SingleModel
 from rlx.engine.units import local
 from rlx.offload import ActivationOffloading
 
@@ -71,8 +68,6 @@ class OomRetry:
     ):
         self._state_on_host = state_on_host
         self._offload, self._sharded, self._optimizer, self._device = offload, sharded, optimizer, device
-        can_reset = isinstance(sharded, FSDP2Model) and hasattr(FSDPModule, "reset_iter_state")
-        self._recover = sharded.recover if can_reset or isinstance(sharded, SingleModel) else None
         # A second communicator, on the host: Note [who can be told].
         self._group = dist.new_group(backend="gloo") if dist.get_world_size() > 1 else None
 
@@ -92,11 +87,10 @@ class OomRetry:
         if limit is None:
             assert done is not None
             return done[0]
-        assert self._recover is not None
         if not self._is_drained():
             why = f"the processes stopped in different places and wait for each other. {_LOWER}"
             raise _cannot_repeat(failure, why)
-        self._recover()
+        self._sharded.recover()
         self._sharded.drop_gradients(self._optimizer)
         if self._device.type != "cpu":
             torch.accelerator.empty_cache()
@@ -132,7 +126,7 @@ class OomRetry:
         own = inf
         if failure is not None:
             plan = self._offload.plan()
-            can_lower = plan is not None and self._recover is not None
+            can_lower = plan is not None and self._sharded.can_recover
             own = LOWERED * plan.prediction.peak_bytes if can_lower else -1.0
         limit = torch.tensor(own, dtype=torch.float64)
         if self._group is not None:
@@ -145,8 +139,8 @@ class OomRetry:
         least = limit.item()
         if least < 0:
             why = "it has no plan yet, so no more activations can be offloaded. Make micro-batches smaller"
-            if self._recover is None:
-                can = "only FSDP2 of torch 2.13 or newer can begin again after an error"
+            if not self._sharded.can_recover:
+                can = "only a single process or FSDP2 of torch 2.13 or newer can begin again after an error"
                 why = f"got torch {torch.__version__}, and {can}. {_LOWER}"
             raise _cannot_repeat(failure, why)
         return None if least == inf else int(least)

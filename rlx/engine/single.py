@@ -30,6 +30,7 @@ class SingleModel(Sharded):
 
     state_dict_shares_storages = True
     replicas = 1
+    can_recover = True
 
     def __init__(
         self,
@@ -101,7 +102,7 @@ class SingleModel(Sharded):
             self._copies = {}
 
     def recover(self) -> None:
-        """Prepare for the next forward after an exception ended a forward or backward."""
+        """See Sharded."""
         self.reshard()
         for parameter in self.root.parameters():
             parameter.grad = None

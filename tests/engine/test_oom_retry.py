@@ -21,7 +21,7 @@ def test_memory_that_runs_out_twice_ends_the_update(model_folder, one_rank):
 
 def test_what_cannot_begin_anew_says_so(model_folder, one_rank):
     (error,) = one_rank("memory", "repeated", model_folder, "fsdp", "forward", 1 << 40, (0,))
-    assert "only FSDP2" in error
+    assert "only a single process or FSDP2" in error
 
 
 def test_all_repeat_what_one_rank_fails_in_behind_the_last_collective(model_folder, two_ranks):
