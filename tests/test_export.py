@@ -110,6 +110,17 @@ def base_of(folder):
     return {name.replace(".base_layer.", "."): tensor for name, tensor in weights.items() if ".lora_" not in name}
 
 
+@pytest.mark.parametrize("arguments", [[], ["--adapters"]])
+def test_who_may_read_a_folder_may_read_all_files_in_it(arguments, checkpoint, tmp_path):
+    before = os.umask(0o027)
+    try:
+        assert main([str(checkpoint[0]), str(tmp_path / "out"), *arguments]) == 0
+    finally:
+        os.umask(before)
+    modes = {file.name: oct(file.stat().st_mode & 0o777) for file in (tmp_path / "out").iterdir()}
+    assert any("safetensors" in name for name in modes) and set(modes.values()) == {"0o640"}, modes
+
+
 def test_a_folder_in_use_is_not_overwritten(checkpoint, tmp_path, capsys):
     (tmp_path / "mine").write_text("")
     assert main([str(checkpoint[0]), str(tmp_path)]) == 2
