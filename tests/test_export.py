@@ -197,3 +197,13 @@ def test_a_step_that_does_not_exist_is_named_with_those_that_do(tmp_path, capsys
         (tmp_path / f"global_step_{step}").mkdir()
     assert main([str(tmp_path / "global_step_30"), str(tmp_path / "out")]) == 2
     assert f"global_step_30: does not exist; {tmp_path} has global_step_20, global_step_100" in capsys.readouterr().err
+
+
+def test_a_runs_folder_is_answered_with_its_checkpoints(tmp_path, capsys):
+    saved = tmp_path / "checkpoints"
+    for step in (100, 20):
+        (saved / f"global_step_{step}").mkdir(parents=True)
+    for folder in (tmp_path, saved):
+        assert main([str(folder), str(tmp_path / "out")]) == 2
+        told = f"{folder}: holds checkpoints, expected one of them: {saved}/global_step_20, {saved}/global_step_100"
+        assert told in capsys.readouterr().err

@@ -246,7 +246,9 @@ def test_a_failed_run_ends_with_its_cause(capsys: pytest.CaptureFixture[str], ru
 
 def test_the_traceback_of_a_users_function_comes_as_it_is(capsys: pytest.CaptureFixture[str], run_is):
     error = ExplainedError("compute_score in reward.py raised KeyError: 'a'; correct the function")
-    error.__cause__ = ElsewhereError('Traceback (most recent call last):\n  File "reward.py", line 2\nKeyError: \'a\'\n')
+    error.__cause__ = ElsewhereError(
+        "Traceback (most recent call last):\n  File \"reward.py\", line 2\nKeyError: 'a'\n"
+    )
     run_is(fails(error))
     assert main(["trainer.device=cpu"]) == 1
     lines = capsys.readouterr().err.splitlines()

@@ -161,7 +161,13 @@ def test_all_faulty_rows_come_at_once_each_by_its_line_and_the_remedies_once(tok
     head, *lines = str(caught.value).splitlines()
     assert head == f"{tmp_path}/rows.jsonl: rows that cannot be used: 13; lines and rows are counted from 1"
     assert [line.split()[1].rstrip(":") for line in lines[:10]] == ["2", "3", "4", "5", "6", *map(str, range(8, 13))]
-    said = ["106 tokens", "the prompt is empty", "prompt is 7, expected text", "got '{\"prompt\": \"1'", "answer is missing"]
+    said = [
+        "106 tokens",
+        "the prompt is empty",
+        "prompt is 7, expected text",
+        'got \'{"prompt": "1\'',
+        "answer is missing",
+    ]
     assert all(part in line for part, line in zip(said, lines[:5], strict=True)), lines
     remedies = [line.strip() for line in lines[11:]]
     assert lines[10].strip() == "and 3 more" and len(remedies) == 2

@@ -118,7 +118,9 @@ def test_fault_names_the_sample_and_keeps_a_copy(manager, make_batch, write_modu
     assert what[:8] in kept["fault"] and ("KeyError" in str(caught.value.__cause__)) == (body[:5] == "raise")
     if caught.value.__cause__ is not None:
         head, first = str(caught.value.__cause__).splitlines()[:2]
-        assert head.startswith("Traceback") and first.startswith(f'  File "{path}", line '), "no line of rlx comes before"
+        assert head.startswith("Traceback") and first.startswith(f'  File "{path}", line '), (
+            "no line of rlx comes before"
+        )
     assert str(pickle.loads(pickle.dumps(caught.value))) == message
 
 
