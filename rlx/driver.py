@@ -198,7 +198,7 @@ def _run(composed: Composed, config: PPOConfig) -> int:
         launch(config, composed.yaml)
     except ExplainedError as error:
         if isinstance(error.__cause__, ElsewhereError):
-            print(error.__cause__, file=sys.stderr)
+            print(str(error.__cause__).rstrip(), file=sys.stderr)
         elif error.__cause__ is not None:
             traceback.print_exception(error.__cause__)
         stopped = f"\nrlx stopped: {error}"

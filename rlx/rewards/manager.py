@@ -271,7 +271,7 @@ class RewardManager:
             cause = ElsewhereError(failure.traceback) if failure.traceback else None
             key = "reward.on_error" if failure.kind == "error" else "reward.on_crash"
             remedy = f"correct {'the function' if function.is_own else 'the ground truth'}"
-            remedy += f", or let such samples score 0: {key}=zero" if stopping else ""
+            remedy += f", or let such samples score 0: {key}=zero" if not none else ""
             raise RewardError(f"{what}{'; no sample of the batch got a score' if none else ''}; {remedy}") from cause
         plural = {"error": "errors", "timeout": "timeouts", "crash": "crashes"}
         self._taken.update(plural[each.kind] for each in failures.values())
