@@ -164,7 +164,9 @@ def test_what_fails_may_score_zero_and_is_counted_and_told(manager, make_batch, 
 
 def test_no_score_at_all_is_no_result(manager, make_batch, write_module, tmp_path):
     rewards = manager(write_module(FLAKY), on_error="zero")
-    with pytest.raises(RewardError, match=r"raised KeyError: 'x'.*; no sample of the batch got a score; correct the function$"):
+    with pytest.raises(
+        RewardError, match=r"raised KeyError: 'x'.*; no sample of the batch got a score; correct the function$"
+    ):
         rewards.score(make_batch(["raise", "raise"], [0, 0]), tmp_path)
 
 
