@@ -32,6 +32,10 @@ class ExplainedError(Exception):
     may_be_wrapped = True  # False: the text holds a traceback, or its last line must stay whole
 
 
+class ElsewhereError(Exception):
+    """An error of a user's code in another process, as the cause of an ExplainedError; its text is the traceback from there."""
+
+
 class StorageError(ExplainedError, RuntimeError):
     """A file cannot be written; the message names it, the cause and the free space."""
 

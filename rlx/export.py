@@ -58,6 +58,8 @@ def _local(checkpoint: str, role: str) -> Iterator[Path]:
     if "://" not in checkpoint:
         if not Path(checkpoint).exists():
             raise ValueError(_missing(Path(checkpoint)))
+        if steps := _steps(Path(checkpoint) / "checkpoints") or _steps(Path(checkpoint)):
+            raise ValueError(f"{checkpoint}: holds checkpoints, expected one of them: {', '.join(map(str, steps))}")
         folder = Path(checkpoint) / role
         yield folder if folder.is_dir() else Path(checkpoint)
         return
@@ -67,10 +69,14 @@ def _local(checkpoint: str, role: str) -> Iterator[Path]:
         yield Path(folder) / role
 
 
+def _steps(folder: Path) -> list[Path]:
+    """Return the checkpoints in a folder, the earliest first."""
+    return sorted(folder.glob("global_step_*"), key=lambda step: (len(step.name), step.name))
+
+
 def _missing(checkpoint: Path) -> str:
     """Return the message for a folder that does not exist, with the steps that are beside it."""
-    steps = sorted(checkpoint.parent.glob("global_step_*"), key=lambda step: (len(step.name), step.name))
-    there = ", ".join(step.name for step in steps) or "no folder global_step_N"
+    there = ", ".join(step.name for step in _steps(checkpoint.parent)) or "no folder global_step_N"
     return f"{checkpoint}: does not exist; {checkpoint.parent} has {there}"
 
 

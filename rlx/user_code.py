@@ -3,6 +3,7 @@
 import hashlib
 import importlib.util
 import inspect
+import os
 import signal
 import sys
 import threading
@@ -14,6 +15,7 @@ from typing import Any, NamedTuple
 
 from rlx.errors import ExplainedError, did_you_mean
 
+_RLX = str(Path(__file__).parent) + os.sep
 TEMPLATE_LIMIT_S, TEMPLATE_CHAT_S = 10.0, 0.2  # of a call, and more for each chat: a template is a program of a model
 
 
@@ -51,6 +53,14 @@ def load_callable(path: str, name: str, interface: Interface) -> Callable[..., A
             f"f({', '.join(interface.parameters)}) ({fault})"
         )
     return found  # type: ignore[no-any-return]
+
+
+def user_traceback(fault: BaseException) -> str:
+    """Return an error's traceback from the first line that is neither of rlx nor of Python's import, if there is one."""
+    found = fault.__traceback__
+    while found is not None and found.tb_frame.f_code.co_filename.startswith((_RLX, "<frozen importlib")):
+        found = found.tb_next
+    return "".join(traceback.format_exception(type(fault), fault, found or fault.__traceback__))
 
 
 def misfit(function: Any, positional: Sequence[str] = (), named: Sequence[str] = ()) -> str | None:

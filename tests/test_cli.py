@@ -42,6 +42,22 @@ def test_messages_name_the_program_as_it_was_called():
         assert done.stderr.startswith(f"usage: {name or 'python -m rlx.trainer.report'} ")
 
 
+def test_the_help_of_planning_names_the_command_as_it_was_called():
+    for called, name in (
+        (("-m", "rlx.cli", "plan"), "rlx plan"),
+        (("-m", "rlx.offload.plan"), "python -m rlx.offload.plan"),
+    ):
+        assert python(*called, "--help").stdout.startswith(f"usage: {name} ")
+
+
+def test_an_example_of_the_help_is_one_command_and_every_exit_code_is_named():
+    text = python("-m", "rlx.cli", "train", "--help").stdout
+    assert not re.search(r"=\S+ {2,}data\.", text) and "mine.jsonl \\\n    data.answer_key" in text
+    documented = (ROOT / "docs/commands.md").read_text().partition("Exit codes: ")[2].partition("\n\n")[0]
+    codes = re.findall(r"\d+", documented)
+    assert len(codes) == 6 and codes == re.findall(r"\d+", text.partition("Exit code: ")[2].partition("\n\n")[0])
+
+
 @pytest.mark.parametrize("words", ["--help", "check --help", "check --tree trainer.device=cpu", "train --help"])
 def test_a_reader_that_ends_first_leaves_no_traceback(words: str):
     command = f"set -o pipefail; {sys.executable} -m rlx.cli {words} | true"

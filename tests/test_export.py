@@ -110,6 +110,17 @@ def base_of(folder):
     return {name.replace(".base_layer.", "."): tensor for name, tensor in weights.items() if ".lora_" not in name}
 
 
+@pytest.mark.parametrize("arguments", [[], ["--adapters"]])
+def test_who_may_read_a_folder_may_read_all_files_in_it(arguments, checkpoint, tmp_path):
+    before = os.umask(0o027)
+    try:
+        assert main([str(checkpoint[0]), str(tmp_path / "out"), *arguments]) == 0
+    finally:
+        os.umask(before)
+    modes = {file.name: oct(file.stat().st_mode & 0o777) for file in (tmp_path / "out").iterdir()}
+    assert any("safetensors" in name for name in modes) and set(modes.values()) == {"0o640"}, modes
+
+
 def test_a_folder_in_use_is_not_overwritten(checkpoint, tmp_path, capsys):
     (tmp_path / "mine").write_text("")
     assert main([str(checkpoint[0]), str(tmp_path)]) == 2
@@ -186,3 +197,13 @@ def test_a_step_that_does_not_exist_is_named_with_those_that_do(tmp_path, capsys
         (tmp_path / f"global_step_{step}").mkdir()
     assert main([str(tmp_path / "global_step_30"), str(tmp_path / "out")]) == 2
     assert f"global_step_30: does not exist; {tmp_path} has global_step_20, global_step_100" in capsys.readouterr().err
+
+
+def test_a_runs_folder_is_answered_with_its_checkpoints(tmp_path, capsys):
+    saved = tmp_path / "checkpoints"
+    for step in (100, 20):
+        (saved / f"global_step_{step}").mkdir(parents=True)
+    for folder in (tmp_path, saved):
+        assert main([str(folder), str(tmp_path / "out")]) == 2
+        told = f"{folder}: holds checkpoints, expected one of them: {saved}/global_step_20, {saved}/global_step_100"
+        assert told in capsys.readouterr().err

@@ -23,14 +23,14 @@ problems on this machine.
   --help       this text
 
 Exit code: 0 done; 1 the run failed, its first cause comes last; 2 faults in the configuration;
-130 after Ctrl-C, 143 after SIGTERM.
+130 after Ctrl-C; 141 if the reader of the output ended first; 143 after SIGTERM.
 """
 
 EXAMPLES = """\
 Examples:
   rlx train                                              the default run
   rlx train algorithm.adv_estimator=gae                  the default run with PPO and a critic
-  rlx train actor_rollout_ref.model.path=Qwen/Qwen2.5-0.5B-Instruct data.train_files=mine.jsonl \
+  rlx train actor_rollout_ref.model.path=Qwen/Qwen2.5-0.5B-Instruct data.train_files=mine.jsonl \\
     data.answer_key=answer custom_reward_function.path=reward.py
                                                          your model, data and reward on this machine's GPUs
   rlx check --on 8xh100 experiment=gsm8k_grpo_8gpu       an experiment's memory on a machine

@@ -1,9 +1,10 @@
 """Read rows from Parquet and JSONL files, with errors that name the file and the row."""
 
 import json
+from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from rlx.config.schema import ARITHMETIC
 from rlx.errors import ExplainedError
@@ -24,6 +25,54 @@ class FormError(DataError):
         return f"{self.what}: got {self.got}, expected {self.expected}; {self.remedy}"
 
 
+class RowFault(ValueError):
+    """Why a row cannot be used: what it has and what is expected, and the remedy; without the row's place."""
+
+    def __init__(self, what: str, remedy: str = "correct the row or remove it"):
+        super().__init__(what, remedy)
+        self.what, self.remedy = what, remedy
+
+    def __str__(self) -> str:
+        return f"{self.what}; {self.remedy}"
+
+
+Row: TypeAlias = dict[str, Any] | RowFault
+"""A row, or why it cannot be read."""
+MOST_SHOWN = 10
+
+
+class RowFaults:
+    """Collects the faults of rows, so that a user learns of all at once."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, list[tuple[int, str]]] = {}
+        self._remedies: dict[str, None] = {}
+
+    def add(self, file: str, rows: "Rows", index: int, fault: RowFault) -> None:
+        """Note why the row at `index` of a file cannot be used."""
+        self._found.setdefault(file, []).append((index, f"{rows.place(index)}: {fault.what}"))
+        self._remedies[fault.remedy] = None
+
+    def end(self) -> None:
+        """Raise a DataError with the number of faults and the first MOST_SHOWN, if there are any."""
+        count = sum(map(len, self._found.values()))
+        if count == 1:
+            ((file, ((_, fault),)),) = self._found.items()
+            raise DataError(f"{file}, {fault}; {next(iter(self._remedies))}")
+        if count:
+            raise DataError("\n".join(self._lines(count)))
+
+    def _lines(self, count: int) -> list[str]:
+        lines, room = [], MOST_SHOWN
+        for file, faults in self._found.items():
+            shown = [fault for _, fault in sorted(faults)[:room]]
+            room -= len(shown)
+            lines.append(f"{file}: rows that cannot be used: {len(faults):,}; lines and rows are counted from 1")
+            lines += [f"    {fault}" for fault in shown]
+        lines += [f"    and {count - MOST_SHOWN:,} more"] * (count > MOST_SHOWN)
+        return lines + [f"    remedy: {remedy}" for remedy in self._remedies]
+
+
 class Rows(Protocol):
     """Rows by index; `columns` are those of the file (JSONL: of its first row)."""
 
@@ -31,8 +80,12 @@ class Rows(Protocol):
 
     def __len__(self) -> int: ...
 
-    def read(self, start: int, stop: int) -> list[dict[str, Any]]:
+    def read(self, start: int, stop: int) -> list[Row]:
         """Return the rows start..stop-1."""
+        ...
+
+    def place(self, index: int) -> str:
+        """Return where a user finds a row, counted from 1: `line 3` of JSONL, `row 3` of others."""
         ...
 
 
@@ -43,7 +96,6 @@ class ParquetRows:
         import pyarrow as pa  # a check of other files does without it
         import pyarrow.parquet as pq
 
-        self._path = path
         try:
             self._table = pq.read_table(path, memory_map=True)
         except (pa.ArrowException, OSError) as fault:
@@ -53,55 +105,66 @@ class ParquetRows:
     def __len__(self) -> int:
         return int(self._table.num_rows)
 
-    def read(self, start: int, stop: int) -> list[dict[str, Any]]:
-        """Return the rows start..stop-1. Raises DataError if one is no text or has a time that Python cannot hold."""
+    def read(self, start: int, stop: int) -> list[Row]:
+        """Return the rows start..stop-1; faulty are those with a text that is none, or a time that Python cannot hold."""
         try:
             return list(self._table.slice(start, stop - start).to_pylist())
         except (ValueError, OverflowError) as fault:
             if stop - start == 1:
-                what = f"{type(fault).__name__}: {_first_line(fault)}"
-                raise DataError(f"{self._path}, row {start}: cannot be read ({what})") from None
+                return [_unreadable(fault)]
             return [row for number in range(start, stop) for row in self.read(number, number + 1)]
+
+    def place(self, index: int) -> str:
+        """Return the row's number, counted from 1."""
+        return f"row {index + 1}"
 
 
 class ListRows:
-    """Rows in memory."""
+    """Rows in memory; `lines` are their numbers in a file of lines."""
 
-    def __init__(self, rows: list[dict[str, Any]]):
-        self._rows = rows
-        self.columns = list(rows[0]) if rows else []
+    def __init__(self, rows: Sequence[Row], lines: Sequence[int] | None = None):
+        self._rows, self._lines = rows, lines
+        self.columns = next((list(row) for row in rows if not isinstance(row, RowFault)), [])
 
     def __len__(self) -> int:
         return len(self._rows)
 
-    def read(self, start: int, stop: int) -> list[dict[str, Any]]:
+    def read(self, start: int, stop: int) -> list[Row]:
         """Return the rows start..stop-1."""
-        return self._rows[start:stop]
+        return list(self._rows[start:stop])
+
+    def place(self, index: int) -> str:
+        """Return the row's line, or its number, counted from 1."""
+        return f"row {index + 1}" if self._lines is None else f"line {self._lines[index]}"
 
 
-def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """Return the objects of a JSON Lines file, without blank lines.
-
-    Raises:
-        DataError: a line is no JSON object.
-    """
+def read_jsonl(path: Path) -> ListRows:
+    """Return the rows of a JSON Lines file, without blank lines. Raises DataError if it cannot be read, or has no usable line."""
     try:
         lines = path.read_bytes().split(b"\n")
     except OSError as fault:
         raise DataError(f"{path}: cannot be read ({fault.strerror})") from None
-    return [_parse_line(line, f"{path}, line {number}") for number, line in enumerate(lines, 1) if line.strip()]
+    numbers = [number for number, line in enumerate(lines, 1) if line.strip()]
+    rows = ListRows([_parse_line(lines[number - 1]) for number in numbers], numbers)
+    if not rows.columns:
+        faults = RowFaults()
+        for index, row in enumerate(rows.read(0, len(rows))):
+            if isinstance(row, RowFault):
+                faults.add(str(path), rows, index, row)
+        faults.end()
+    return rows
 
 
-def _parse_line(line: bytes, where: str) -> dict[str, Any]:
+def _parse_line(line: bytes) -> Row:
     try:
         row = json.loads(line.decode())
     except UnicodeDecodeError as fault:
-        raise DataError(f"{where}: cannot be read as UTF-8 text ({fault.reason})") from None
+        return RowFault(f"cannot be read as UTF-8 text ({fault.reason})", "save the file as UTF-8")
     except (ValueError, RecursionError) as fault:
         got = repr(line.decode().strip()[:80])[:80]
-        raise DataError(f"{where}: got {got}, expected one JSON object per line ({_first_line(fault)})") from None
+        return RowFault(f"got {got}, expected one JSON object per line ({_first_line(fault)})")
     if not isinstance(row, dict):
-        raise DataError(f"{where}: got a JSON {type(row).__name__}, expected an object")
+        return RowFault(f"got a JSON {type(row).__name__}, expected an object")
     return row
 
 
@@ -116,7 +179,7 @@ def open_rows(file: str) -> Rows:
         DataError: the file is missing, empty, of another kind, or cannot be read.
     """
     path = _path_of(file)
-    rows: Rows = ParquetRows(path) if path.suffix == ".parquet" else ListRows(read_jsonl(path))
+    rows: Rows = ParquetRows(path) if path.suffix == ".parquet" else read_jsonl(path)
     if not len(rows):
         raise DataError(f"{file}: {NO_ROWS}")
     return rows
@@ -129,7 +192,7 @@ class Peek(NamedTuple):
     """What a look at a file shows, without reading it: its columns, its first row, and how many rows it has."""
 
     columns: list[str]
-    first: dict[str, Any]
+    first: Row
     rows: int
 
 
@@ -148,21 +211,27 @@ def _peek_parquet(path: Path) -> Peek:
 
     try:
         with pq.ParquetFile(path, memory_map=True) as opened:
-            first = next(opened.iter_batches(batch_size=1)).to_pylist()[0]
-            return Peek(list(opened.schema_arrow.names), first, opened.metadata.num_rows)
+            batch = next(opened.iter_batches(batch_size=1))
+            columns, rows = list(opened.schema_arrow.names), opened.metadata.num_rows
     except (pa.ArrowException, OSError) as fault:
         raise _no_parquet(path, fault) from None
+    try:
+        return Peek(columns, batch.to_pylist()[0], rows)
     except (ValueError, OverflowError) as fault:
-        raise DataError(f"{path}, row 0: cannot be read ({type(fault).__name__}: {_first_line(fault)})") from None
+        return Peek(columns, _unreadable(fault), rows)
+
+
+def _unreadable(fault: Exception) -> RowFault:
+    return RowFault(f"cannot be read ({type(fault).__name__}: {_first_line(fault)})")
 
 
 def _peek_jsonl(path: Path, most: int | None) -> Peek:
     try:
         with path.open("rb") as opened:
-            lines = ((number, line) for number, line in enumerate(opened, 1) if line.strip())
-            number, line = next(lines)
-            first = _parse_line(line, f"{path}, line {number}")
-            return Peek(list(first), first, 1 + sum(1 for _ in islice(lines, None if most is None else most - 1)))
+            lines = (line for line in opened if line.strip())
+            first = _parse_line(next(lines))
+            columns = [] if isinstance(first, RowFault) else list(first)
+            return Peek(columns, first, 1 + sum(1 for _ in islice(lines, None if most is None else most - 1)))
     except OSError as fault:
         raise DataError(f"{path}: cannot be read ({fault.strerror})") from None
 

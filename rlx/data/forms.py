@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from rlx.config.schema import DataConfig
 from rlx.data import gsm8k
-from rlx.data.files import DataError, FormError
+from rlx.data.files import FormError, Row, RowFault, RowFaults, Rows
 
 PLAIN_SOURCE = "answer"
 """The data source of rows with `data.answer_key` that name none."""
@@ -30,7 +30,7 @@ class Prompt(NamedTuple):
 
 
 ToPrompt: TypeAlias = Callable[[dict[str, Any], int], Prompt]
-"""Converts a row with its number; raises ValueError if the row is faulty."""
+"""Converts a row with its number; raises RowFault if the row is faulty."""
 
 
 def form_of(name: str, columns: Sequence[str], config: DataConfig, split: str, chats: bool = True) -> ToPrompt:
@@ -68,12 +68,22 @@ def require_prompts(batch_size: int, prompts: int) -> None:
         )
 
 
-def to_prompt(name: str, convert: ToPrompt, row: dict[str, Any], number: int) -> Prompt:
-    """Return a row's prompt. Raises DataError, which names file and row, if the row is faulty."""
-    try:
-        return convert(row, number)
-    except ValueError as fault:
-        raise DataError(f"{name}, row {number}: {fault}") from None
+def to_prompt(convert: ToPrompt, row: Row, index: int) -> Prompt:
+    """Return a row's prompt. Raises RowFault if the row is faulty."""
+    if isinstance(row, RowFault):
+        raise row
+    return convert(row, index)
+
+
+def prompts_of(name: str, rows: Rows, convert: ToPrompt, part: range, faults: RowFaults) -> dict[int, Prompt]:
+    """Return the prompts of the usable rows among those in `part`, by index; the others go to `faults`."""
+    prompts = {}
+    for index, row in zip(part, rows.read(part.start, part.stop), strict=False):
+        try:
+            prompts[index] = to_prompt(convert, row, index)
+        except RowFault as fault:
+            faults.add(name, rows, index, fault)
+    return prompts
 
 
 def _require(name: str, columns: Sequence[str], needed: dict[str, str]) -> None:
@@ -112,15 +122,15 @@ def _likeliest(columns: Sequence[str], wanted: str, usual: Sequence[str]) -> str
 
 
 def from_verl(row: dict[str, Any], prompt_key: str = "prompt", source_key: str = "data_source") -> Prompt:
-    """Convert a row of verl's form. Raises ValueError if it is faulty."""
+    """Convert a row of verl's form. Raises RowFault if it is faulty."""
     content, source, reward_model = row.get(prompt_key), row.get(source_key), row.get("reward_model")
     extra_info = row.get("extra_info") or {}
     if not isinstance(source, str):
-        raise ValueError(f"{source_key} is {source!r:.80}, expected the name of a data source")
+        raise RowFault(f"{source_key} is {source!r:.80}, expected the name of a data source")
     if not isinstance(reward_model, dict) or reward_model.get("ground_truth") is None:
-        raise ValueError(f"reward_model is {reward_model!r:.80}, expected {{style, ground_truth}}")
+        raise RowFault(f"reward_model is {reward_model!r:.80}, expected {{style, ground_truth}}")
     if not isinstance(extra_info, dict):
-        raise ValueError(f"extra_info is {extra_info!r:.80}, expected an object or nothing")
+        raise RowFault(f"extra_info is {extra_info!r:.80}, expected an object or nothing")
     return Prompt(_checked_content(content, prompt_key), source, reward_model["ground_truth"], extra_info)
 
 
@@ -128,10 +138,10 @@ def _from_columns(row: dict[str, Any], prompt_key: str, answer_key: str, source_
     """Convert a row of plain columns. `extra_info` holds its other columns; without a source it is of `PLAIN_SOURCE`."""
     content, answer = row.get(prompt_key), row.get(answer_key)
     if answer is None:
-        raise ValueError(f"{answer_key} is missing, expected the right answer")
+        raise RowFault(f"{answer_key} is missing, expected the right answer")
     source = row.get(source_key) or PLAIN_SOURCE
     if not isinstance(source, str):
-        raise ValueError(f"{source_key} is {source!r:.80}, expected the name of a data source")
+        raise RowFault(f"{source_key} is {source!r:.80}, expected the name of a data source")
     others = {name: value for name, value in row.items() if name not in (prompt_key, answer_key, source_key)}
     if isinstance(content, str) and content and chats:
         content = [{"role": "user", "content": content}]
@@ -147,6 +157,6 @@ def _checked_content(content: Any, key: str) -> Content:
     )
     if not content or not is_chat:
         expected = "text or a list of messages {role: text, content: text}"
-        raise ValueError(f"{key} is {content!r:.120}, expected {expected}")
+        raise RowFault(f"{key} is {content!r:.120}, expected {expected}")
     # Arrow sets fields that only other rows' messages have to None, and templates would use them.
     return [{name: value for name, value in message.items() if value is not None} for message in content]

@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import track
 
-from rlx.data.files import DataError, read_jsonl
+from rlx.data.files import DataError, ListRows, RowFault, RowFaults, Rows, read_jsonl
 from rlx.program import program
 
 GSM8K_SOURCE = "openai/gsm8k"
@@ -23,16 +23,16 @@ INSTRUCTION = "Work through this step by step. Then give the final answer alone 
 def to_row(row: dict[str, Any], split: str, index: int) -> dict[str, Any]:
     """Return an official row ({question, answer}) in verl's schema, with a chat prompt.
 
-    The answer is the worked solution, whose last line is `#### <number>`. extra_info keeps split and index. Raises ValueError
+    The answer is the worked solution, whose last line is `#### <number>`. extra_info keeps split and index. Raises RowFault
     if question or answer is no text, or the answer has no `####`.
     """
     question, answer = (row.get(name) for name in GSM8K_COLUMNS)
     if not isinstance(question, str) or not isinstance(answer, str):
-        raise ValueError(f"got question {question!r:.80} and answer {answer!r:.80}, expected two texts")
+        raise RowFault(f"got question {question!r:.80} and answer {answer!r:.80}, expected two texts")
     working, mark, final = answer.rpartition("####")
     ground_truth = final.strip().replace(",", "")
     if not mark or not ground_truth:
-        raise ValueError(
+        raise RowFault(
             f"got an answer that ends in {working[-40:] + mark + final!r:.80}, expected `#### <number>` at its end"
         )
     return {
@@ -44,7 +44,7 @@ def to_row(row: dict[str, Any], split: str, index: int) -> dict[str, Any]:
     }
 
 
-def read_official(source: str, split: str) -> list[dict[str, Any]]:
+def read_official(source: str, split: str) -> Rows:
     """Return the official rows of a split (train or test) from a local JSONL file or the hub. Raises DataError."""
     path = Path(source).expanduser()
     if path.suffix == ".jsonl" or path.exists():
@@ -52,7 +52,7 @@ def read_official(source: str, split: str) -> list[dict[str, Any]]:
     from datasets import load_dataset
 
     try:
-        return list(load_dataset(source, "main", split=split))
+        return ListRows(list(load_dataset(source, "main", split=split)))
     except (OSError, ValueError) as fault:
         raise DataError(
             f"{source}: no such file, and the hub did not give it as a data set ({type(fault).__name__}: {fault}); "
@@ -66,14 +66,17 @@ def convert(source: str, split: str, out: Path, console: Console) -> Path:
     import pyarrow.parquet as pq
 
     official = read_official(source, split)
-    if not official:
+    if not len(official):
         raise DataError(f"{source}: no rows, expected GSM8K's {split} split")
-    rows = []
-    for index, row in enumerate(track(official, f"{split:5}", console=console)):
+    rows, faults = [], RowFaults()
+    for index, row in enumerate(track(official.read(0, len(official)), f"{split:5}", console=console)):
         try:
+            if isinstance(row, RowFault):
+                raise row
             rows.append(to_row(row, split, index))
-        except ValueError as fault:
-            raise DataError(f"{source}, row {index}: {fault}") from None
+        except RowFault as fault:
+            faults.add(source, official, index, fault)
+    faults.end()
     out.mkdir(parents=True, exist_ok=True)
     target = out / f"{split}.parquet"
     pq.write_table(pa.Table.from_pylist(rows), target)

@@ -12,15 +12,15 @@ from transformers import PreTrainedTokenizerBase
 from rlx.config.schema import ARITHMETIC, DataConfig
 from rlx.data.arithmetic import make_problems
 from rlx.data.batch import Batch, left_padded
-from rlx.data.files import DataError, ListRows, Rows, open_rows
-from rlx.data.forms import Content, Prompt, ToPrompt, form_of, from_verl, to_prompt
+from rlx.data.files import DataError, ListRows, RowFault, RowFaults, Rows, open_rows
+from rlx.data.forms import Content, Prompt, ToPrompt, form_of, from_verl, prompts_of, to_prompt
 from rlx.user_code import DATASET, TEMPLATE_CHAT_S, TEMPLATE_LIMIT_S, UserCodeError, load_callable, time_limit
 
 INTERFACE = ("__len__", "batch", "report")
 """The attributes that a user's data set class must have."""
 CHUNK_ROWS = 512
 LOOK_S = 60.0
-"""For the row that a tokenizer does not take, among `CHUNK_ROWS` [s]."""
+"""For the rows that a tokenizer does not take [s]."""
 BAR_FROM_ROWS = 20_000
 
 
@@ -44,12 +44,13 @@ class PromptDataset:
         data_sources: those of the remaining rows.
 
     Raises:
-        DataError: names file, row, got, expected, remedy.
+        DataError: names the files, all faulty rows with their number, and for the first of them got, expected, remedy.
     """
 
     def __init__(self, files: Sequence[str], config: DataConfig, tokenizer: PreTrainedTokenizerBase, split: str):
         self._config, self._tokenizer, self._split = config, tokenizer, split
         self._pad_token_id = _pad_token_id(tokenizer)
+        self._look_until = 0.0  # not yet: no row was refused
         self._files = [self._open(file) for file in files]
         self._ends = np.cumsum([len(file.rows) for file in self._files])
         self._lengths, sources = self._measure()
@@ -77,7 +78,7 @@ class PromptDataset:
             number = int(np.searchsorted(self._ends, position, side="right"))
             file = self._files[number]
             row = position - int(self._ends[number]) + len(file.rows)
-            prompts += self._read(file, row, row + 1)
+            prompts.append(to_prompt(file.convert, file.rows.read(row, row + 1)[0], row))
         ids = [self._cut(tokens) for tokens in self._tokenise([prompt.content for prompt in prompts])]
         prompt_ids, prompt_mask = left_padded(ids, self._pad_token_id)
         info = {
@@ -97,39 +98,40 @@ class PromptDataset:
         chats = bool(self._tokenizer.chat_template)
         return _File(name, rows, form_of(name, rows.columns, self._config, self._split, chats))
 
-    def _read(self, file: _File, start: int, stop: int) -> list[Prompt]:
-        rows = enumerate(file.rows.read(start, stop), start)
-        return [to_prompt(file.name, file.convert, row, number) for number, row in rows]
-
     def _measure(self) -> tuple["np.ndarray[Any, np.dtype[np.int64]]", list[str]]:
         """Return length in tokens and data source of each usable row, and find faulty rows before training begins."""
         most = {"train": self._config.train_max_samples, "val": self._config.val_max_samples}[self._split]
         room = int(self._ends[-1]) if most < 0 else min(most, int(self._ends[-1]))
-        chunks, left = [], room
+        chunks: list[tuple[_File, range]] = []
+        left = room
         for file in self._files:
             stop = min(len(file.rows), left)
-            chunks += [(file, start, min(start + CHUNK_ROWS, stop)) for start in range(0, stop, CHUNK_ROWS)]
+            chunks += [(file, range(start, min(start + CHUNK_ROWS, stop))) for start in range(0, stop, CHUNK_ROWS)]
             left -= stop
         lengths: list[int] = []
         sources: list[str] = []
-        for file, start, stop in track(chunks, f"{self._split} prompts", disable=room < BAR_FROM_ROWS):
-            prompts = self._read(file, start, stop)
-            sources += [sys.intern(prompt.data_source) for prompt in prompts]
-            contents = [prompt.content for prompt in prompts]
-            for row, tokens in enumerate(self._tokenise_of(file, start, contents), start):
-                self._check_length(file, row, len(tokens))
+        faults = RowFaults()
+        for file, part in track(chunks, f"{self._split} prompts", disable=room < BAR_FROM_ROWS):
+            prompts = prompts_of(*file, part, faults)
+            sources += [sys.intern(prompt.data_source) for prompt in prompts.values()]
+            for row, tokens in self._tokenise_of(file, prompts, faults).items():
+                if (fault := self._fault_of_length(len(tokens))) is not None:
+                    faults.add(file.name, file.rows, row, fault)
                 lengths.append(len(tokens))
+        faults.end()
         return np.array(lengths, dtype=np.int64), sources
 
-    def _check_length(self, file: _File, row: int, length: int) -> None:
+    def _fault_of_length(self, length: int) -> RowFault | None:
         limit = self._config.max_prompt_length
         if not length:
-            raise DataError(f"{file.name}, row {row}: the prompt is empty, expected at least one token")
+            return RowFault("the prompt is empty, expected at least one token")
         if length > limit and self._config.truncation == "error" and not self._config.filter_overlong_prompts:
-            raise DataError(
-                f"{file.name}, row {row}: the prompt has {length} tokens, data.max_prompt_length is {limit}; raise it, set "
-                "data.filter_overlong_prompts=True to drop such rows, or data.truncation=left, right or middle to cut them"
+            return RowFault(
+                f"the prompt has {length} tokens, data.max_prompt_length is {limit}",
+                "raise data.max_prompt_length, set data.filter_overlong_prompts=True to drop such rows, or data.truncation=left, "
+                "right or middle to cut them",
             )
+        return None
 
     def _describe(self, overlong: int) -> str:
         if not overlong:
@@ -140,22 +142,25 @@ class PromptDataset:
             f"data.max_prompt_length={self._config.max_prompt_length} tokens (the longest has {int(self._lengths.max()):,})"
         )
 
-    def _tokenise_of(self, file: _File, start: int, contents: list[Content]) -> list[list[int]]:
+    def _tokenise_of(self, file: _File, prompts: dict[int, Prompt], faults: RowFaults) -> dict[int, list[int]]:
+        """Return the tokens of the prompts that the tokenizer takes, by row; the others go to `faults`."""
+        contents = {row: prompt.content for row, prompt in prompts.items()}
         try:
-            return self._tokenise(contents)
-        except Exception:  # templates and tokenizers raise any kind of error; look for the row, else raise it as it is
-            until = time.monotonic() + LOOK_S
-            for row, content in enumerate(contents, start):
-                if time.monotonic() > until:
-                    break
+            return dict(zip(contents, self._tokenise(list(contents.values())), strict=True))
+        except Exception:  # templates and tokenizers raise any kind of error; look for the rows, else raise it as it is
+            self._look_until = self._look_until or time.monotonic() + LOOK_S
+            found: dict[int, list[int]] = {}
+            for row, content in contents.items():
                 try:
-                    self._tokenise([content])
+                    found[row] = self._tokenise([content])[0]
                 except Exception as fault:
-                    raise DataError(
-                        f"{file.name}, row {row}: the tokenizer or its chat template does not take this prompt "
-                        f"({type(fault).__name__}: {fault}); use an instruct model, whose template fits, or plain text"
-                    ) from None
-            raise
+                    faults.add(file.name, file.rows, row, _refused(fault))
+                if time.monotonic() > self._look_until:
+                    faults.end()
+                    raise
+            if len(found) == len(contents):
+                raise
+            return found
 
     def _tokenise(self, contents: list[Content]) -> list[list[int]]:
         chats = [content for content in contents if not isinstance(content, str)]
@@ -179,6 +184,13 @@ class PromptDataset:
             return tokens
         from_start = {"left": 0, "right": limit, "middle": limit // 2}[self._config.truncation]
         return tokens[:from_start] + tokens[len(tokens) - limit + from_start :]
+
+
+def _refused(fault: Exception) -> RowFault:
+    return RowFault(
+        f"the tokenizer or its chat template does not take this prompt ({type(fault).__name__}: {fault})",
+        "use an instruct model, whose template fits, or plain text",
+    )
 
 
 def _pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from rlx.config.schema import ModelConfig
 from rlx.errors import storing
+from rlx.models.hf_folder import as_open_as_folder
 from rlx.models.loading import ModelError, explained
 from rlx.models.lora import ADAPTER, ADAPTER_PARTS, adapted_experts, plain_name
 
@@ -68,6 +69,7 @@ def write_adapters(folder: Path, weights: Mapping[str, Tensor], kind: AdapterKin
     tensors = {peft_name(name): tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
     with storing(folder):
         save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+        as_open_as_folder(folder / WEIGHTS)
 
 
 def write_config(folder: Path, weights: Iterable[str], kind: AdapterKind, base: str | None) -> None:

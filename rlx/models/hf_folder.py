@@ -16,6 +16,11 @@ if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 
+def as_open_as_folder(file: Path) -> None:
+    """Let those read a file who may read its folder, which follows the umask: safetensors writes for the owner alone."""
+    file.chmod(file.parent.stat().st_mode & 0o666)
+
+
 @dataclass(frozen=True)
 class ModelCard:
     """Everything in a model folder except the weights."""
@@ -76,5 +81,7 @@ class ModelCard:
         }
         with without_progress_bar():
             model.save_pretrained(folder, state_dict={name: weights[name] for name in weights if name not in copies})
+        for file in folder.glob("*.safetensors"):
+            as_open_as_folder(file)
         if self.tokenizer is not None:
             self.tokenizer.save_pretrained(folder)

@@ -7,14 +7,13 @@ import importlib
 import inspect
 import math
 import reprlib
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
-from rlx.user_code import UserCodeError, load_name, misfit
+from rlx.user_code import UserCodeError, load_name, misfit, user_traceback
 
 if TYPE_CHECKING:
     from rlx.config.schema import CustomRewardConfig, RewardConfig
@@ -119,7 +118,7 @@ class Outcome(NamedTuple):
 def raised(fault: BaseException) -> Outcome:
     """Return the outcome of a call that raised."""
     what = f"raised {type(fault).__name__}: {fault}"
-    return Outcome([], "error", what[:LONGEST_TEXT], "".join(traceback.format_exception(fault))[-LONGEST_TEXT:])
+    return Outcome([], "error", what[:LONGEST_TEXT], user_traceback(fault)[-LONGEST_TEXT:])
 
 
 def outcome_of(function: Function, result: Any, samples: int) -> Outcome:

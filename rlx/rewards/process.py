@@ -10,7 +10,6 @@ import os
 import pickle
 import sys
 import time
-import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
@@ -19,7 +18,7 @@ from rlx.processes.child import OUT_OF_MEMORY, TooLong, end_with, interrupted_af
 from rlx.processes.lines import send
 from rlx.rewards.answers import Loaded, of_loaded
 from rlx.rewards.function import Function, Outcome, is_async, outcome_of, raised
-from rlx.user_code import UserCodeError
+from rlx.user_code import UserCodeError, user_traceback
 
 FLUSH_S = 0.01
 """Outcomes wait at most this long to be sent together with others, unless the next call takes longer [s]."""
@@ -106,8 +105,7 @@ class Process:
         try:
             function = spec.load()
         except UserCodeError as fault:
-            cause = fault.__cause__
-            return False, fault, "".join(traceback.format_exception(cause)) if cause else ""
+            return False, fault, user_traceback(fault.__cause__) if fault.__cause__ else ""
         self._functions[number] = spec, function
         return is_async(function), None, ""
 

@@ -282,7 +282,8 @@ def end_of(facts: dict[str, Any], code: int | None, loss: str | None) -> End:
 def _interrupted(number: int, facts: dict[str, Any]) -> str:
     by = "interrupted" if number == signal.SIGINT else f"ended by {signal.Signals(number).name}"
     at = f" in step {facts['step']}" if facts.get("step") else ""
-    return f"{by}{at}" + (f"; {facts['saved']} was saved" if facts.get("saved") else "")
+    saved = f"; {facts['saved']} was saved" if facts.get("saved") else ""
+    return f"{by}{at}{saved}" + (f"; the run's folder is {facts['folder']}" if facts.get("folder") else "")
 
 
 def what_is_left(overrides: Sequence[str], folder: str | None, step: int) -> str | None:

@@ -4,13 +4,14 @@ The rows after the first, and the lengths of prompts, are read by `rlx.trainer.s
 """
 
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from rlx.config.faults import Fault
 from rlx.config.schema import ARITHMETIC, PPOConfig
 from rlx.config.schema.roles import has_environment, model_scores_alone, only_environment_scores, prompts_at_once
-from rlx.data.files import DataError, FormError, peek
-from rlx.data.forms import form_of, require_prompts, to_prompt
+from rlx.data.files import DataError, FormError, RowFault, RowFaults, open_rows, peek
+from rlx.data.forms import Prompt, form_of, prompts_of, require_prompts, to_prompt
 from rlx.rewards.sources import no_function_for, remedy_for, scored_sources
 
 SPLITS = {"train": "data.train_files", "val": "data.val_files"}
@@ -42,7 +43,13 @@ def training_rows(config: PPOConfig, most: int | None = None) -> int | None:
         return None
     try:
         for file in data.train_files:
-            rows += data.arithmetic.train_size if file == ARITHMETIC else peek(file, most).rows
+            if file == ARITHMETIC:
+                rows += data.arithmetic.train_size
+                continue
+            _, first, count = peek(file, most)
+            if isinstance(first, RowFault):
+                return None
+            rows += count
     except DataError:
         return None
     return rows if data.train_max_samples < 0 else min(rows, data.train_max_samples)
@@ -57,8 +64,7 @@ def _faults(config: PPOConfig, broken: frozenset[str]) -> Iterator[Fault]:
         for number, file in enumerate(files):
             if broken.isdisjoint((key, *COLUMN_KEYS)) and Path(file).expanduser().is_file():
                 try:
-                    columns, first, _ = peek(file, most=1)
-                    prompt = to_prompt(file, form_of(file, columns, config.data, split), first, 0)
+                    prompt = _first_prompt(file, config, split, most)
                     if most < 0 or number == 0:  # else the samples may end before this file
                         places.setdefault(prompt.data_source, []).append(f"{key}={file}")
                 except DataError as error:
@@ -72,6 +78,19 @@ def _faults(config: PPOConfig, broken: frozenset[str]) -> Iterator[Fault]:
             require_prompts(batch, rows)
         except DataError as error:
             yield _fault("data.train_batch_size is larger than the data", error, "data.train_batch_size")
+
+
+def _first_prompt(file: str, config: PPOConfig, split: str, most: int) -> Prompt:
+    """Return the prompt of the first row. Raises DataError; if the row is faulty, it names the faults of the other rows too."""
+    columns, first, _ = peek(file, most=1)
+    if not isinstance(first, RowFault):
+        with suppress(RowFault):
+            return to_prompt(form_of(file, columns, config.data, split), first, 0)
+    rows, faults = open_rows(file), RowFaults()
+    part = range(len(rows) if most < 0 else min(most, len(rows)))
+    prompts = prompts_of(file, rows, form_of(file, rows.columns, config.data, split), part, faults)
+    faults.end()
+    return prompts[0]
 
 
 def _without_function(config: PPOConfig, places: dict[str, list[str]]) -> Iterator[Fault]:

@@ -86,11 +86,6 @@ class _Training:
         """Train until the target or the last step; return (accuracy, steps taken)."""
         settings, accuracy, step = self._settings, 0.0, 0
         batches = self._batches()
-        if not sys.stdout.isatty():  # the bar then comes at its end
-            print(
-                f"warm start: the tiny model learns by imitation for at most {settings.max_steps} step(s), and is kept for later runs",
-                flush=True,
-            )
         with _progress_bar() as bar:
             task = bar.add_task("warm start", total=settings.max_steps, loss=float("nan"), accuracy=0.0)
             for step in range(1, settings.max_steps + 1):

@@ -299,7 +299,10 @@ class Trainer:
         if skipped:
             self.progress.notice(f"step {step}: {skipped:.0f} optimizer step(s) skipped: the gradient was not finite")
         if not batch["advantages"].any():
-            self.progress.notice(f"step {step}: all advantages are zero (every group's rewards are equal)")
+            self.progress.notice(
+                f"step {step}: all advantages are zero, because all answers of a prompt got the same reward; raise "
+                "data.train_batch_size or actor_rollout_ref.rollout.n, or take easier or harder prompts (docs/watch.md)"
+            )
         usage = self.workers.broadcast("process", "usage")
         return {
             "train/skipped_steps": float(self.skipped_steps),

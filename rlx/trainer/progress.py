@@ -46,6 +46,14 @@ def change(before: float, after: float) -> str:
     return f"{before:.1%} -> {after:.1%} ({100 * (after - before):+.1f} points)"
 
 
+def reward_change(rewards: Sequence[float]) -> str:
+    """Say how the rewards of steps changed, for the summary and the report: `sampled reward, mean of 5 steps: 0.375 -> 0.412`."""
+    steps = max(1, min(STEPS_PER_MEAN, len(rewards) // 2))
+    first, last = (sum(part) / steps for part in (rewards[:steps], rewards[-steps:]))
+    label = "sampled reward" if steps == 1 else f"sampled reward, mean of {steps} steps"
+    return f"{label}: {first:.3f}" + (f" -> {last:.3f}" if len(rewards) > 1 else "")
+
+
 def printable(text: str, encoding: str) -> str:
     """Return `text` with escapes for a model's control characters and for characters that the stream cannot encode."""
     shown = "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
@@ -57,10 +65,12 @@ def next_commands(folder: Path) -> list[str]:
     found = [path for path in folder.glob("checkpoints/global_step_*") if path.name[12:].isdecimal()]
     saved = sorted(found, key=lambda path: int(path.name[12:]))
     lines = (
-        [f"{program('export')} {shlex.quote(str(saved[-1]))} MODEL   # the policy as a Hugging Face folder"]
+        [f"{program('export')} {shlex.quote(str(saved[-1]))} my-model   # the policy as a Hugging Face folder"]
         if saved
         else []
     )
+    if (folder / "transcripts").exists():
+        lines.append(f"{program('view')} {shlex.quote(str(folder))}   # the samples, as a page for a browser")
     if (folder / "tensorboard").exists():
         lines.append(f"tensorboard --logdir {shlex.quote(str(folder))}   # the curves")
     return lines
@@ -230,10 +240,8 @@ class Progress:
             is_one = first_validation is last_validation
             facts["held-out accuracy"] = f"{after:.1%}" if is_one else change(before, after)
         if len(self._rewards) > 1:
-            steps = min(STEPS_PER_MEAN, len(self._rewards) // 2)
-            first, last = (sum(part) / steps for part in (self._rewards[:steps], self._rewards[-steps:]))
-            label = "sampled reward" if steps == 1 else f"sampled reward, mean of {steps} steps"
-            facts[label] = f"{first:.3f} -> {last:.3f}"
+            label, _, values = reward_change(self._rewards).partition(": ")
+            facts[label] = values
         facts |= {f"restart {number}": reason for number, reason in enumerate(restarts, start=1)}
         facts["wall time"] = duration(time.perf_counter() - self._started)
         self._panel(facts, "summary")
@@ -243,11 +251,11 @@ class Progress:
             if (folder / part).exists():
                 places[name] = folder / part
         for name, path in places.items():
-            self._line(f"{name:<12} {self._near(path)}")
-        for command in next_commands(self._near(folder)):
+            self._line(f"{name:<12} {self.near(path)}")
+        for command in next_commands(self.near(folder)):
             self._line(command, "dim")
 
-    def _near(self, path: Path) -> Path:
+    def near(self, path: Path) -> Path:
         """Return the path from the current folder if it is below it; in a log, which is read elsewhere, as it is."""
         return path.relative_to(Path.cwd()) if self._live and path.is_relative_to(Path.cwd()) else path
 

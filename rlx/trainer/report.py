@@ -18,7 +18,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 from rlx.errors import ExplainedError
 from rlx.program import program
 from rlx.trainer.phases import PHASES
-from rlx.trainer.progress import change
+from rlx.trainer.progress import change, reward_change
 from rlx.trainer.tracking import METRICS_FILE
 
 INK, GREY, GRID = "#1f2933", "#7b8794", "#e4e7eb"
@@ -86,7 +86,7 @@ def _headline(metrics: Metrics) -> str:
     elif accuracy:
         parts.append(f"held-out accuracy {accuracy[0]:.1%}")
     if reward:
-        parts.append(f"sampled reward {reward[0]:.3f} -> {reward[-1]:.3f}")
+        parts.append(reward_change(reward))
     if step_s:
         parts.append(f"{len(step_s)} steps, {sum(step_s) / len(step_s):.1f} s each")
     return "   ·   ".join(parts)

@@ -83,6 +83,7 @@ def _run(config: PPOConfig, yaml: str, prepared: Prepared, workers: WorkerGroup)
     progress = Progress(config.trainer.total_training_steps or 0, console, verbose=verbose)
     for notice in prepared.notices(config):
         progress.notice(notice)
+    progress.remark(f"run {progress.near(folder)}")
     if checkpoint is not None:
         progress.remark(f"resuming from step {step}: {checkpoint}")
     else:

@@ -70,7 +70,8 @@ ONLY_WITH = {
     "stall": "perf/offloaded_mb",
 }
 """Columns that are shown from the first row on that has this metric, and not as 0: they belong to what a run may leave off."""
-PLAIN_TITLES = ("reward", "acc", "len", "entropy", "sec", "tok/s")  # they need no legend
+PLAIN_TITLES = ("reward", "sec")  # they need no legend
+PHASE_TITLES = ("seconds by phase", "s by phase", "phases")  # the longest that fits
 
 
 class StepTable:
@@ -91,17 +92,20 @@ class StepTable:
     def header(self) -> str:
         """Return the titles."""
         cells = ["step".rjust(self.step_width), *(column.title.rjust(column.width) for column in self.columns)]
-        return " ".join(cells) + ("  seconds by phase" if self.phase_width >= len("seconds by phase") else "")
+        title = next((title for title in PHASE_TITLES if len(title) <= self.phase_width), "")
+        return " ".join(cells) + (f"  {title}" if title else "")
 
     def legend(self, metrics: Mapping[str, float]) -> str:
-        """Return what the columns with a value mean."""
+        """Return what the columns with a value, and the names of phases, mean."""
         parts = []
         for column in self.columns:
             name = next((name for name in column.metrics if name in metrics), None)
             if name is not None and (of := described(name)) is not None and column.title not in PLAIN_TITLES:
                 begin = of.meaning[:1] if of.meaning[1:2].isupper() else of.meaning[:1].lower()  # KL stays KL
                 parts.append(f"{column.title}: {begin}{of.meaning[1:].rstrip('.')}")
-        return "; ".join(parts)
+        names = [(PHASES[name].label, name) for name in PHASES if f"timing_s/{name}" in metrics]
+        phases = [f"{label} = {name.replace('_', ' ')}" for label, name in names if label != name]
+        return "; ".join([*parts, f"seconds by phase: {', '.join(phases)}"] if phases else parts)
 
     def row(self, step: int, metrics: Mapping[str, float]) -> str:
         """Return the row of one step; a missing metric shows as "-"."""

@@ -49,6 +49,12 @@ def warm_start(config: PPOConfig) -> Path:
         from rlx.models.tiny import make_tiny
         from rlx.trainer.imitation import imitate
 
+        most, target = config.warm_start.max_steps, config.warm_start.target_accuracy
+        print(
+            f"warm start: the tiny model learns by imitation until it solves {target:.0%} of held-out problems, for at most "
+            f"{most} step(s); it is kept in {folder}",
+            flush=True,  # outside of a terminal the bar comes at its end
+        )
         model, tokenizer = make_tiny(config.actor_rollout_ref.model.tiny)
         accuracy, steps = imitate(config, model, tokenizer, _device(config))
         model.to("cpu")

@@ -237,10 +237,11 @@ async function start() {
   });
   byId("colour").addEventListener("input", (event) => { chosen.colour = event.target.value; remember(); paint(); });
   byId("sample").addEventListener("mouseover", tell);
-  const first = Number(asked.get("sample"));
+  const sample = Number(asked.get("sample")), isThere = asked.get("sample") && sample in all.step;
+  if (isThere && byId("step").value !== "") byId("step").value = all.step[sample]; // of an address whose step is another one
   select();
   chart();
-  if (all.step.length) await open(asked.get("sample") && first in all.step ? first : shown[0]);
+  if (all.step.length) await open(isThere ? sample : shown[0]);
   document.body.dataset.ready = "yes";
 }
 

@@ -20,6 +20,8 @@ class ViewError(ExplainedError, ValueError):
 def transcript_files(run: Path, first: int | None, last: int | None) -> dict[int, Path]:
     """Return the files of steps from `first` to `last`, both included, in order; raise ViewError if there are none."""
     folder = run / "transcripts"
+    if not run.is_dir():
+        raise ViewError(f"{run}: no such folder; name that of a run, which the run's first lines show")
     found = {int(match[1]): file for file in folder.glob("*.jsonl") if (match := _NAME.fullmatch(file.name))}
     if not found:
         raise ViewError(

@@ -51,7 +51,7 @@ def test_empty_parquet(tmp_path):
 @pytest.mark.parametrize(
     "content, what",
     [
-        (b'{"a": 1}\n{"a": \n', r"line 2: got '\{\"a\":', expected one JSON object per line"),
+        (b'\n{"a": \n', r"line 2: got '\{\"a\":', expected one JSON object per line"),
         (b"[1]\n", "line 1: got a JSON list, expected an object"),
         (b'{"a": "\xff"}\n', "cannot be read as UTF-8"),
     ],

@@ -134,14 +134,45 @@ def test_plain_columns_without_a_chat_template_stay_text(write_jsonl):
     ("row", "reason"),
     [
         ({"prompt": "a", "solution": 1}, r"expected also \['answer'\]; .* data.answer_key"),
-        ({"prompt": "a", "answer": None}, "row 0: answer is missing"),
-        ({"prompt": 3, "answer": 1}, "row 0: prompt is 3"),
-        ({"prompt": "a", "answer": 1, "data_source": 4}, "row 0: data_source is 4"),
+        ({"prompt": "a", "answer": None}, "line 1: answer is missing"),
+        ({"prompt": 3, "answer": 1}, "line 1: prompt is 3"),
+        ({"prompt": "a", "answer": 1, "data_source": 4}, "line 1: data_source is 4"),
     ],
 )
 def test_faults_of_plain_columns(tokenizer, write_jsonl, row, reason):
     with pytest.raises(DataError, match=reason):
         load(tokenizer, write_jsonl([row]), answer_key="answer")
+
+
+def test_all_faulty_rows_come_at_once_each_by_its_line_and_the_remedies_once(tokenizer, tmp_path):
+    good = '{"prompt": "1 + 1", "answer": "2"}'
+    bad = [
+        '{"prompt": "%s", "answer": "2"}' % ("x" * 99),
+        '{"prompt": "", "answer": "2"}',
+        '{"prompt": 7, "answer": "2"}',
+        '{"prompt": "1',
+        '{"prompt": "1 + 1"}',
+        "",  # blank, which is no row but counts as a line
+    ]
+    (tmp_path / "rows.jsonl").write_text("\n".join([good, *bad, *['{"prompt": ""}'] * 8, ""]))
+    config = DataConfig(answer_key="answer", max_prompt_length=64)
+    with pytest.raises(DataError) as caught:
+        PromptDataset([str(tmp_path / "rows.jsonl")], config, tokenizer, "train")
+    head, *lines = str(caught.value).splitlines()
+    assert head == f"{tmp_path}/rows.jsonl: rows that cannot be used: 13; lines and rows are counted from 1"
+    assert [line.split()[1].rstrip(":") for line in lines[:10]] == ["2", "3", "4", "5", "6", *map(str, range(8, 13))]
+    said = [
+        "106 tokens",
+        "the prompt is empty",
+        "prompt is 7, expected text",
+        'got \'{"prompt": "1\'',
+        "answer is missing",
+    ]
+    assert all(part in line for part, line in zip(said, lines[:5], strict=True)), lines
+    remedies = [line.strip() for line in lines[11:]]
+    assert lines[10].strip() == "and 3 more" and len(remedies) == 2
+    assert any("filter_overlong_prompts" in remedy for remedy in remedies), remedies
+    assert "remedy: correct the row or remove it" in remedies
 
 
 def test_official_gsm8k_file(tokenizer, gsm8k_file):
@@ -190,7 +221,7 @@ def test_overlong_is_an_error_that_names_the_row(tokenizer, uneven):
         load(tokenizer, uneven, max_prompt_length=10)
     message = str(caught.value)
     assert uneven in message
-    for part in ("row 1:", "11 tokens", "max_prompt_length is 10", "filter_overlong_prompts=True", "data.truncation="):
+    for part in ("line 2:", "11 tokens", "max_prompt_length is 10", "filter_overlong_prompts=True", "data.truncation="):
         assert part in message
 
 
@@ -250,18 +281,18 @@ def test_missing_columns(tokenizer, write_jsonl):
 )
 def test_bad_row_is_named_at_the_start(tokenizer, write_jsonl, change, what):
     file = write_jsonl([row(), row(), row(**change), row()])
-    with pytest.raises(DataError, match=rf"rows\.jsonl, row 2: {what}"):
+    with pytest.raises(DataError, match=rf"rows\.jsonl, line 3: {what}"):
         load(tokenizer, file)
 
 
 def test_bad_gsm8k_row_is_named(tokenizer, write_jsonl):
     file = write_jsonl([{"question": "q", "answer": "#### 1"}, {"question": "q", "answer": "1"}])
-    with pytest.raises(DataError, match=r"row 1: got an answer that ends in '1'"):
+    with pytest.raises(DataError, match=r"line 2: got an answer that ends in '1'"):
         load(tokenizer, file)
 
 
 def test_tokenizer_without_chat_template(write_jsonl):
-    with pytest.raises(DataError, match=r"row 0: the tokenizer or its chat template does not take .* instruct model"):
+    with pytest.raises(DataError, match=r"line 1: the tokenizer or its chat template does not take .* instruct model"):
         load(ByT5Tokenizer(), write_jsonl([row()]))
     assert len(load(ByT5Tokenizer(), write_jsonl([row(prompt="plain")]))) == 1
 

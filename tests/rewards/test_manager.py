@@ -109,10 +109,18 @@ def test_fault_names_the_sample_and_keeps_a_copy(manager, make_batch, write_modu
     copy = tmp_path / "new" / "folder" / "reward_error_1.json"
     for part in (f"rate in {path} {what}", "data source 'my/data'", "sample 41", str(copy)):
         assert part in message
+    assert message.endswith(
+        f"; correct the function, or let such samples score 0: reward.on_{'crash' if 'exit' in body else 'error'}=zero"
+    )
     kept = json.loads(copy.read_text(encoding="utf-8"))
     assert kept["solution_str"] == "bäd\ud800" and kept["extra_info"] == {"index": 41, "split": "train"}
     assert kept["ground_truth"] == {"deep": "{2}"} and kept["data_source"] == "my/data"
     assert what[:8] in kept["fault"] and ("KeyError" in str(caught.value.__cause__)) == (body[:5] == "raise")
+    if caught.value.__cause__ is not None:
+        head, first = str(caught.value.__cause__).splitlines()[:2]
+        assert head.startswith("Traceback") and first.startswith(f'  File "{path}", line '), (
+            "no line of rlx comes before"
+        )
     assert str(pickle.loads(pickle.dumps(caught.value))) == message
 
 
@@ -156,7 +164,9 @@ def test_what_fails_may_score_zero_and_is_counted_and_told(manager, make_batch, 
 
 def test_no_score_at_all_is_no_result(manager, make_batch, write_module, tmp_path):
     rewards = manager(write_module(FLAKY), on_error="zero")
-    with pytest.raises(RewardError, match=r"raised KeyError: 'x'.*; no sample of the batch got a score"):
+    with pytest.raises(
+        RewardError, match=r"raised KeyError: 'x'.*; no sample of the batch got a score; correct the function$"
+    ):
         rewards.score(make_batch(["raise", "raise"], [0, 0]), tmp_path)
 
 

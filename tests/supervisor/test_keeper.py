@@ -277,13 +277,13 @@ def test_the_command_that_goes_on_from_the_newest_checkpoint(tmp_path):
 
 
 def test_a_run_without_a_checkpoint_says_what_is_lost_and_how_to_save(keep):
-    script = "tell(step=34, overrides=['trainer.seed=1']); print(1, flush=True); time.sleep(1000)"
+    script = "tell(folder='/runs/a', step=34, overrides=['trainer.seed=1']); print(1, flush=True); time.sleep(1000)"
     process = keep(script)
     process.stdout.readline()
     time.sleep(0.5)  # the supervisor looks at the pipe a few times a second
     process.send_signal(signal.SIGINT)
     assert end(process)[2] == [
-        "rlx interrupted in step 34",
+        "rlx interrupted in step 34; the run's folder is /runs/a",
         f"rlx ended without a checkpoint; {LOST}: 33; trainer.save_freq=20 saves every 20 steps",
     ]
     assert what_is_left(["trainer.save_freq=50"], None, 34) == f"ended without a checkpoint; {LOST}: 33"

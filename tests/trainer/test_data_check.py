@@ -58,8 +58,8 @@ def test_rows_in_a_form_are_no_fault(written, kind: str):
         ({"question": "?", "label": 1}, ("data.answer_key=x",), "set data.prompt_key=question data.answer_key=label,"),
         ({"a": "?", "b": 1}, ("data.answer_key=x",), "remedy: name the columns there are with data.prompt_key and"),
         ({"prompt": "?", "data_source": "a"}, (), "reward_model holds {style, ground_truth}; for a column with the"),
-        ({**VERL, "reward_model": {"style": "rule"}}, (), "row 0: reward_model is"),
-        ({**PLAIN, "prompt": 3}, ("data.answer_key=answer",), "row 0: prompt is 3"),
+        ({**VERL, "reward_model": {"style": "rule"}}, (), "1: reward_model is"),
+        ({**PLAIN, "prompt": 3}, ("data.answer_key=answer",), "1: prompt is 3"),
     ],
 )
 def test_a_first_row_in_no_form_is_one_fault_whose_likeliest_remedy_comes_first(written, kind, row, keys, remedy):
@@ -70,6 +70,15 @@ def test_a_first_row_in_no_form_is_one_fault_whose_likeliest_remedy_comes_first(
         config = compose([f"data.train_files={file}", *keys]).config.data
         PromptDataset([file], config, make_tiny_tokenizer(), "train")
     assert remedy.removeprefix("remedy: ") in str(of_run.value), "the run says the same"
+
+
+def test_a_faulty_first_row_brings_the_faults_of_the_others(written):
+    numbers = [{**PLAIN, "prompt": number} for number in (1, 2)]
+    (fault,) = found(written(numbers[0], PLAIN, numbers[1]), "data.answer_key=answer")
+    assert "line 1: prompt is 1," in fault and "line 5: prompt is 2," in fault
+    unread = "data.train_max_samples=2"
+    (fault,) = found(written(numbers[0], PLAIN, numbers[1]), "data.answer_key=answer", unread)
+    assert "line 1: prompt is 1," in fault and "prompt is 2" not in fault
 
 
 MINE = {**VERL, "data_source": "mine"}

@@ -69,7 +69,10 @@ def test_every_column_is_described_and_the_legend_comes_once():
     for step in range(1, HEADER_EVERY + 3):
         progress.row(METRICS | CRITIC, step)
     text = stream.getvalue()
-    assert text.count("KL: ") == 1 and text.count("entropy") == 2, "two headers, one legend"
+    assert text.count("KL: ") == 1 and text.count("step reward") == 2, "two headers, one legend"
+    legend = " ".join(text.partition("step reward")[0].split())
+    assert all(f"{title}: " in legend for title in ("acc", "len", "entropy", "tok/s")), legend
+    assert legend.endswith("seconds by phase: roll = rollout, rew = reward, actor = update actor"), legend
     assert "vloss" in text.splitlines()[-3] and "0.250" in text.splitlines()[-1], "PPO shows its critic"
 
 
@@ -157,6 +160,7 @@ def test_missing_metrics_show_as_a_dash_and_nan_as_nan():
 def test_a_narrow_terminal_drops_columns_but_not_the_reward(width: int):
     table = StepTable(width, 1000)
     assert max(len(table.header()), len(table.row(7, METRICS))) <= width
+    assert StepTable(120, 300, OPTIONAL).header().endswith("  s by phase"), "no column of a pipe is without a name"
     assert table.header().split()[:2] == ["step", "reward"]
 
 
@@ -279,10 +283,11 @@ def test_a_picture_that_cannot_be_drawn_fails_no_run(tmp_path: Path, monkeypatch
 
 def test_after_a_run_the_next_commands_are_named(tmp_path: Path):
     assert next_commands(tmp_path) == []
-    for name in ("checkpoints/global_step_9", "checkpoints/global_step_10", "tensorboard"):
+    for name in ("checkpoints/global_step_9", "checkpoints/global_step_10", "tensorboard", "transcripts"):
         (tmp_path / name).mkdir(parents=True)
-    export, curves = next_commands(tmp_path)
-    assert export.startswith(f"python -m rlx.export {tmp_path}/checkpoints/global_step_10 MODEL ")
+    export, samples, curves = next_commands(tmp_path)
+    assert export.startswith(f"python -m rlx.export {tmp_path}/checkpoints/global_step_10 my-model ")
+    assert samples.startswith(f"python -m rlx.view {tmp_path} ")
     assert curves.startswith(f"tensorboard --logdir {tmp_path} ")
 
 

@@ -80,27 +80,27 @@ FAULTS = {
     "an array of rows": Fault(b"[" + text(row()).strip() + b"]", "line 1: got a JSON list"),
     # Rows of JSONL
     "no prompt at all": Fault(text(row(prompt=...)), "expected also ['prompt']"),
-    "no prompt": Fault(second(prompt=...), "row 1: prompt is None"),
-    "a prompt of null": Fault(second(prompt=None), "row 1: prompt is None"),
-    "a prompt of a number": Fault(second(prompt=7), "row 1: prompt is 7"),
-    "an empty chat": Fault(second(prompt=[]), "row 1: prompt is []"),
-    "an empty text": Fault(second(prompt=""), "row 1: the prompt is empty"),
-    "a message without role": Fault(second(prompt=[{"content": "a"}]), "row 1: prompt is [{"),
-    "a message of parts": Fault(second(prompt=[{"role": "user", "content": ["a"]}]), "row 1: prompt is [{"),
-    "a message of null": Fault(second(prompt=[{"role": "user", "content": None}]), "row 1: prompt is [{"),
-    "half a surrogate pair": Fault(second(prompt=SURROGATE), "row 1: the tokenizer"),
-    "half a pair in a chat": Fault(second(prompt=[{"role": "user", "content": SURROGATE}]), "row 1: the tokenizer"),
+    "no prompt": Fault(second(prompt=...), "line 2: prompt is None"),
+    "a prompt of null": Fault(second(prompt=None), "line 2: prompt is None"),
+    "a prompt of a number": Fault(second(prompt=7), "line 2: prompt is 7"),
+    "an empty chat": Fault(second(prompt=[]), "line 2: prompt is []"),
+    "an empty text": Fault(second(prompt=""), "line 2: the prompt is empty"),
+    "a message without role": Fault(second(prompt=[{"content": "a"}]), "line 2: prompt is [{"),
+    "a message of parts": Fault(second(prompt=[{"role": "user", "content": ["a"]}]), "line 2: prompt is [{"),
+    "a message of null": Fault(second(prompt=[{"role": "user", "content": None}]), "line 2: prompt is [{"),
+    "half a surrogate pair": Fault(second(prompt=SURROGATE), "line 2: the tokenizer"),
+    "half a pair in a chat": Fault(second(prompt=[{"role": "user", "content": SURROGATE}]), "line 2: the tokenizer"),
     "a role that the template refuses": Fault(second(prompt=[{"role": "critic", "content": "a"}]), "no role critic"),
-    "a template without end": Fault(second(prompt=[{"role": "endless", "content": "a"}]), "row 1: the tokenizer"),
-    "a long prompt": Fault(second(prompt="a" * 65), "row 1: the prompt has 65 tokens"),
-    "no data source": Fault(second(data_source=...), "row 1: data_source is None"),
-    "a data source of a number": Fault(second(data_source=3), "row 1: data_source is 3"),
-    "no reward model": Fault(second(reward_model=...), "row 1: reward_model is None"),
-    "a reward model of text": Fault(second(reward_model="2"), "row 1: reward_model is '2'"),
-    "no ground truth": Fault(second(reward_model={"style": "rule"}), "row 1: reward_model is {'style'"),
-    "extra_info of a list": Fault(second(extra_info=[1]), "row 1: extra_info is [1]"),
-    "an answer without ####": Fault(text({"question": "1 + 1", "answer": "2"}), "row 0: "),
-    "a question of a number": Fault(text({"question": 1, "answer": "#### 2"}), "row 0: got question 1"),
+    "a template without end": Fault(second(prompt=[{"role": "endless", "content": "a"}]), "line 2: the tokenizer"),
+    "a long prompt": Fault(second(prompt="a" * 65), "line 2: the prompt has 65 tokens"),
+    "no data source": Fault(second(data_source=...), "line 2: data_source is None"),
+    "a data source of a number": Fault(second(data_source=3), "line 2: data_source is 3"),
+    "no reward model": Fault(second(reward_model=...), "line 2: reward_model is None"),
+    "a reward model of text": Fault(second(reward_model="2"), "line 2: reward_model is '2'"),
+    "no ground truth": Fault(second(reward_model={"style": "rule"}), "line 2: reward_model is {'style'"),
+    "extra_info of a list": Fault(second(extra_info=[1]), "line 2: extra_info is [1]"),
+    "an answer without ####": Fault(text({"question": "1 + 1", "answer": "2"}), "line 1: "),
+    "a question of a number": Fault(text({"question": 1, "answer": "#### 2"}), "line 1: got question 1"),
     # Parquet
     "no Parquet": of_parquet(lambda _: text(row()), "cannot be read as Parquet"),
     "an empty Parquet": of_parquet(lambda _: b"", "cannot be read as Parquet"),
@@ -120,19 +120,19 @@ FAULTS = {
         "Multiple matches for FieldRef.Name(prompt)",
     ),
     "a null in Parquet": of_parquet(
-        lambda folder: parquet(folder, columns(prompt=["a", None])), "row 1: prompt is None"
+        lambda folder: parquet(folder, columns(prompt=["a", None])), "row 2: prompt is None"
     ),
     "bytes in Parquet": of_parquet(
-        lambda folder: parquet(folder, columns(prompt=[b"a", b"b"])), "row 0: prompt is b'a'"
+        lambda folder: parquet(folder, columns(prompt=[b"a", b"b"])), "row 1: prompt is b'a'"
     ),
     "text that is no UTF-8": of_parquet(
         lambda folder: parquet(
             folder, columns(prompt=pa.array([b"a", b"\xff"]).view(pa.binary()).cast(pa.string(), safe=False))
         ),
-        "row 1: cannot be read (UnicodeDecodeError",
+        "row 2: cannot be read (UnicodeDecodeError",
     ),
     "a time out of range": of_parquet(
-        lambda folder: parquet(folder, columns(extra_info=pa.array([0, 2**62], pa.timestamp("us")))), "row 1: "
+        lambda folder: parquet(folder, columns(extra_info=pa.array([0, 2**62], pa.timestamp("us")))), "row 2: "
     ),
 }
 

@@ -74,7 +74,7 @@ def test_all_faults_come_at_once(config, rows):
     text = str(caught.value)
     assert text.startswith("5 faults:\n  1. ray_kwargs.ray_init: ")
     assert "2. trainer.resume_from_path" in text and "3. actor_rollout_ref.model: attn_implementation" in text
-    assert text.count("data.max_prompt_length is 3") == 2, "of both splits"
+    assert text.count("remedy: raise data.max_prompt_length") == 2, "of both splits"
 
 
 def test_a_single_fault_is_raised_as_it_is(config, rows):

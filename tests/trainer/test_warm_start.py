@@ -40,10 +40,13 @@ def weights_of(folder):
     return AutoModelForCausalLM.from_pretrained(folder).state_dict()
 
 
-def test_a_model_folder_is_made_once_and_is_the_same_anywhere(config, tmp_path):
+def test_a_model_folder_is_made_once_and_is_the_same_anywhere(config, tmp_path, capsys):
     folder = warm_start(config)
+    told = "until it solves 30% of held-out problems, for at most 6 step(s); it is kept in"
+    assert f"{told} {folder}\n" in capsys.readouterr().out
     made = (folder / "model.safetensors").stat().st_mtime_ns
-    assert warm_start(config) == folder and (folder / "model.safetensors").stat().st_mtime_ns == made
+    assert warm_start(config) == folder and capsys.readouterr().out == ""
+    assert (folder / "model.safetensors").stat().st_mtime_ns == made
     assert [entry.name for entry in folder.parent.iterdir()] == [folder.name]
     torch.manual_seed(123)  # the caller's random state has no say
     elsewhere = replace(config, warm_start=replace(config.warm_start, cache_dir=str(tmp_path / "other")))

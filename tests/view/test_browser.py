@@ -107,6 +107,16 @@ def test_rows_of_a_conversation_that_forked_are_one_sample_of_the_summary(make_r
     assert summary.startswith("4 samples: reward 1.00, 3.0 turns, 6 calls")
 
 
+def test_a_sample_of_another_step_than_the_address_says_brings_its_own(make_run, look):
+    run = make_run(steps=3, groups=2, samples=2)
+    write_page(run, run / "view.html")
+    made = look(run / "view.html", "step=3&sample=1")
+    assert made.texts["sample"][0].startswith("Step 1, group 0, sample 1") and made.texts["summary"][0].startswith(
+        "4 samples"
+    )
+    assert all("step 1 " in text for text in made.texts["row"]), made.texts["row"]
+
+
 @pytest.mark.parametrize("colour", ["gap", "mask"])
 def test_colours_may_be_those_of_the_gap_or_the_mask(colour, make_run, look):
     run = make_run(steps=1, groups=1, samples=1)

@@ -144,6 +144,8 @@ def test_a_line_that_is_still_being_written_is_left_out_and_a_damaged_one_is_nam
 def test_a_run_without_transcripts_says_how_to_get_them(tmp_path, capsys):
     assert main([str(tmp_path)]) == 1
     assert "trainer.transcripts=True" in capsys.readouterr().err
+    assert main([str(tmp_path / "nothing")]) == 1
+    assert f"{tmp_path}/nothing: no such folder" in capsys.readouterr().err
 
 
 def test_numbers_that_are_not_finite_are_kept_as_words(make_run):

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -74,9 +75,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     return int(not scenario.fits(final))
 
 
+def _called_as() -> str:
+    """Return what the user calls this command; `rlx.cli` says so in the environment, and this package imports nothing of rlx's rest."""
+    called = os.environ.get("RLX_CALLED_AS")
+    return f"{called.rpartition(' ')[0]} plan" if called else "python -m rlx.offload.plan"
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m rlx.offload.plan", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog=_called_as(), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
     add("--model", required=True, help=f"{', '.join(SHAPES)}, or the path or hub name of a model of transformers")
