@@ -34,6 +34,7 @@ _NO_COVARIANCE = (
     "actor_rollout_ref.actor.clip_ratio_high to keep entropy up"
 )
 _NO_MEGATRON = "rlx has no Megatron, and FSDP shards the weights among all processes"
+_SAMPLER_GROUPS = "remove it: actor_rollout_ref.rollout.tensor_model_parallel_size alone says how many processes share the sampler's model"
 _PER_PROCESS = "it counts the samples of one process"
 _DIVIDED = "={value} divided by the number of processes"
 _ONE_CHECKPOINT = "remove it; trainer.max_actor_ckpt_to_keep=1 keeps the newest checkpoint alone"
@@ -88,7 +89,8 @@ REMEDIES: dict[str, str | Renamed] = {
     "rollout_is=geometric": "use algorithm.rollout_correction.rollout_rs=seq_mean_k1: a geometric mean rejects, it does not "
     "weigh",
     "tis_imp_ratio_cap": Renamed(
-        "algorithm.rollout_correction.rollout_is_threshold", "beside algorithm.rollout_correction.rollout_is=token"
+        "algorithm.rollout_correction.rollout_is_threshold",
+        "it is read with algorithm.rollout_correction.rollout_is=token",
     ),
     "ppo_micro_batch_size": Renamed("ppo_micro_batch_size_per_gpu", _PER_PROCESS, _DIVIDED),
     "log_prob_micro_batch_size": Renamed("log_prob_micro_batch_size_per_gpu", _PER_PROCESS, _DIVIDED),
@@ -100,15 +102,18 @@ REMEDIES: dict[str, str | Renamed] = {
     "critic.model.tokenizer_path": "remove it: actor and critic read the same tokens",
     "critic.rollout_n": "remove it: actor_rollout_ref.rollout.n applies to the critic too",
     "fsdp_config.ulysses_sequence_parallel_size": Renamed("ulysses_sequence_parallel_size"),
-    "fsdp_config.use_orig_params": _NO_NEED,
+    "fsdp_config.dtype": Renamed("fsdp_config.mixed_precision.param_dtype"),
+    "fsdp_config.seed": Renamed("trainer.seed"),
+    **dict.fromkeys(("fsdp_config.use_orig_params", "fsdp_config.forward_only", "grad_offload"), _NO_NEED),
     "strategy=fsdp_turbo": Renamed("fsdp2"),
-    "turbo_config": "remove it: each transformer layer is one FSDP unit, and enable_gradient_checkpointing recomputes it",
+    "turbo_config": "remove it: each transformer layer is one FSDP unit, which gradient checkpointing recomputes",
     "ref.use_torch_compile": "remove it: actor_rollout_ref.actor.use_torch_compile is for the actor alone",
     "policy_loss.tau_pos": Renamed("tau_pos"),
     "policy_loss.tau_neg": Renamed("tau_neg"),
     "wrap_policy": "remove it: each transformer layer is one FSDP unit",
     "hybrid_engine": "remove it: actor, reference and sampler always share their processes",
     "reward_model.reward_manager": Renamed("reward.reward_manager.name"),
+    "reward_model.reward_manager.name": Renamed("reward.reward_manager.name"),
     "reward_model.micro_batch_size": Renamed("reward_model.micro_batch_size_per_gpu", _PER_PROCESS, _DIVIDED),
     "reward_model.max_length": "remove it: the reward model scores whole sequences",
     "reward_model.input_tokenizer": _READS_TEXTS,
@@ -121,9 +126,12 @@ REMEDIES: dict[str, str | Renamed] = {
     "reward_manager.name=prime": Renamed("naive", "reward functions always run in parallel processes"),
     "reward_manager.name=dapo": Renamed("naive", "DAPO's length penalty is reward.overlong_buffer.enable=True"),
     "ref.strategy": "remove it: the reference uses actor_rollout_ref.actor.strategy",
-    "use_shm": _NO_NEED,
-    "megatron": f"remove it: {_NO_MEGATRON}; tensor parallelism is for vLLM alone, actor_rollout_ref.rollout.tensor_model_parallel_size",
+    **dict.fromkeys(("use_shm", "transfer_queue"), _NO_NEED),
+    "megatron": f"remove it: {_NO_MEGATRON}; vLLM alone runs tensor-parallel",
     "strategy=megatron": Renamed("fsdp2", _NO_MEGATRON),
+    **dict.fromkeys(("data_parallel_size", "expert_parallel_size", "pipeline_model_parallel_size"), _SAMPLER_GROUPS),
+    "data.datagen": "remove it: a run makes no data; data.custom_cls.path and data.custom_cls.name choose a dataset class of your own",
+    "data.sampler": "remove it: data.shuffle and data.seed choose the order of rows",
     "data.tokenizer": "remove it: the tokenizer is that of actor_rollout_ref.model.path",
     "profiler": _NO_PROFILER,
     "global_profiler": _NO_PROFILER,
@@ -138,8 +146,8 @@ REMEDIES: dict[str, str | Renamed] = {
     "reward_model.rollout": "remove it: the reward model scores a response in one forward and generates nothing",
     "reward_model.model.use_remove_padding": _NO_NEED,
     "logger=file": Renamed("jsonl", "it writes metrics.jsonl into the run's folder"),
-    "rollout.name=sglang": Renamed("vllm", "hf works too"),
-    "rollout.name=trtllm": Renamed("vllm", "hf works too"),
+    "rollout.name=sglang": Renamed("vllm", "rlx has vllm and hf"),
+    "rollout.name=trtllm": Renamed("vllm", "rlx has vllm and hf"),
     "engine_kwargs.sglang": "use actor_rollout_ref.rollout.engine_kwargs.vllm with the options of vLLM",
     "engine_kwargs.trtllm": "use actor_rollout_ref.rollout.engine_kwargs.vllm with the options of vLLM",
     "multi_stage_wake_up": "remove it: vLLM always takes memory for weights first, for its cache after them",

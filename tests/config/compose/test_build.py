@@ -222,7 +222,7 @@ ACTOR = "actor_rollout_ref.actor"
         ),
         (
             f"{ACTOR}.tis_imp_ratio_cap=2",
-            f"use {CORRECTION}.rollout_is_threshold=2: beside {CORRECTION}.rollout_is=token",
+            f"use {CORRECTION}.rollout_is_threshold=2: it is read with {CORRECTION}.rollout_is=token",
             f"{CORRECTION}.rollout_is_threshold",
         ),
         (f"{ACTOR}.optim.total_training_steps=-1", "remove it, or use trainer.total_training_steps", None),

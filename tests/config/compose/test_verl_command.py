@@ -111,6 +111,21 @@ def test_a_script_of_verl_lacks_only_what_the_machine_lacks_or_is_answered(verdi
     assert (script in RUN_AS_THEY_ARE) == (not faults), [fault.what for fault in faults]
 
 
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_no_other_fault_vanishes_once_keys_of_verl_are_mended(verdict, script):
+    overrides = overrides_of(SCRIPTS[script])
+    machine = Machine(gpus=8, cpus=64, packages=frozenset({"peft", "wandb"}), vllm="0.26.0")
+    before = verdict(overrides, machine).faults
+    unknown = {fault.what.removeprefix("unknown key ") for fault in before}
+    sections = {key[:end] for key in unknown for end, sign in enumerate(f"{key}.") if sign == "."}
+    mended = [each for each in overrides if each.partition("=")[0].lstrip("+") not in sections]
+    mended += [named[1] for fault in before if (named := re.match(r"use ([\w.]+=\S*[^:\s])", fault.remedy))]
+    others = [fault.what for fault in before if fault.what.removeprefix("unknown key ") not in unknown]
+    after = whats(verdict(mended, machine))
+    assert not [what for what in others if what not in after and "is out of range" not in what]
+    assert not any(what.startswith("unknown key") for what in after)
+
+
 def test_a_misnamed_size_of_sequence_groups_makes_no_fault_of_the_limits_of_tokens(verdict):
     name, machine = "ulysses_sequence_parallel_size", Machine(gpus=8, cpus=64, packages=frozenset(), vllm="0.26.0")
     overrides = overrides_of(SCRIPTS["grpo_trainer/run_qwen3_next_80b_a3b_fsdp"])
