@@ -75,11 +75,6 @@ def _faults(config: PPOConfig, broken: frozenset[str]) -> Iterator[Fault]:
             yield _fault("data.train_batch_size is larger than the data", error, "data.train_batch_size")
 
 
-def _is_rows(file: str) -> bool:
-    path = Path(file).expanduser()
-    return path.suffix in DATA_KINDS and path.is_file()
-
-
 def _without_function(config: PPOConfig, places: dict[str, list[str]]) -> Iterator[Fault]:
     """Yield a fault if the run asks reward functions and none scores the data sources of some first rows."""
     custom = config.custom_reward_function
@@ -94,6 +89,11 @@ def _without_function(config: PPOConfig, places: dict[str, list[str]]) -> Iterat
         if has_environment(config):
             remedy += "; if the environment gives the rewards, set environment.rewards=replace"
         yield Fault(what, got, expected, remedy, ("custom_reward_function.path", "data.reward_fn_key"))
+
+
+def _is_rows(file: str) -> bool:
+    path = Path(file).expanduser()
+    return path.suffix in DATA_KINDS and path.is_file()
 
 
 def _fault(what: str, error: DataError, key: str) -> Fault:
