@@ -3,12 +3,14 @@
 Only for a command that names a model and no experiment file; a key that it sets is never changed.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
 from rlx.config.compose.command_line import MODEL_KEY, Composed, compose
+from rlx.config.faults import Fault
 from rlx.config.forecast.memory_forecast import MemoryForecast
 from rlx.config.machine import Machine, on_accelerator
 from rlx.config.schema import ActorConfig, DataConfig, PPOConfig
@@ -18,7 +20,8 @@ TOKENS, ROWS = f"{ACTOR}.ppo_max_token_len_per_gpu", f"{ACTOR}.ppo_micro_batch_s
 BY_TOKENS = f"{ACTOR}.use_dynamic_bsz"
 ESTIMATOR, BATCH, MINI_BATCH = "algorithm.adv_estimator", "data.train_batch_size", f"{ACTOR}.ppo_mini_batch_size"
 FILES = "data.train_files"
-GRPO = {ESTIMATOR: "grpo", f"{ROLLOUT}.n": "8"}
+SAMPLES = f"{ROLLOUT}.n"
+GRPO = {ESTIMATOR: "grpo", SAMPLES: "8"}
 PROMPTS, MINI_PROMPTS = 128, 64
 """Sizes with which a first run shows within some steps whether it learns."""
 MOST_TOKENS, LEAST_TOKENS = 65_536, 1024
@@ -35,13 +38,12 @@ def chosen(arguments: Sequence[str], composed: Composed, machine: Machine) -> li
         machine: decides on the processes, and with the memory forecast on the tokens of a micro-batch.
     """
     given = composed.set_keys
-    has_file = any(argument.lstrip("+").startswith("experiment=") for argument in arguments)
-    if has_file or MODEL_KEY not in given:
+    if not _is_open(arguments, given):
         return []
     found: dict[str, str] = {}
     if PROCESSES not in given:
         found[PROCESSES] = str(_per_machine(composed, machine))
-    if ESTIMATOR not in given and not any(key.startswith("critic.") for key in given):
+    if not _of_algorithm(given):
         found |= {key: value for key, value in GRPO.items() if key not in given} | _sizes(composed)
     if FILES in given and not given & {"data.val_files", "trainer.val_before_train", "trainer.test_freq"}:
         found["trainer.val_before_train"] = "False"  # the default files are problems of the generated task
@@ -57,6 +59,31 @@ def why_fewer(composed: Composed, choices: Sequence[str]) -> str:
     rows = _rows(composed.partial.data)
     is_chosen = any(choice.startswith(f"{BATCH}=") for choice in choices)
     return f"\n{FILES} has {rows} row(s): a batch is no larger" if is_chosen and rows < PROMPTS else ""
+
+
+def not_chosen(arguments: Sequence[str], composed: Composed) -> dict[str, str]:
+    """Return the sizes that the command leaves open, but rlx does not choose beside a key that it names, each with this key."""
+    named = _of_algorithm(composed.set_keys) if _is_open(arguments, composed.set_keys) else []
+    return {key: named[0] for key in (SAMPLES, BATCH, MINI_BATCH) if named and key not in composed.set_keys}
+
+
+def with_reason(fault: Fault, unchosen: Mapping[str, str]) -> Fault:
+    """Return the fault, which also says which of its keys are `not_chosen`."""
+    keys = [key for key in fault.keys if key in unchosen]
+    if not keys:
+        return fault
+    reason = f"rlx chooses {' and '.join(keys)} only for a command without {unchosen[keys[0]]}"
+    return replace(fault, got=f"{fault.got}; {reason}")
+
+
+def _is_open(arguments: Sequence[str], given: frozenset[str]) -> bool:
+    """Whether rlx chooses at all: the command names a model and no experiment."""
+    return MODEL_KEY in given and not any(each.lstrip("+").startswith("experiment=") for each in arguments)
+
+
+def _of_algorithm(given: frozenset[str]) -> list[str]:
+    """Return the given keys beside which rlx chooses neither algorithm nor sizes."""
+    return sorted(key for key in given if key == ESTIMATOR or key.startswith("critic."))
 
 
 def _sizes(composed: Composed) -> dict[str, str]:

@@ -55,7 +55,7 @@ def page() -> str:
     """Return the text of docs/configuration.md."""
     first_place: dict[type, str] = {}
     parts = {
-        "<verl>": "\n".join(f"| `{key}` | {remedy} |" for key, remedy in REMEDIES.items()),
+        "<verl>": "\n".join(f"| `{key}` | {remedy} |" for key, remedy in _remedies().items()),
         "<memory>": (MEMORY or "").split("\n\n", 1)[1].strip(),
         "<keys>\n": "\n".join(_section(name, child, first_place) for name, child in children(PPOConfig()).items()),
     }
@@ -63,6 +63,10 @@ def page() -> str:
     for name, part in parts.items():
         text = text.replace(name, part)
     return text
+
+
+def _remedies() -> dict[str, str]:
+    return {key: found if isinstance(found, str) else found.text(found.to) for key, found in REMEDIES.items()}
 
 
 def _section(path: str, section: Leaf, first_place: dict[type, str]) -> str:

@@ -7,12 +7,10 @@ from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from typing import Any, NamedTuple, TypeAlias
 
-from rlx.config.schema import DataConfig
+from rlx.config.schema import PLAIN_SOURCE, DataConfig
 from rlx.data import gsm8k
 from rlx.data.files import FormError, Row, RowFault, RowFaults, Rows
 
-PLAIN_SOURCE = "answer"
-"""The data source of rows with `data.answer_key` that name none."""
 ANSWERS = ("answer", "solution", "ground_truth", "target", "label", "final_answer", "expected_answer", "output")
 PROMPTS = ("prompt", "question", "problem", "query", "instruction", "input")
 """Usual names of the two columns, for remedies."""

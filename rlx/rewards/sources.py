@@ -2,13 +2,15 @@
 
 from collections.abc import Collection
 
-from rlx.config.schema import CustomRewardConfig
+from rlx.config.schema import PLAIN_SOURCE, CustomRewardConfig
 from rlx.rewards import gsm8k
 
 MATH_SOURCES = (
     *("lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500", "HuggingFaceH4/aime_2024"),
     *("math", "math_dapo", "math_dapo_reasoning", "aime24", "aime25"),
 )
+
+NAMELESS = "rows without a data source"
 
 
 def scored_sources(custom: CustomRewardConfig) -> frozenset[str] | None:
@@ -23,13 +25,16 @@ def remedy_for(unknown: Collection[str], custom: CustomRewardConfig) -> str:
     """Return the remedy for data sources that no function scores."""
     own = "set custom_reward_function.path to a file with a compute_score"
     if custom.path is not None:
-        own = f"add {_listed(unknown)} to custom_reward_function.data_sources"
+        nameless = f" ({NAMELESS})" if PLAIN_SOURCE in unknown else ""
+        own = f"add {_listed(unknown)}{nameless} to custom_reward_function.data_sources"
     return f"{own}, or name the right column in data.reward_fn_key"
 
 
 def no_function_for(unknown: Collection[str]) -> str:
     """Return what is wrong with data sources that no function scores."""
-    return f"no reward function for data source {_listed(unknown)}"
+    named = set(unknown) - {PLAIN_SOURCE}
+    missing = [f"data source {_listed(named)}"] if named else []
+    return f"no reward function for {' and '.join([*missing, NAMELESS] if PLAIN_SOURCE in unknown else missing)}"
 
 
 def _listed(sources: Collection[str]) -> str:

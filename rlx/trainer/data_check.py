@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from rlx.config.check.rules_machine import DATA_KINDS
 from rlx.config.faults import Fault
-from rlx.config.schema import ARITHMETIC, PPOConfig
+from rlx.config.schema import ARITHMETIC, PLAIN_SOURCE, PPOConfig
 from rlx.config.schema.roles import has_environment, model_scores_alone, only_environment_scores, prompts_at_once
 from rlx.data.files import DataError, FormError, RowFault, RowFaults, open_rows, peek
 from rlx.data.forms import Prompt, form_of, prompts_of, require_prompts, to_prompt
@@ -30,7 +31,7 @@ def check_data(config: PPOConfig, broken: frozenset[str]) -> tuple[Fault, ...]:
     Another fault names the data sources of first rows that no reward function scores, also if the run would drop such a row because
     it is too long.
 
-    A rule of the configuration reports missing files; here they are no fault. Keys that could not be read, `broken`, are not
+    A rule of the configuration reports files that are missing or of an unknown kind; here they are no fault. Keys that could not be read, `broken`, are not
     judged. Nor is a dataset class of the user's own.
     """
     return () if config.data.custom_cls.path is not None else tuple(_faults(config, broken))
@@ -62,7 +63,7 @@ def _faults(config: PPOConfig, broken: frozenset[str]) -> Iterator[Fault]:
         if split == "val":
             files, most = config.data.val_files, config.data.val_max_samples
         for number, file in enumerate(files):
-            if broken.isdisjoint((key, *COLUMN_KEYS)) and Path(file).expanduser().is_file():
+            if broken.isdisjoint((key, *COLUMN_KEYS)) and _is_rows(file):
                 try:
                     prompt = _first_prompt(file, config, split, most)
                     if most < 0 or number == 0:  # else the samples may end before this file
@@ -100,11 +101,18 @@ def _without_function(config: PPOConfig, places: dict[str, list[str]]) -> Iterat
     if scored is None or only_environment_scores(config) or model_scores_alone(config):
         return
     if unknown := sorted(places.keys() - scored):
-        got = "; ".join(f"{source!r} in the first row of {', '.join(places[source])}" for source in unknown)
+        nothing = f"no {config.data.reward_fn_key}"
+        found = {source: nothing if source == PLAIN_SOURCE else repr(source) for source in unknown}
+        got = "; ".join(f"{what} in the first row of {', '.join(places[source])}" for source, what in found.items())
         what, expected, remedy = no_function_for(unknown), ", ".join(sorted(scored)), remedy_for(unknown, custom)
         if has_environment(config):
             remedy += "; if the environment gives the rewards, set environment.rewards=replace"
         yield Fault(what, got, expected, remedy, ("custom_reward_function.path", "data.reward_fn_key"))
+
+
+def _is_rows(file: str) -> bool:
+    path = Path(file).expanduser()
+    return path.suffix in DATA_KINDS and path.is_file()
 
 
 def _fault(what: str, error: DataError, key: str) -> Fault:

@@ -64,7 +64,7 @@ def check_user_code(config: PPOConfig, broken: frozenset[str], machine: Machine)
                 warnings.append(f"{own.what} cannot be imported on this machine, which has no GPU: {error}")
                 continue
             named = [key for key in own.keys if key in str(error)] or own.keys[:2]
-            remedy = f"correct the file, {' or '.join(named)}"
+            remedy = f"correct the file or {' or '.join(named)}"
             faults.append(Fault(f"{own.what} cannot be used", str(error), own.expected, remedy, own.keys))
     return Verdict(tuple(faults), tuple(warnings))
 

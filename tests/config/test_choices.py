@@ -9,8 +9,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from rlx.config.check.validate import check
-from rlx.config.choices import chosen, why_fewer
+from rlx.config.choices import BATCH, SAMPLES, chosen, not_chosen, why_fewer, with_reason
 from rlx.config.compose.command_line import compose
+from rlx.config.faults import Fault
 from rlx.config.machine import Cluster, Machine
 from rlx.driver import main
 
@@ -46,6 +47,33 @@ def test_model_and_data_alone_give_a_run_without_faults(command, gpus, processes
     assert found["algorithm.adv_estimator"] == "grpo" and int(found["actor_rollout_ref.rollout.n"]) > 1
     whole = compose([*command, *(f"{key}={value}" for key, value in found.items())])
     assert check(whole, machine(gpus, 24)).faults == ()
+
+
+@pytest.mark.parametrize(
+    ("keys", "named"),
+    [
+        (["algorithm.adv_estimator=grpo"], "algorithm.adv_estimator"),
+        (["algorithm.adv_estimator=grpo", "data.train_batch_size=50"], "algorithm.adv_estimator"),
+        (["critic.optim.lr=1e-5"], "critic.optim.lr"),
+        ([], None),
+        (["algorithm.adv_estimator=grpo", "experiment=gsm8k_grpo_1gpu"], None),
+    ],
+)
+def test_a_fault_of_a_size_that_rlx_did_not_choose_says_why(command, keys: list[str], named: str | None):
+    given = [*command, *keys]
+    unchosen = not_chosen(given, compose(given))
+    for key in (SAMPLES, "data.train_batch_size", MINI):
+        fault = Fault("too large", f"{key}=1024", "less", "lower it", (key,))
+        is_open = named is not None and f"{key}=50" not in keys
+        reason = f"; rlx chooses {key} only for a command without {named}" if is_open else ""
+        assert with_reason(fault, unchosen) == replace(fault, got=f"{key}=1024{reason}")
+
+
+def test_a_check_says_why_grpo_has_one_sample_and_the_batch_its_default(command, tmp_path: Path, capsys):
+    assert main(["--on", "1xrtx4090", *command, "algorithm.adv_estimator=grpo"]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    for key, value in ((SAMPLES, f"{SAMPLES}=1, algorithm.adv_estimator=grpo"), (BATCH, "1024 with 200 prompts")):
+        assert f"{value}; rlx chooses {key} only for a command without algorithm.adv_estimator" in said
 
 
 def test_micro_batches_are_the_largest_that_fit_the_forecast(command):

@@ -8,7 +8,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from rlx.config.check.validate import check
 from rlx.config.compose.command_line import compose
+from rlx.config.machine import Machine
 from rlx.data.files import DataError
 from rlx.data.prompts import PromptDataset
 from rlx.driver import main
@@ -104,6 +106,25 @@ def test_a_first_row_that_no_function_scores_is_a_fault(written, keys: tuple[str
         "no reward function for data source 'mine' got: 'mine' in the first row of data.train_files="
     )
     assert f", data.val_files={file} expected: " in fault and "math_dapo" in fault and f"remedy: {remedy}" in fault
+
+
+def test_rows_without_a_source_that_no_function_scores_are_called_so(written):
+    file = written(PLAIN, PLAIN)
+    (fault,) = found(file, "data.answer_key=answer")
+    assert fault.startswith(
+        f"no reward function for rows without a data source got: no data_source in the first row of data.train_files={file} "
+    )
+    assert "remedy: set custom_reward_function.path to a file" in fault
+    (fault,) = found(file, "data.answer_key=answer", OWN, "custom_reward_function.data_sources=[a]")
+    assert "add 'answer' (rows without a data source) to custom_reward_function.data_sources" in fault
+
+
+def test_a_file_of_an_unknown_kind_is_one_fault_of_the_configuration(written):
+    file = written(PLAIN, kind="json")
+    composed = compose([f"data.train_files={file}", "data.answer_key=answer"])
+    assert check_data(composed.partial, composed.broken) == ()
+    faults = check(composed, Machine(gpus=0, cpus=1, packages=frozenset())).faults
+    assert [fault.what for fault in faults if file in fault.got] == ["a data file is of an unknown kind"]
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,9 @@ def test_all_faults_come_together_and_say_what_to_do(tried):
     assert reward.expected.startswith("compute_scor(data_source, solution_str, ground_truth, extra_info)")
     assert loss.what.startswith("the policy loss") and "(too many positional arguments)" in loss.got
     assert loss.expected == "short(log_probs, old_log_probs, advantages, mask, settings)"
-    assert data.what.startswith("the dataset class") and f"{DATA}.path or {DATA}.name" in data.remedy
+    assert (
+        data.what.startswith("the dataset class") and data.remedy == f"correct the file or {DATA}.path or {DATA}.name"
+    )
 
 
 @pytest.mark.parametrize(

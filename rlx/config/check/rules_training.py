@@ -7,7 +7,7 @@ from rlx.config.check.context import CheckContext, Faults
 from rlx.config.forecast.decoders import positions_of
 from rlx.config.machine import processes
 from rlx.config.schema import ARITHMETIC
-from rlx.config.schema.roles import ModelRole, has_critic, is_tiny, sharded_roles, trained_roles
+from rlx.config.schema.roles import ULYSSES, ModelRole, has_critic, is_tiny, sharded_roles, trained_roles
 
 PROCESSES = "trainer.n_gpus_per_node"
 MICRO_KEYS = (
@@ -49,7 +49,7 @@ def sequence_groups_are_whole(s: CheckContext) -> Faults:
     """Processes that share sequences form whole groups and pack them. The model's heads are checked when it is loaded."""
     count = processes(s.config)
     for role in sharded_roles(s.config):
-        key, together = f"{role.key}.ulysses_sequence_parallel_size", role.together
+        key, together = f"{role.key}.{ULYSSES}", role.together
         if count % together and s.value(key) is not None:
             what, got = "the processes do not form whole groups", f"{key}={together}, {count} process(es)"
             expected, remedy = "a divisor of the number of processes", f"change {key}, or {PROCESSES}"
@@ -89,7 +89,8 @@ def tokens_hold_the_longest_row(s: CheckContext) -> Faults:
             got = f"{limit} tokens; the longest row has {longest} ({' + '.join(lengths)})"
             remedy = f"set {tokens}={-(-longest // sharing)}, or lower {' or '.join(lengths)}"
             what, expected = f"{tokens} is less than one row", f"at least {longest}"
-            yield s.fault(what, expected, remedy, tokens, f"{key}.{flag}", *lengths, got=got)
+            shared = (f"{key}.{ULYSSES}", f"actor_rollout_ref.actor.{ULYSSES}")  # a null means the actor's
+            yield s.fault(what, expected, remedy, tokens, f"{key}.{flag}", *lengths, *shared, got=got)
 
 
 def context_warnings(s: CheckContext) -> Iterator[str]:

@@ -5,13 +5,12 @@ from dataclasses import is_dataclass, replace
 from difflib import get_close_matches
 from typing import Any, get_args, get_origin
 
-from rlx.config.compose.verl_keys import remedy_for
+from rlx.config.compose.verl_keys import Renamed, remedy_for
 from rlx.config.faults import Fault
 from rlx.config.schema import PPOConfig
 from rlx.config.schema.keys import KeyInfo, read_bounds
-from rlx.config.schema.tree import LEAVES, Leaf, as_text, children, describe_expected, plain_type
+from rlx.config.schema.tree import LEAVES, Leaf, as_text, children, describe_expected, is_key, plain_type
 from rlx.config.secrets import override_without_secrets
-from rlx.errors import did_you_mean
 
 MISSING = "???"  # in a YAML file: the user must give this value
 TORCH_DTYPES = {
@@ -82,15 +81,33 @@ def _unknown(key: str, value: Any, faults: list[Fault]) -> None:
         for name, child in value.items():
             _unknown(f"{key}.{name}", child, faults)
         return
-    remedy, near = remedy_for(key), []
-    expected = "a key of rlx"
-    if remedy is None:
-        near = nearest_keys(key)
-        expected = " or ".join(near) or "a key that docs/configuration.md lists"
-        remedy = f"did you mean {expected}?" if near else "remove it, or look for its name in docs/configuration.md"
-    # The user meant one of the near keys: faults of rules about those would only add noise.
-    got = override_without_secrets(f"{key}={value}")
-    faults.append(Fault(f"unknown key {key}", got, expected, remedy, (key, *near)))
+    remedy, expected = remedy_for(key), "a key of rlx"
+    meant: list[str] = []
+    if isinstance(remedy, Renamed):
+        remedy, meant = _renamed(remedy, value)
+    elif remedy is None:
+        meant = nearest_keys(key)
+        expected = " or ".join(meant) or "a key that docs/configuration.md lists"
+        remedy = f"did you mean {expected}?" if meant else "remove it, or look for its name in docs/configuration.md"
+    # Faults of rules about the keys that the user meant would only add noise.
+    got = override_without_secrets(f"{key}={as_text(value)}")
+    faults.append(Fault(f"unknown key {key}", got, expected, remedy, (key, *meant)))
+
+
+def _renamed(found: Renamed, value: Any) -> tuple[str, list[str]]:
+    """Return the remedy for a key of verl that has another name here, and the keys that it sets if obeyed."""
+    key, misfits = found.to, list[Fault]()
+    if not is_key(key):
+        return f"remove it: rlx has no {key}", []
+    if value is None:
+        return f"remove it: null sets nothing; the name here is {key}", []
+    if key in LEAVES:
+        _leaf(key, value, LEAVES[key], misfits)
+    if not misfits:
+        return found.text(key, override_without_secrets(f"{key}={as_text(value)}").partition("=")[2]), [key]
+    if remedy_for(f"{key}={value}"):
+        return misfits[0].remedy, [key]
+    return f"remove it, or {found.text(key)}", []
 
 
 def _leaf(key: str, value: Any, leaf: Leaf, faults: list[Fault]) -> Any:
@@ -107,14 +124,27 @@ def _leaf(key: str, value: Any, leaf: Leaf, faults: list[Fault]) -> Any:
         faults.append(Fault(f"{key} has the wrong type", got, expected, remedy, (key,)))
         return leaf.default
     if not _allowed(read, leaf):
-        usual = f"set {key}={as_text(leaf.default)} (the default), or another value that is allowed"
-        choices = map(str, leaf.info.choices or ())
-        given = value if isinstance(value, list) else [value]
-        answers = [answer for each in given if (answer := remedy_for(f"{key}={each}"))]
-        remedy = "; ".join(answers) or did_you_mean(str(read).lower(), choices, usual)
+        remedy = _other_choice(key, read, leaf)
         faults.append(Fault(f"{key} is out of range", repr(value), expected, remedy, (key,)))
         return read if leaf.info.choices is not None else leaf.default
     return read
+
+
+def _other_choice(key: str, read: Any, leaf: Leaf) -> str:
+    """Return the remedy for a value that is not allowed: what rlx calls verl's value, else the nearest, else the default."""
+    choices = list(map(str, leaf.info.choices or ()))
+    given = list(map(str, read if isinstance(read, tuple) else (read,)))
+    answers = [remedy_for(f"{key}={each}") for each in given]
+    if texts := [answer for answer in answers if isinstance(answer, str)]:
+        return "; ".join(texts)
+    renamed = {each: answer for each, answer in zip(given, answers, strict=True) if isinstance(answer, Renamed)}
+    near = {each: get_close_matches(each.lower(), choices, n=1) for each in given}
+    names = [[each] if each in choices else [renamed[each].to] if each in renamed else near[each] for each in given]
+    if not all(names):
+        return f"set {key}={as_text(leaf.default)} (the default), or another value that is allowed"
+    allowed = as_text([name for (name,) in names]) if isinstance(read, tuple) else names[0][0]
+    why = "; ".join(answer.why for answer in renamed.values() if answer.why)
+    return Renamed(key, why).text(key, allowed) if renamed else f"did you mean {key}={allowed}?"
 
 
 def _convert(value: Any, hint: Any, info: KeyInfo) -> Any:

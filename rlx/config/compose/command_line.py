@@ -90,7 +90,7 @@ def compose(overrides: Sequence[str]) -> Composed:
     groups: dict[str, str | None] = {}
     values: list[Override] = []
     known_groups = group_choices()
-    for text in _without_split_lists(overrides, faults):
+    for text in _without_splits(overrides, faults):
         parsed = _parse(text, faults)
         if parsed is not None and parsed.key_or_group in known_groups:
             groups |= _choose(parsed, faults)
@@ -107,25 +107,38 @@ def compose(overrides: Sequence[str]) -> Composed:
     return Composed(config, set_keys, (*faults, *misfits), read)
 
 
-def _without_split_lists(overrides: Sequence[str], faults: list[Fault]) -> list[str]:
-    """Return the overrides without lists that a shell has split at blanks, as an unquoted $@ does; add a fault for each of those.
+def _without_splits(overrides: Sequence[str], faults: list[Fault]) -> list[str]:
+    """Return the overrides without those that a shell has split at blanks; add a fault for each of those.
 
-    Example: `data.train_files=['a',` and `'b']` are two arguments, neither of which can be read.
+    Examples: an unquoted $@ makes two arguments of a list, `data.train_files=['a',` and `'b']`; `key = 4` is three. None of
+    them can be read.
     """
     whole, rest = [], list(overrides)
     while rest:
         text = rest.pop(0)
-        further = _pieces_after(text, rest)
+        around = _pieces_around_equals(text, rest)
+        further = around + _pieces_after("".join([text, *rest[:around]]), rest[around:])
         if not further:
             whole.append(text)
             continue
         joined = override_without_secrets("".join([text, *rest[:further]]))
         got = override_without_secrets(" ".join([text, *rest[:further]]))
-        remedy = f'write it without blanks: "{joined}"; in a script write "$@" with its quotes'
-        key = text.partition("=")[0]
-        faults.append(Fault(f"{key}: a list was split at a blank", got, "one argument", remedy, (key,)))
+        what, cause = "a list was split at a blank", '; in a script write "$@" with its quotes'
+        if around:
+            got, what, cause = joined.replace("=", " = ", 1), "there are blanks around =", ""
+        key, remedy = joined.partition("=")[0], f'write it without blanks: "{joined}"{cause}'
+        faults.append(Fault(f"{key}: {what}", got, "one argument", remedy, (key,)))
         del rest[:further]
     return whole
+
+
+def _pieces_around_equals(text: str, rest: Sequence[str]) -> int:
+    """Return how many of the arguments `rest` go on with `key`, `key =` or `key=` of which blanks have made several arguments."""
+    if not re.fullmatch(r"[\w.+]+=?", text) or not rest:
+        return 0
+    if text.endswith("="):
+        return int("=" not in rest[0] and not rest[0].startswith("--"))
+    return min(2, len(rest)) if rest[0] == "=" else int(rest[0].startswith("="))
 
 
 def _pieces_after(text: str, rest: Sequence[str]) -> int:

@@ -26,7 +26,14 @@ from rlx.config.schema.algorithm import (
     PolicyLossConfig,
     RolloutCorrectionConfig,
 )
-from rlx.config.schema.data import ARITHMETIC, TRUNCATIONS, ArithmeticConfig, CustomClassConfig, DataConfig
+from rlx.config.schema.data import (
+    ARITHMETIC,
+    PLAIN_SOURCE,
+    TRUNCATIONS,
+    ArithmeticConfig,
+    CustomClassConfig,
+    DataConfig,
+)
 from rlx.config.schema.environment import TOOL_FORMATS, EnvironmentConfig, MultiTurnConfig
 from rlx.config.schema.keys import group
 from rlx.config.schema.model import (

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from rlx.config.schema.keys import group, key
 
 ARITHMETIC = "builtin:arithmetic"
+PLAIN_SOURCE = "answer"
+"""The data source of rows with `data.answer_key` that name none."""
 TRUNCATIONS = ("error", "left", "right", "middle")
 
 

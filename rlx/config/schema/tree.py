@@ -33,6 +33,12 @@ def leaves(section: Any = None, prefix: str = "") -> dict[str, Leaf]:
 
 
 LEAVES = leaves()
+MAPPINGS = [key for key, leaf in LEAVES.items() if isinstance(leaf.default, dict)]
+
+
+def is_key(key: str) -> bool:
+    """Whether a dotted name is a key of rlx, or lies below one that takes a mapping."""
+    return key in LEAVES or any(key.startswith(f"{leaf}.") for leaf in MAPPINGS)
 
 
 def value_at(config: PPOConfig, key: str) -> Any:
@@ -97,6 +103,6 @@ def describe_expected(leaf: Leaf) -> str:
 
 def as_text(value: Any) -> str:
     """Return a value in the form of the command line."""
-    if isinstance(value, tuple):
+    if isinstance(value, tuple | list):
         return "[" + ",".join(as_text(item) for item in value) + "]"
     return "null" if value is None else str(value)

@@ -1,12 +1,14 @@
 import pytest
 
 from rlx.config.compose.build import build, nearest_keys
-from rlx.config.compose.verl_keys import REMEDIES, remedy_for
+from rlx.config.compose.command_line import compose
+from rlx.config.compose.verl_keys import REMEDIES, Renamed, remedy_for
 from rlx.config.faults import Fault
 from rlx.config.schema import PPOConfig
-from rlx.config.schema.tree import LEAVES, value_at
+from rlx.config.schema.tree import LEAVES, is_key, value_at
 
 CORRECTION = "algorithm.rollout_correction"
+GROUPS = {key.rpartition(".")[0] for key in LEAVES}
 
 
 def nested(key: str, value: object) -> dict:
@@ -161,19 +163,16 @@ def test_an_unknown_group_is_reported_leaf_by_leaf():
     [
         "actor_rollout_ref.model.use_fused_kernels",
         "data.return_raw_chat",
-        "reward_model.overlong_buffer.enable",
         "actor_rollout_ref.actor.loss_scale_factor",
         f"{CORRECTION}.loss_type",
         f"{CORRECTION}.rollout_rs_threshold_lower",
-        "actor_rollout_ref.actor.tis_imp_ratio_cap",
         "actor_rollout_ref.actor.policy_loss.kl_cov_ratio",
-        "actor_rollout_ref.actor.optim.clip_grad",
         "algorithm.pf_ppo.reweight_method",
         "critic.enable",
-        "actor_rollout_ref.actor.ppo_micro_batch_size",
-        "critic.model.fsdp_config.param_offload",
+        "actor_rollout_ref.actor.megatron.tensor_model_parallel_size",
+        "data.tokenizer",
         "actor_rollout_ref.rollout.multi_turn.enable",
-        "actor_rollout_ref.rollout.agent.num_workers",
+        "actor_rollout_ref.rollout.agent.default_agent_loop",
     ],
 )
 def test_keys_of_verl_get_a_remedy_of_their_own(key: str):
@@ -182,6 +181,88 @@ def test_keys_of_verl_get_a_remedy_of_their_own(key: str):
     _, (fault,) = build_one(key, 1)
     assert fault.remedy == remedy
     assert fault.keys == (key,)
+
+
+ACTOR = "actor_rollout_ref.actor"
+
+
+@pytest.mark.parametrize(
+    ("given", "remedy", "meant"),
+    [
+        (f"{ACTOR}.optim.clip_grad=0.5", f"use {ACTOR}.grad_clip=0.5", f"{ACTOR}.grad_clip"),
+        ("critic.optim.clip_grad=0.5", "use critic.grad_clip=0.5", "critic.grad_clip"),
+        (
+            "critic.model.fsdp_config.param_offload=False",
+            "use critic.fsdp.param_offload=False",
+            "critic.fsdp.param_offload",
+        ),
+        (
+            "critic.model.fsdp_config.ulysses_sequence_parallel_size=2",
+            "use critic.ulysses_sequence_parallel_size=2",
+            "critic.ulysses_sequence_parallel_size",
+        ),
+        ("reward.reward_model.enable=True", "use reward_model.enable=True", "reward_model.enable"),
+        ("reward.reward_model.model_path=/rm", "use reward_model.model.path=/rm", "reward_model.model.path"),
+        ("reward.reward_model.nnodes=2", "remove it: rlx has no reward_model.nnodes", None),
+        ("actor_rollout_ref.nccl_timeout=14400", "use trainer.hang_timeout_s=14400", "trainer.hang_timeout_s"),
+        (
+            "reward_model.overlong_buffer.enable=True",
+            "use reward.overlong_buffer.enable=True",
+            "reward.overlong_buffer.enable",
+        ),
+        (
+            f"{ACTOR}.ppo_micro_batch_size=64",
+            f"use {ACTOR}.ppo_micro_batch_size_per_gpu=64 divided by the number of processes: it counts the samples of one process",
+            f"{ACTOR}.ppo_micro_batch_size_per_gpu",
+        ),
+        (
+            f"{ACTOR}.ppo_micro_batch_size=null",
+            f"remove it: null sets nothing; the name here is {ACTOR}.ppo_micro_batch_size_per_gpu",
+            None,
+        ),
+        (
+            f"{ACTOR}.tis_imp_ratio_cap=2",
+            f"use {CORRECTION}.rollout_is_threshold=2: it is read with {CORRECTION}.rollout_is=token",
+            f"{CORRECTION}.rollout_is_threshold",
+        ),
+        (f"{ACTOR}.optim.total_training_steps=-1", "remove it, or use trainer.total_training_steps", None),
+        (
+            "reward_model.reward_manager=prime",
+            "use reward.reward_manager.name=naive: reward functions always run in parallel processes",
+            "reward.reward_manager.name",
+        ),
+        (
+            f"{ACTOR}.checkpoint.contents=[model,extra]",
+            f"use {ACTOR}.checkpoint.save_contents=[model,extra]",
+            f"{ACTOR}.checkpoint.save_contents",
+        ),
+        ("ray_init.num_cpus=8", "use ray_kwargs.ray_init.num_cpus=8", "ray_kwargs.ray_init.num_cpus"),
+        ("ray_init.api_key=s", "use ray_kwargs.ray_init.api_key=***", "ray_kwargs.ray_init.api_key"),
+    ],
+)
+def test_a_key_that_has_another_name_here_is_answered_with_the_whole_key_and_its_value(given, remedy, meant):
+    (fault,) = compose([given]).faults
+    assert fault.remedy == remedy
+    assert fault.keys == (given.partition("=")[0], *([meant] if meant else []))
+
+
+@pytest.mark.parametrize("pattern", REMEDIES)
+def test_a_remedy_names_whole_keys(not_whole, pattern: str):
+    key, is_value, value = pattern.partition("=")
+    remedy = REMEDIES[pattern]
+    if is_value:
+        leaf = next(each for each in LEAVES if f".{each}".endswith(f".{key}"))
+        (fault,) = compose([f"{leaf}={value}"]).faults
+        remedy = fault.remedy
+        assert any(each in remedy for each in LEAVES)
+    elif isinstance(remedy, Renamed):
+        verls = (
+            f"{place}{pattern}" for place in ("", f"{ACTOR}.", "actor_rollout_ref.model.", "actor_rollout_ref.rollout.")
+        )
+        found = [remedy_for(verl) for verl in verls]
+        assert any(isinstance(each, Renamed) and (is_key(each.to) or each.to in GROUPS) for each in found)
+        remedy = remedy.why
+    assert not_whole(remedy) == []
 
 
 def test_a_value_that_rlx_lacks_gets_a_remedy_of_its_own():
@@ -200,7 +281,9 @@ def test_a_value_that_rlx_lacks_gets_a_remedy_of_its_own():
 )
 def test_algorithms_of_verl_that_rlx_lacks_get_a_remedy_of_their_own(key: str, value: str):
     _, (fault,) = build_one(key, value)
-    assert "out of range" in fault.what and fault.remedy == remedy_for(f"{key}={value}")
+    remedy = remedy_for(f"{key}={value}")
+    assert "out of range" in fault.what
+    assert fault.remedy == (remedy.text(key, remedy.to) if isinstance(remedy, Renamed) else remedy)
 
 
 @pytest.mark.parametrize(
@@ -213,13 +296,26 @@ def test_algorithms_of_verl_that_rlx_lacks_get_a_remedy_of_their_own(key: str, v
 )
 def test_a_choice_that_is_misspelt_is_answered_with_the_nearest(key: str, value: str, near: str):
     _, (fault,) = build_one(key, value)
-    assert fault.remedy == f"did you mean {near}?"
+    assert fault.remedy == f"did you mean {key}={near}?"
+
+
+@pytest.mark.parametrize(
+    ("given", "remedy"),
+    [
+        ("[console,tenserboard]", "did you mean trainer.logger=[console,tensorboard]?"),
+        ("[console,file]", "use trainer.logger=[console,jsonl]: it writes metrics.jsonl into the run's folder"),
+        ("[console,paper]", "set trainer.logger=[console,jsonl] (the default), or another value that is allowed"),
+    ],
+)
+def test_a_list_is_answered_with_the_whole_list(given: str, remedy: str):
+    (fault,) = compose([f"trainer.logger={given}"]).faults
+    assert fault.remedy == remedy
 
 
 def test_tests_that_verl_had_by_another_name_are_named():
     for old, new in (("token", "token_k1"), ("sequence", "seq_sum_k1"), ("geometric", "seq_mean_k1")):
         _, (fault,) = build_one(f"{CORRECTION}.rollout_rs", old)
-        assert fault.remedy == f"use {new}"
+        assert fault.remedy == f"use {CORRECTION}.rollout_rs=[{new}]"
 
 
 @pytest.mark.parametrize("text", ["", "a", "0", "-1", "2_1", "0_1", "1_2_3", "inf", "nan", "0.5_nan", [[1]], True, {}])

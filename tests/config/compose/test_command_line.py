@@ -164,6 +164,28 @@ def test_a_list_that_a_shell_has_split_is_one_fault_with_its_own_remedy(pieces: 
     assert not compose([f"data.train_files={''.join(pieces)}"]).faults, "the remedy helps"
 
 
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        ["data.train_batch_size", "=", "4"],
+        ["data.train_batch_size=", "4"],
+        ["data.train_batch_size", "=4"],
+        ["actor_rollout_ref.actor.ppo_max_token_len_per_gpu", "=", "4000"],
+        ["data.train_files", "=", "[a,", "b]"],
+    ],
+)
+def test_blanks_around_an_equals_sign_are_one_fault(pieces: list[str]):
+    (fault,) = compose(["trainer.seed=3", *pieces, "data.seed=4"]).faults
+    assert fault.what == f"{pieces[0].rstrip('=')}: there are blanks around ="
+    assert fault.remedy == f'write it without blanks: "{"".join(pieces)}"' and pieces[-1].lstrip("=") in fault.got
+    assert not compose(["".join(pieces)]).faults, "the remedy helps"
+
+
+def test_a_key_without_a_value_swallows_no_other():
+    faults = compose(["trainer.project_name=", "trainer.sed=1", "trainer.seed", "data.seed=4"]).faults
+    assert [fault.what for fault in faults][-1] == "unknown key trainer.sed" and len(faults) == 2
+
+
 def test_a_split_list_is_known_among_other_faults_and_shows_no_secret():
     split = ["custom_reward_function.reward_kwargs.api_key=[s1,", "s2]"]
     faults = compose([*split, "trainer.sed=1"]).faults

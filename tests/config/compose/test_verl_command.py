@@ -87,7 +87,7 @@ RUN_AS_THEY_ARE = {
     "rloo_trainer/run_qwen3_8b_fsdp",
     "tuning/scaling/run_qwen2_5_72b_fsdp",
 }
-NEAR_ENOUGH = {"did you mean bf16?"}
+NEAR_ENOUGH = {"mixed_precision.param_dtype=bf16?"}
 
 
 def overrides_of(script: int) -> list[str]:
@@ -111,6 +111,35 @@ def test_a_script_of_verl_lacks_only_what_the_machine_lacks_or_is_answered(verdi
     assert (script in RUN_AS_THEY_ARE) == (not faults), [fault.what for fault in faults]
 
 
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_no_other_fault_vanishes_once_keys_of_verl_are_mended(verdict, script):
+    overrides = overrides_of(SCRIPTS[script])
+    machine = Machine(gpus=8, cpus=64, packages=frozenset({"peft", "wandb"}), vllm="0.26.0")
+    before = verdict(overrides, machine).faults
+    unknown = {fault.what.removeprefix("unknown key ") for fault in before if fault.what.startswith("unknown key ")}
+    sections = {key[:end] for key in unknown for end, sign in enumerate(f"{key}.") if sign == "."}
+    mended = [each for each in overrides if each.partition("=")[0].lstrip("+") not in sections]
+    mended += [named[1] for fault in before if (named := re.match(r"use ([\w.]+=\S*[^:\s])", fault.remedy))]
+    others = [fault.what for fault in before if fault.what.removeprefix("unknown key ") not in unknown]
+    after = whats(verdict(mended, machine))
+    assert not [what for what in others if what not in after and "is out of range" not in what]
+    assert not any(what.startswith("unknown key") for what in after)
+
+
+def test_a_misnamed_size_of_sequence_groups_makes_no_fault_of_the_limits_of_tokens(verdict):
+    name, machine = "ulysses_sequence_parallel_size", Machine(gpus=8, cpus=64, packages=frozenset(), vllm="0.26.0")
+    overrides = overrides_of(SCRIPTS["grpo_trainer/run_qwen3_next_80b_a3b_fsdp"])
+    (tokens,) = (each for each in overrides if each.startswith(f"{ACTOR}.ppo_max_token_len_per_gpu="))
+    remedies = [fault.remedy for fault in verdict(overrides, machine).faults]
+    assert tokens.endswith("=2816") and f"use {ACTOR}.{name}=8" in remedies
+    assert not any("max_token_len" in remedy for remedy in remedies)
+    without = [each for each in overrides if name not in each]
+    assert sum("max_token_len" in fault.remedy for fault in verdict(without, machine).faults) == 3
+    for role in ("actor", "ref"):
+        without += [f"actor_rollout_ref.{role}.{name}=8"]
+    assert not any("max_token_len" in fault.remedy for fault in verdict(without, machine).faults)
+
+
 def test_the_page_names_the_scripts_that_need_no_change():
     section = VERL_PAGE.partition("## Which scripts need no change?")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| (`.*) \| (`.*) \|$", section, re.MULTILINE)
@@ -128,8 +157,8 @@ def test_older_keys_of_the_examples_are_known_or_answered():
 
 def test_what_verl_alone_has_is_answered():
     answers = {
-        "trainer.logger=[console,file]": "use jsonl",
-        "algorithm.adv_estimator=dapo": "use grpo with actor.clip_ratio_high",
+        "trainer.logger=[console,file]": "use trainer.logger=[console,jsonl]",
+        "algorithm.adv_estimator=dapo": "use algorithm.adv_estimator=grpo actor_rollout_ref.actor.clip_ratio_high=0.28 ",
         "trainer.use_legacy_worker_impl=auto": "remove it",
         "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes=512": "remove it: the sampler",
     }
