@@ -28,7 +28,7 @@ from rlx.config.machine import Cluster, Machine, inspect_machine, named_machine
 from rlx.config.schema import PPOConfig
 from rlx.config.schema.roles import is_tiny
 from rlx.config.secrets import override_without_secrets
-from rlx.errors import ExplainedError, wrapped
+from rlx.errors import ExplainedError, shown, wrapped
 from rlx.program import program
 from rlx.supervisor.link import tell
 from rlx.supervisor.stopping import Terminated
@@ -198,7 +198,7 @@ def _run(composed: Composed, config: PPOConfig) -> int:
         launch(config, composed.yaml)
     except ExplainedError as error:
         if error.__cause__ is not None:
-            traceback.print_exception(error.__cause__)
+            print(shown(error.__cause__), file=sys.stderr)
         stopped = f"\nrlx stopped: {error}"
         print(wrapped(stopped) if error.may_be_wrapped else stopped, file=sys.stderr)
         tell(end=end_of(error))

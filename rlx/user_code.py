@@ -83,8 +83,8 @@ def load_name(path: str, name: str, key: str) -> Any:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as fault:  # a script that calls sys.exit must not end the run silently
         del sys.modules[module_name]
-        lines = [frame.lineno for frame in traceback.extract_tb(fault.__traceback__) if frame.filename == str(file)]
-        where = f" (line {lines[-1]})" if lines else ""
+        line = line_in(path, fault)
+        where = f" (line {line})" if line else ""
         raise ImportFailed(
             f"{key}.path: importing {file} failed with {type(fault).__name__}: {fault}{where}"
         ) from fault
@@ -93,6 +93,13 @@ def load_name(path: str, name: str, key: str) -> Any:
         remedy = did_you_mean(name, public, f"correct {key}.name")
         raise UserCodeError(f"{key}.name: {file} has no {name!r}, it has {public}; {remedy}")
     return getattr(module, name)
+
+
+def line_in(path: str, fault: BaseException) -> int | None:
+    """Return the innermost line of a user's file that an error passed through; None if it passed through none."""
+    file = str(Path(path).expanduser().absolute())
+    lines = [frame.lineno for frame in traceback.extract_tb(fault.__traceback__) if frame.filename == file]
+    return lines[-1] if lines else None
 
 
 def _is_own(name: str, value: Any, module_name: str) -> bool:

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from rlx.config.schema import CustomRewardConfig, RewardConfig
 from rlx.data.batch import Batch
-from rlx.errors import ExplainedError, storing
+from rlx.errors import ExplainedError, cause_of, storing
 from rlx.rewards import gsm8k
 from rlx.rewards.conversations import Conversations
 from rlx.rewards.function import BATCHED, SINGLE, Function, Numbers, Outcome, outcome_of, own_function, raised
-from rlx.rewards.pool import InProcess, NotSendable, ProcessPool, RewardCall
+from rlx.rewards.pool import NotSendable, ProcessPool, RewardCall
 from rlx.rewards.sources import MATH_SOURCES, no_function_for, remedy_for, scored_sources
 
 logger = logging.getLogger(__name__)
@@ -268,8 +268,9 @@ class RewardManager:
         what = f"{label} {failure.what}; data source {source!r}, sample {index}, a copy of it is in {copy}"
         none = len(failures) == len(samples) > 1
         if stopping or none:
-            cause = InProcess(f"\n{failure.traceback}") if failure.traceback else None
-            raise RewardError(f"{what}{'; no sample of the batch got a score' if none else ''}") from cause
+            raise RewardError(f"{what}{'; no sample of the batch got a score' if none else ''}") from cause_of(
+                failure.traceback
+            )
         plural = {"error": "errors", "timeout": "timeouts", "crash": "crashes"}
         self._taken.update(plural[each.kind] for each in failures.values())
         logger.warning("%d of %d samples score 0: %s", len(failures), len(samples), what)

@@ -50,7 +50,7 @@ def failed(fault: BaseException) -> Outcome:
     """Return the outcome of a call that raised; end the process if memory ran out."""
     if isinstance(fault, MemoryError):
         os._exit(OUT_OF_MEMORY)
-    return raised(fault)
+    return raised(fault, callers=(__file__,))
 
 
 async def call_all(
