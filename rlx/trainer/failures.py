@@ -55,7 +55,7 @@ class FailedConversations:
         kind = shown["reason"].partition(":")[0]
         remedy = REMEDIES.get(kind, "correct it")
         error = EnvironmentFailed(
-            f"the environment {self._name} leaves no conversation of a batch to train on, {text}; {remedy}. Then a run stops, also with "
+            f"environment {self._name}: {text}; {remedy}. A run stops where all conversations of a batch fail, also with "
             "environment.on_failure=end_row"
         )
         error.__cause__ = cause_of(shown["traceback"])

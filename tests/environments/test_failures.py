@@ -114,7 +114,7 @@ def line_of(text):
     ],
 )  # fmt: skip
 def test_a_run_stops_where_every_conversation_of_a_batch_fails(play, failed, screen, how, text, told):
-    with pytest.raises(EnvironmentFailed, match=f"mine.py leaves no conversation .*2 of 2 .*{text}.*on_failure=end_row") as stopped:  # fmt: skip
+    with pytest.raises(EnvironmentFailed, match=f"environment mine.py: 2 of 2 .*{text}.*on_failure=end_row") as stopped:  # fmt: skip
         failed.judge(play(how, how))
     assert screen.notices == []
     cause = stopped.value.__cause__
