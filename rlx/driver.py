@@ -16,7 +16,7 @@ from rlx.cluster import stay_on_this_machine
 from rlx.cluster.errors import end_of
 from rlx.config.check.folders import runs_folder
 from rlx.config.check.validate import check
-from rlx.config.choices import chosen, not_chosen, why_fewer, with_reason
+from rlx.config.choices import chosen, why_fewer
 from rlx.config.compose.command_line import Composed, compose
 from rlx.config.describe import help_text
 from rlx.config.faults import numbered
@@ -28,7 +28,7 @@ from rlx.config.machine import Cluster, Machine, inspect_machine, named_machine
 from rlx.config.schema import PPOConfig
 from rlx.config.schema.roles import is_tiny
 from rlx.config.secrets import override_without_secrets
-from rlx.errors import ElsewhereError, ExplainedError, wrapped
+from rlx.errors import ExplainedError, shown, wrapped
 from rlx.program import program
 from rlx.supervisor.link import tell
 from rlx.supervisor.stopping import Terminated
@@ -102,7 +102,6 @@ def _check_and_run(overrides: Sequence[str], options: DriverOptions) -> int:
     with ExitStack() as until_done:
         machine = options.on or inspect_machine(join_cluster(composed.partial, until_done))
         of_hub = fetch_configs(composed.partial)
-        unchosen = not_chosen(overrides, composed)
         if more := chosen(overrides, composed, machine):
             if not composed.faults:
                 chose = f"chosen for this command and machine; set a key to choose yourself:\n    {'  '.join(more)}"
@@ -113,8 +112,7 @@ def _check_and_run(overrides: Sequence[str], options: DriverOptions) -> int:
         data = check_data(composed.partial, composed.broken)
         tried = check_user_code(composed.partial, composed.broken, machine)
         # Another machine may have the model of a check.
-        found = (*checked.faults, *data, *tried.faults, *(() if options.check else of_hub))
-        faults = tuple(with_reason(fault, unchosen) for fault in found)
+        faults = (*checked.faults, *data, *tried.faults, *(() if options.check else of_hub))
         if options.tree and not composed.faults:
             print(composed.yaml)
         if options.check and not composed.faults:
@@ -199,10 +197,8 @@ def _run(composed: Composed, config: PPOConfig) -> int:
     try:
         launch(config, composed.yaml)
     except ExplainedError as error:
-        if isinstance(error.__cause__, ElsewhereError):
-            print(str(error.__cause__).rstrip(), file=sys.stderr)
-        elif error.__cause__ is not None:
-            traceback.print_exception(error.__cause__)
+        if error.__cause__ is not None:
+            print(shown(error.__cause__), file=sys.stderr)
         stopped = f"\nrlx stopped: {error}"
         print(wrapped(stopped) if error.may_be_wrapped else stopped, file=sys.stderr)
         tell(end=end_of(error))

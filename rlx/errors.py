@@ -1,10 +1,11 @@
-"""A leaf: errors that explain themselves, among them those of files that cannot be written, and suggestions for unknown names."""
+"""A leaf: errors that explain themselves, those of files that cannot be written, those in other processes; and suggestions for names."""
 
 import errno
 import os
 import re
 import shutil
 import textwrap
+import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
@@ -32,8 +33,18 @@ class ExplainedError(Exception):
     may_be_wrapped = True  # False: the text holds a traceback, or its last line must stay whole
 
 
-class ElsewhereError(Exception):
-    """An error of a user's code in another process, as the cause of an ExplainedError; its text is the traceback from there."""
+class InProcess(Exception):
+    """An error in a process that runs a user's code; its text is the traceback from that process."""
+
+
+def cause_of(trace: str) -> InProcess | None:
+    """Return the cause of an error that another process reported, from the traceback there; None if there is none."""
+    return InProcess(f"\n{trace}") if trace else None
+
+
+def shown(fault: BaseException) -> str:
+    """Return the traceback of an error for the screen: of one InProcess that from there alone."""
+    return str(fault).strip() if isinstance(fault, InProcess) else "".join(traceback.format_exception(fault)).rstrip()
 
 
 class StorageError(ExplainedError, RuntimeError):

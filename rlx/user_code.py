@@ -3,7 +3,6 @@
 import hashlib
 import importlib.util
 import inspect
-import os
 import signal
 import sys
 import threading
@@ -15,7 +14,6 @@ from typing import Any, NamedTuple
 
 from rlx.errors import ExplainedError, did_you_mean
 
-_RLX = str(Path(__file__).parent) + os.sep
 TEMPLATE_LIMIT_S, TEMPLATE_CHAT_S = 10.0, 0.2  # of a call, and more for each chat: a template is a program of a model
 
 
@@ -55,14 +53,6 @@ def load_callable(path: str, name: str, interface: Interface) -> Callable[..., A
     return found  # type: ignore[no-any-return]
 
 
-def user_traceback(fault: BaseException) -> str:
-    """Return an error's traceback from the first line that is neither of rlx nor of Python's import, if there is one."""
-    found = fault.__traceback__
-    while found is not None and found.tb_frame.f_code.co_filename.startswith((_RLX, "<frozen importlib")):
-        found = found.tb_next
-    return "".join(traceback.format_exception(type(fault), fault, found or fault.__traceback__))
-
-
 def misfit(function: Any, positional: Sequence[str] = (), named: Sequence[str] = ()) -> str | None:
     """Return why a function cannot be called with these arguments; None if it can, or if Python cannot tell."""
     try:
@@ -93,8 +83,8 @@ def load_name(path: str, name: str, key: str) -> Any:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as fault:  # a script that calls sys.exit must not end the run silently
         del sys.modules[module_name]
-        lines = [frame.lineno for frame in traceback.extract_tb(fault.__traceback__) if frame.filename == str(file)]
-        where = f" (line {lines[-1]})" if lines else ""
+        line = line_in(path, fault)
+        where = f" (line {line})" if line else ""
         raise ImportFailed(
             f"{key}.path: importing {file} failed with {type(fault).__name__}: {fault}{where}"
         ) from fault
@@ -103,6 +93,13 @@ def load_name(path: str, name: str, key: str) -> Any:
         remedy = did_you_mean(name, public, f"correct {key}.name")
         raise UserCodeError(f"{key}.name: {file} has no {name!r}, it has {public}; {remedy}")
     return getattr(module, name)
+
+
+def line_in(path: str, fault: BaseException) -> int | None:
+    """Return the innermost line of a user's file that an error passed through; None if it passed through none."""
+    file = str(Path(path).expanduser().absolute())
+    lines = [frame.lineno for frame in traceback.extract_tb(fault.__traceback__) if frame.filename == file]
+    return lines[-1] if lines else None
 
 
 def _is_own(name: str, value: Any, module_name: str) -> bool:

@@ -14,7 +14,7 @@ import pytest
 from rlx.cluster.errors import RankFault, WorkerFailure
 from rlx.config.machine import Machine
 from rlx.driver import _asked_to_end, main
-from rlx.errors import ElsewhereError, ExplainedError
+from rlx.errors import ExplainedError, InProcess
 from rlx.offload.plan.shapes import SHAPES
 from rlx.supervisor.stopping import Terminated
 
@@ -246,9 +246,7 @@ def test_a_failed_run_ends_with_its_cause(capsys: pytest.CaptureFixture[str], ru
 
 def test_the_traceback_of_a_users_function_comes_as_it_is(capsys: pytest.CaptureFixture[str], run_is):
     error = ExplainedError("compute_score in reward.py raised KeyError: 'a'; correct the function")
-    error.__cause__ = ElsewhereError(
-        "Traceback (most recent call last):\n  File \"reward.py\", line 2\nKeyError: 'a'\n"
-    )
+    error.__cause__ = InProcess("Traceback (most recent call last):\n  File \"reward.py\", line 2\nKeyError: 'a'\n")
     run_is(fails(error))
     assert main(["trainer.device=cpu"]) == 1
     lines = capsys.readouterr().err.splitlines()

@@ -1,13 +1,12 @@
 """Errors of workers, and which of several came first."""
 
 import time
-import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from rlx.errors import ExplainedError
+from rlx.errors import ExplainedError, shown
 
 Kind = Literal["error", "died", "collective", "hung"]
 
@@ -72,9 +71,10 @@ class RankFault:
 
 
 def fault_of(rank: int, error: BaseException) -> RankFault:
-    """Return a picklable description of an exception caught in a worker."""
+    """Return a picklable description of an exception caught in a worker; see ExplainedError for whose traceback it has."""
     kind: Kind = "collective" if _is_collective(error) else "error"
-    detail = "".join(traceback.format_exception(error)).rstrip()
+    told = error.__cause__ if isinstance(error, ExplainedError) else error
+    detail = shown(told) if told else ""
     return RankFault(rank, kind, one_line(f"{type(error).__name__}: {error}"), detail, curable=is_curable(error))
 
 

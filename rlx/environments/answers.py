@@ -10,7 +10,7 @@ from rlx.processes.lines import BadAnswer
 LONGEST_ANSWER = 2**20  # bytes
 LARGEST_REWARD = 1e30
 """Rewards are stored, added and compared in fp32."""
-LONGEST_REASON = 2000  # characters
+LONGEST_REASON, LONGEST_TRACEBACK = 2000, 4000  # characters
 KINDS = ("error", "timeout", "memory", "crash", "nonsense")
 
 
@@ -101,8 +101,8 @@ def encode(number: int, answer: Reset | Observation | Failure) -> bytes:
             record: list[Any] = [number, "reset", messages, tools]
         case Observation():
             record = [number, "step", vars(answer)]
-        case Failure(reason, kind):
-            record = [number, "failure", reason[:LONGEST_REASON], kind]
+        case Failure(reason, kind, trace):
+            record = [number, "failure", reason[:LONGEST_REASON], kind, trace]
     try:
         text = json.dumps(record, ensure_ascii=False, allow_nan=False, default=_default)
     except (TypeError, ValueError, RecursionError) as fault:
@@ -136,8 +136,8 @@ def decode(record: Any, expected: dict[int, str]) -> tuple[int, Reset | Observat
                 return number, checked_reset(messages, tools)
             case [int(number), "step", dict(fields)] if expected.get(number) == "step":
                 return number, checked_observation(fields)
-            case [int(number), "failure", str(reason), str(kind)] if number in expected and kind in KINDS:
-                return number, Failure(reason, kind)  # type: ignore[arg-type]
+            case [int(number), "failure", str(reason), str(kind), str(trace)] if number in expected and kind in KINDS:
+                return number, Failure(reason, kind, trace)  # type: ignore[arg-type]
     except Nonsense as fault:
         raise BadAnswer(f"sent an answer of another form than rlx's: {fault}") from None
     raise BadAnswer("sent an answer of another form than rlx's")

@@ -49,6 +49,7 @@ class Conversation:
         failed: whether the reason is a failure of the environment.
         info: numbers of the environment; a later turn's replace an earlier one's.
         failure_reward: the reward of a failure.
+        traceback: of the environment's failure; empty if there is none.
     """
 
     prompt_ids: list[int]
@@ -66,6 +67,7 @@ class Conversation:
     failed: bool = False
     info: dict[str, float] = field(default_factory=dict)
     failure_reward: float = 0.0
+    traceback: str = ""
 
     @property
     def room(self) -> int:
@@ -141,9 +143,9 @@ class Conversation:
         """End the conversation."""
         self.reason = reason
 
-    def fail(self, reason: str, reward: float) -> None:
+    def fail(self, reason: str, reward: float, traceback: str = "") -> None:
         """End the conversation with a failure; the last turn, if there is one, gets the reward."""
-        self.reason, self.failed = reason, True
+        self.reason, self.failed, self.traceback = reason, True, traceback
         if self.own_turns:
             self.own_turns[-1]["reward"] = reward
         self.failure_reward = reward

@@ -14,6 +14,7 @@ from typing import Any, BinaryIO
 from rlx.environments.answers import decode
 from rlx.environments.protocol import Failure, Observation, Reset
 from rlx.environments.spec import EnvironmentSpec
+from rlx.errors import cause_of
 from rlx.processes.lines import BadAnswer, Lines
 from rlx.processes.parent import LOAD_LIMIT_S, ChildProcess
 from rlx.user_code import UserCodeError
@@ -120,7 +121,7 @@ class EnvironmentProcess:
             case [None, str()]:
                 self.loaded = True
             case [str(fault), str(trace)]:
-                raise UserCodeError(f"{fault}\n{trace}".rstrip())
+                raise UserCodeError(fault) from cause_of(trace)
             case _:
                 raise BadAnswer("sent a wrong answer to its specification")
 

@@ -16,15 +16,20 @@ import types
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
+from pathlib import Path
 from typing import Any
 
-from rlx.environments.answers import Nonsense, checked_observation, checked_reset, encode
+from rlx.environments.answers import LONGEST_TRACEBACK, Nonsense, checked_observation, checked_reset, encode
 from rlx.environments.protocol import Environment, Failure, Observation, Reset, Turn
 from rlx.environments.spec import EnvironmentSpec, Factory
+from rlx.processes import child
 from rlx.processes.child import OUT_OF_MEMORY, TooLong, end_with, interrupted_after, limit_memory
+from rlx.processes.faults import own_traceback
 from rlx.processes.lines import LONGEST_LINE
-from rlx.user_code import UserCodeError
+from rlx.user_code import UserCodeError, line_in
 
+CALLERS = (__file__, child.__file__)
+"""Their frames are not in the tracebacks of environments."""
 _number: ContextVar[int] = ContextVar("_number", default=0)
 """Number of the conversation that a task works for; 0: of none."""
 _note = -1  # descriptor of the file in which the owner reads whose code was at work when this process ended
@@ -48,10 +53,7 @@ def _write(number: int) -> None:
 
 
 class Raised(Exception):
-    """An environment raised; the text says what. It takes the place of SystemExit and the like, which would end the event loop."""
-
-    def __init__(self, fault: BaseException):
-        super().__init__(f"raised {type(fault).__name__}: {fault}")
+    """Its cause takes another way than SystemExit and the like, which would end the event loop."""
 
 
 @types.coroutine
@@ -66,7 +68,7 @@ def _interrupted(coroutine: Coroutine[Any, Any, Any], limit_s: float) -> Generat
             except StopIteration as end:
                 return end.value
             except (KeyboardInterrupt, SystemExit) as fault:
-                raise Raised(fault) from fault
+                raise Raised from fault
         try:
             value = yield waits_for
             resume = coroutine.send
@@ -104,6 +106,7 @@ class EnvironmentServer:
 
     def __init__(self, writer: asyncio.StreamWriter, spec: EnvironmentSpec, make: Factory):
         self._writer, self._limit_s, self._make = writer, spec.limit_s, make
+        self._path = spec.path
         self._environments: dict[int, Environment] = {}
 
     async def answer(self, number: int, kind: str, content: Any) -> None:
@@ -138,15 +141,22 @@ class EnvironmentServer:
         return checked_observation(await limited(self._limit_s, self._environments[number].step, Turn(*turn)))
 
     def _failure(self, fault: BaseException) -> Failure:
+        if isinstance(fault, Nonsense):  # raised by rlx, and its text says all
+            return Failure(str(fault), "nonsense")
+        if isinstance(fault, Raised) and fault.__cause__ is not None:
+            fault = fault.__cause__
+        trace = own_traceback(fault, CALLERS, LONGEST_TRACEBACK)
         match fault:
             case TooLong():
-                return Failure(f"took longer than {self._limit_s:g} s", "timeout")
+                return Failure(f"took longer than {self._limit_s:g} s", "timeout", trace)
             case MemoryError():
-                return Failure("ran out of memory", "memory")
-            case Nonsense():
-                return Failure(str(fault), "nonsense")
-        traceback.print_exception(fault)
-        return Failure(str(fault if isinstance(fault, Raised) else Raised(fault)), "error")
+                return Failure("ran out of memory", "memory", trace)
+        return Failure(f"raised {type(fault).__name__}{self._place(fault)}: {fault}", "error", trace)
+
+    def _place(self, fault: BaseException) -> str:
+        """Return where in the user's file an error was raised, for a message."""
+        line = line_in(self._path, fault) if self._path else None
+        return f" ({Path(self._path).name}:{line})" if self._path and line else ""
 
     async def _end(self, number: int) -> None:
         close = getattr(self._environments.pop(number, None), "close", None)

@@ -87,8 +87,10 @@ class Failure(NamedTuple):
     """The reason why a conversation cannot go on.
 
     Kinds: "error", the environment raised; "timeout", it took too long; "memory", it wanted more than it may have; "crash", its process
-    ended; "nonsense", its answer has another form than `Observation`.
+    ended; "nonsense", its answer has another form than `Observation`. The traceback is that of the environment's own code, empty if there
+    is none.
     """
 
     reason: str
     kind: Literal["error", "timeout", "memory", "crash", "nonsense"]
+    traceback: str = ""

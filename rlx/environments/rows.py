@@ -1,5 +1,6 @@
 """From a batch of prompts to the rows of conversations, and from conversations to a batch. Letters as in `rlx/data/batch.py`."""
 
+import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -111,6 +112,7 @@ def _record(conversation: Conversation, waited_s: float) -> dict[str, Any]:
         "turns": conversation.turns,
         "reason": conversation.reason,
         "failed": conversation.failed,
+        "traceback": sys.intern(conversation.traceback),  # one object, so that thousands of equal ones are pickled once
         "reward": conversation.reward,
         "info": conversation.info,
         "waited_s": waited_s,

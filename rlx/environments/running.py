@@ -14,7 +14,7 @@ from rlx.data.seeding import seed_for
 from rlx.environments.chat import Chat, Gap
 from rlx.environments.conversation import Conversation
 from rlx.environments.protocol import Failure, Message, Observation, Reset, Turn
-from rlx.errors import ExplainedError
+from rlx.errors import ExplainedError, cause_of
 from rlx.heartbeat import beat
 from rlx.rollout.flight import FirstRank, aborting
 from rlx.rollout.process_state import rare_collections
@@ -238,7 +238,7 @@ class _Run:
         for key, answer in answers.items():
             run = self._open[key]
             if isinstance(answer, Failure):
-                self._fail(run.conversation, answer.kind, answer.reason)
+                self._fail(run.conversation, answer.kind, answer.reason, answer.traceback)
             elif isinstance(answer, Observation):
                 run.conversation.add_answer(answer, run.text, time.monotonic() - run.asked)
                 if self._goes_on(run.conversation, answer):
@@ -290,13 +290,13 @@ class _Run:
             self._fail(conversation, "nonsense", "it gave no message and did not end the conversation")
         return not conversation.reason
 
-    def _fail(self, conversation: Conversation, kind: str, reason: str) -> None:
+    def _fail(self, conversation: Conversation, kind: str, reason: str, traceback: str = "") -> None:
         text = f"{kind}: {reason}"
         if self._bounds.ends_run:
             raise EnvironmentFailed(
                 f"an environment failed, {text}; set environment.on_failure=end_row to end its conversation alone"
-            )
-        conversation.fail(text, self._bounds.failure_reward)
+            ) from cause_of(traceback)
+        conversation.fail(text, self._bounds.failure_reward, traceback)
 
     def _ask(self, key: int) -> None:
         """Request the next turn."""

@@ -7,13 +7,14 @@ import importlib
 import inspect
 import math
 import reprlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
-from rlx.user_code import UserCodeError, load_name, misfit, user_traceback
+from rlx.processes.faults import own_traceback
+from rlx.user_code import UserCodeError, load_name, misfit
 
 if TYPE_CHECKING:
     from rlx.config.schema import CustomRewardConfig, RewardConfig
@@ -115,10 +116,10 @@ class Outcome(NamedTuple):
     traceback: str = ""  # of the error that the call raised
 
 
-def raised(fault: BaseException) -> Outcome:
-    """Return the outcome of a call that raised."""
+def raised(fault: BaseException, callers: Collection[str] = ()) -> Outcome:
+    """Return the outcome of a call that raised; frames of the files `callers` are not in its traceback."""
     what = f"raised {type(fault).__name__}: {fault}"
-    return Outcome([], "error", what[:LONGEST_TEXT], user_traceback(fault)[-LONGEST_TEXT:])
+    return Outcome([], "error", what[:LONGEST_TEXT], own_traceback(fault, callers, LONGEST_TEXT))
 
 
 def outcome_of(function: Function, result: Any, samples: int) -> Outcome:

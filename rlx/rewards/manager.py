@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rlx.config.schema import CustomRewardConfig, RewardConfig
 from rlx.data.batch import Batch
-from rlx.errors import ElsewhereError, ExplainedError, storing
+from rlx.errors import ExplainedError, cause_of, storing
 from rlx.rewards import gsm8k
 from rlx.rewards.conversations import Conversations
 from rlx.rewards.function import BATCHED, SINGLE, Function, Numbers, Outcome, outcome_of, own_function, raised
@@ -268,11 +268,11 @@ class RewardManager:
         what = f"{label} {failure.what}; data source {source!r}, sample {index}, a copy of it is in {copy}"
         none = len(failures) == len(samples) > 1
         if stopping or none:
-            cause = ElsewhereError(failure.traceback) if failure.traceback else None
             key = "reward.on_error" if failure.kind == "error" else "reward.on_crash"
             remedy = f"correct {'the function' if function.is_own else 'the ground truth'}"
             remedy += f", or let such samples score 0: {key}=zero" if not none else ""
-            raise RewardError(f"{what}{'; no sample of the batch got a score' if none else ''}; {remedy}") from cause
+            text = f"{what}{'; no sample of the batch got a score' if none else ''}; {remedy}"
+            raise RewardError(text) from cause_of(failure.traceback)
         plural = {"error": "errors", "timeout": "timeouts", "crash": "crashes"}
         self._taken.update(plural[each.kind] for each in failures.values())
         logger.warning("%d of %d samples score 0: %s", len(failures), len(samples), what)

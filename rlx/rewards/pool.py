@@ -23,7 +23,7 @@ from multiprocessing import Pipe
 from multiprocessing.connection import wait
 from typing import Any, NamedTuple
 
-from rlx.errors import ElsewhereError
+from rlx.errors import cause_of
 from rlx.processes.lines import BadAnswer, Lines
 from rlx.processes.parent import LOAD_LIMIT_S, ChildProcess
 from rlx.rewards.answers import Loaded, to_loaded, to_outcomes
@@ -196,7 +196,7 @@ class ProcessPool:
         if is_async:
             self._async.add(function)
         if fault is not None:
-            raise fault from (ElsewhereError(traceback) if traceback else None)
+            raise fault from cause_of(traceback)
 
     def run(self, calls: Sequence[RewardCall]) -> tuple[list[Outcome], Counts]:
         """Return the outcome of each call, in order. See Note [who ends a call in time] and Note [once more].

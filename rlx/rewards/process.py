@@ -15,10 +15,11 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from rlx.processes.child import OUT_OF_MEMORY, TooLong, end_with, interrupted_after, limit_memory
+from rlx.processes.faults import own_traceback
 from rlx.processes.lines import send
 from rlx.rewards.answers import Loaded, of_loaded
-from rlx.rewards.function import Function, Outcome, is_async, outcome_of, raised
-from rlx.user_code import UserCodeError, user_traceback
+from rlx.rewards.function import LONGEST_TEXT, Function, Outcome, is_async, outcome_of, raised
+from rlx.user_code import UserCodeError
 
 FLUSH_S = 0.01
 """Outcomes wait at most this long to be sent together with others, unless the next call takes longer [s]."""
@@ -49,7 +50,7 @@ def failed(fault: BaseException) -> Outcome:
     """Return the outcome of a call that raised; end the process if memory ran out."""
     if isinstance(fault, MemoryError):
         os._exit(OUT_OF_MEMORY)
-    return raised(fault)
+    return raised(fault, callers=(__file__,))
 
 
 async def call_all(
@@ -105,7 +106,7 @@ class Process:
         try:
             function = spec.load()
         except UserCodeError as fault:
-            return False, fault, user_traceback(fault.__cause__) if fault.__cause__ else ""
+            return False, fault, own_traceback(fault.__cause__, (), LONGEST_TEXT) if fault.__cause__ else ""
         self._functions[number] = spec, function
         return is_async(function), None, ""
 

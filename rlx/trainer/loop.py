@@ -28,6 +28,7 @@ from rlx.trainer.checkpoints import (
     set_aside_later,
     step_of,
 )
+from rlx.trainer.failures import FailedConversations
 from rlx.trainer.progress import Progress
 from rlx.trainer.saver import Saver
 from rlx.trainer.tracking import Tracker
@@ -80,6 +81,7 @@ class Trainer:
         self.train, self.sampler, self.val = train, sampler, val
         self.rewards, self.folder, self.progress, self.tracker = rewards, folder, progress, tracker
         self.saver = Saver(config, workers, folder / "checkpoints")
+        self.failed = FailedConversations(config.environment, progress)
         self.kl_controller = kl_controller(config)
         self.seed = config.trainer.seed
         self.last_step = config.trainer.total_training_steps or 0
@@ -209,8 +211,7 @@ class Trainer:
         spread = steps.spread(prompts, samples, self.seed, purpose, step, first)
         sent = conversations.sent(self.config, spread)
         written = self.workers.split("rollout", "generate", sent, purpose)
-        if failed := conversations.failures(written):
-            self.progress.notice(failed)
+        self.failed.judge(written)
         return conversations.received(spread, written, self.tokenizer)
 
     def score(self, batch: Batch) -> Scores:

@@ -79,6 +79,7 @@ def _records(step: int, batch: Batch, tokenizer: PreTrainedTokenizerBase) -> Ite
             if conversation
             else _single_turn(batch, row, prompt, mask),
             "reason": conversation.get("reason", ""),
+            **({"traceback": trace} if (trace := conversation.get("traceback")) else {}),
         }
 
 

@@ -163,6 +163,7 @@ def _tokens(sample: Sample) -> dict[str, Any]:
         "advantages": [_short(value) for value in sample["advantages"]],
         "gaps": [_short(value) for value in sample["log_prob_gap"]],
         "turns": turns,
+        "traceback": str(sample.get("traceback") or ""),
     }
 
 

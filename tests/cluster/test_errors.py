@@ -3,7 +3,8 @@ import pickle
 import pytest
 import torch
 
-from rlx.cluster.errors import RankFault, WorkerFailure, WorkerLocation, death_of, fault_of, first_cause
+from rlx.cluster.errors import ClusterError, RankFault, WorkerFailure, WorkerLocation, death_of, fault_of, first_cause
+from rlx.errors import cause_of
 
 GLOO = RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.1]:1")
 RAY_REPORT = """The actor died unexpectedly before finishing this task.
@@ -33,6 +34,18 @@ def caught(error):
 )
 def test_errors_of_collectives_are_told_from_a_ranks_own(error, kind):
     assert fault_of(3, caught(error)).kind == kind
+
+
+def test_an_error_that_explains_itself_has_the_traceback_of_its_cause_alone():
+    def explained(cause):
+        try:
+            raise ClusterError("what and why") from cause
+        except ClusterError as error:
+            return fault_of(0, error)
+
+    assert (explained(None).detail, explained(None).summary) == ("", "ClusterError: what and why")
+    assert explained(cause_of("Traceback\nKeyError: 'k'\n")).detail == "Traceback\nKeyError: 'k'"
+    assert explained(KeyError("k")).detail == "KeyError: 'k'"
 
 
 def test_the_first_cause_is_the_earliest_that_is_no_collectives():

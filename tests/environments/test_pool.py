@@ -1,8 +1,10 @@
 """What environments can do to a run: nothing. Rows live and fail on their own."""
 
 import os
+import re
 import tempfile
 import time
+from pathlib import Path
 
 import numpy as np
 import psutil
@@ -179,7 +181,14 @@ def test_a_call_that_fails_costs_its_own_conversation_alone(make_pool, answers, 
     found = answers(pool, range(len(kinds)))
     assert {text: found[key].kind for key, text in enumerate(kinds)} == kinds
     reasons = {text: found[key].reason for key, text in enumerate(kinds)}
-    assert reasons["raise"] == "raised KeyError: 'k'" and reasons["wait"] == "took longer than 2 s"
+    line = 1 + ENVIRONMENT.splitlines().index('            case "raise": raise KeyError("k")')
+    assert reasons["raise"] == f"raised KeyError (mine.py:{line}): 'k'" and reasons["wait"] == "took longer than 2 s"
+    for key, (text, kind) in enumerate(kinds.items()):
+        frames = re.findall(r'File "(.*)", line', found[key].traceback)
+        has_frames = kind != "nonsense" and text not in ("wait", "stubborn")
+        assert {Path(file).name for file in frames} == ({"mine.py"} if has_frames else set()), "no frame of rlx"
+    own = found[list(kinds).index("raise")].traceback.splitlines()
+    assert (own[0], own[-1]) == ("Traceback (most recent call last):", "KeyError: 'k'")
     assert (
         "reward=nan, expected a finite number" in reasons["NaN"]
         and "bytes, expected at most 1,048,576" in reasons["long"]

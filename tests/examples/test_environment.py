@@ -1,14 +1,17 @@
 """The example of an environment, in the processes that a run uses."""
 
+import re
 from pathlib import Path
 
 import pytest
 
 from rlx.config.compose.command_line import compose
 from rlx.driver import main
+from rlx.environments.answers import checked_observation
 from rlx.environments.pool import EnvironmentPool
 from rlx.environments.protocol import Observation, Reset, Turn
 from rlx.environments.settings import environment_spec
+from rlx.environments.spec import EnvironmentSpec
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "environment.py"
 PROMPT = [{"role": "user", "content": "3 + 4?"}]
@@ -23,6 +26,15 @@ def command() -> list[str]:
 def test_the_page_shows_the_example():
     code = EXAMPLE.read_text().split('"""\n\n', 1)[1]
     assert f"```python\n{code}```" in (EXAMPLE.parents[1] / "docs" / "environments.md").read_text()
+
+
+def test_the_game_of_the_page_pays_for_digits(tmp_path: Path):
+    page = (EXAMPLE.parents[1] / "docs" / "environments.md").read_text()
+    (game,) = re.findall(r"```python\n(class Game:.*?)```", page, re.DOTALL)
+    (tmp_path / "game.py").write_text(game)
+    environment = EnvironmentSpec("Game", str(tmp_path / "game.py")).load()()
+    assert environment.reset({"prompt": PROMPT}) == PROMPT
+    assert checked_observation(environment.step(Turn("a1b2", 0))) == Observation([], 0.5, True, {"digits": 2})
 
 
 def test_the_command_of_the_example_is_valid(capsys: pytest.CaptureFixture[str]):

@@ -1,9 +1,13 @@
 """Whole runs with environments: one turn equals a single response, several turns resume exactly, transcripts hold them."""
 
 import json
+import re
 
 import pytest
 from test_run import results, resume_from
+
+from rlx.cluster.errors import WorkerFailure, end_of
+from rlx.errors import ExplainedError, shown
 
 pytestmark = pytest.mark.e2e
 
@@ -31,6 +35,9 @@ class Echo:
         reward = len(set(turn.text)) / 16 * (turn.index + 1)
         return Observation([{"role": "user", "content": str(self.seed % 10)}], reward, turn.index == 2, {"last": turn.index})
 """
+
+RAISES = 1 + OWN.splitlines().index('            raise ValueError("unlucky")')
+UNLUCKY = f"error: raised ValueError (own.py:{RAISES}): unlucky"
 
 
 @pytest.fixture
@@ -103,6 +110,7 @@ def test_conversations_resume_exactly_and_are_kept(train, own, sampler, request)
     )
     for record in read_transcripts(folder, 1):
         check(record)
+        assert (record["reason"] == UNLUCKY) == record.get("traceback", "").endswith("ValueError: unlucky\n")
 
 
 @pytest.mark.slow
@@ -129,6 +137,22 @@ def test_processes_around_one_vllm_engine_have_the_same_conversations(train, own
         check(record)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("on_failure", ["end_row", "end_run"])
+def test_an_environment_that_always_fails_ends_the_run_with_its_own_traceback(train, own, tmp_path, on_failure):
+    options = own("Echo", f"environment.on_failure={on_failure}")
+    (tmp_path / "own.py").write_text(OWN.replace('self.seed = row["seed"]', 'self.seed = randon.Random(row["seed"])'))
+    with pytest.raises(ExplainedError) as stopped:
+        train("trainer.total_training_steps=1", *options)
+    error = stopped.value
+    told = error.fault.detail if isinstance(error, WorkerFailure) else shown(error.__cause__)
+    assert 'self.seed = randon.Random(row["seed"])' in told and told.endswith("NameError: name 'randon' is not defined")
+    assert set(re.findall(r'File "(.*)", line', told)) == {str(tmp_path / "own.py")}, "no frame of rlx"
+    line = 1 + OWN.splitlines().index('        self.seed = row["seed"]')
+    assert f"raised NameError (own.py:{line}): name 'randon' is not defined" in str(error)
+    assert end_of(error)["curable"] is False, "a restart would fail the same way"
+
+
 def check(record):
     """A transcript's lists have a length, and its turns are where they say."""
     lists = ("token_ids", "tokens", "loss_mask", "advantages", "log_prob_gap")
@@ -141,4 +165,4 @@ def check(record):
     assert record["turns"][-1]["end"] == len(record["token_ids"])
     rewards = [turn["reward"] or 0.0 for turn in record["turns"]]
     assert sum(rewards) == pytest.approx(record["reward"], abs=1e-4)
-    assert record["reason"] in ("done", "length", "max_turns", "error: raised ValueError: unlucky")
+    assert record["reason"] in ("done", "length", "max_turns", UNLUCKY)

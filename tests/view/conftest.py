@@ -27,6 +27,8 @@ def sample(step, group, number, tokens=24, seed=0):
         {"start": answer, "end": tokens, "role": "assistant", "text": "".join(pieces[answer:]), "seconds": 0.0,
          "reward": 1.0, "calls": [], "finish_reason": "length"},
     ]  # fmt: skip
+    reason = draw.choice(["done", "turns", "timeout: calculator took more than 5 s"])
+    trace = f'Traceback:\n  File "{HOSTILE[0]}", line 3, in step\n' if reason.startswith("timeout") else ""
     return {
         "step": step,
         "group": group,
@@ -39,7 +41,8 @@ def sample(step, group, number, tokens=24, seed=0):
         "advantages": [advantage if own else None for own in mask],
         "log_prob_gap": [round(draw.gauss(0, 0.05), 5) if own else None for own in mask],
         "turns": turns,
-        "reason": draw.choice(["done", "turns", "timeout: calculator took more than 5 s"]),
+        "reason": reason,
+        **({"traceback": trace} if trace else {}),
     }
 
 
