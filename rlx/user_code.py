@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 
 from rlx.errors import ExplainedError, did_you_mean
 
+IMPORTING = (__file__, "<frozen importlib._bootstrap>", "<frozen importlib._bootstrap_external>")
+"""Files whose frames come before those of a user's file in the traceback of an import."""
 TEMPLATE_LIMIT_S, TEMPLATE_CHAT_S = 10.0, 0.2  # of a call, and more for each chat: a template is a program of a model
 
 

@@ -26,7 +26,7 @@ from rlx.processes import child
 from rlx.processes.child import OUT_OF_MEMORY, TooLong, end_with, interrupted_after, limit_memory
 from rlx.processes.faults import own_traceback
 from rlx.processes.lines import LONGEST_LINE
-from rlx.user_code import UserCodeError, line_in
+from rlx.user_code import IMPORTING, UserCodeError, line_in
 
 CALLERS = (__file__, child.__file__)
 """Their frames are not in the tracebacks of environments."""
@@ -176,7 +176,7 @@ async def serve(connection: socket.socket) -> None:
         make = spec.load()
     except UserCodeError as error:
         fault = str(error)
-        trace = "".join(traceback.format_exception(error.__cause__)) if error.__cause__ else ""
+        trace = own_traceback(error.__cause__, IMPORTING, LONGEST_TRACEBACK) if error.__cause__ else ""
     writer.write(json.dumps([fault, trace or ""]).encode() + b"\n")
     if fault is not None:
         await reader.read()

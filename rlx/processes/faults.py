@@ -3,17 +3,13 @@
 import traceback
 from collections.abc import Collection
 
-from rlx import user_code
-
-IMPORTING = (user_code.__file__, "<frozen importlib._bootstrap>", "<frozen importlib._bootstrap_external>")
-
 
 def own_traceback(fault: BaseException, callers: Collection[str], longest: int) -> str:
     """Return the traceback of an error as Python prints it, without rlx's frames around the user's code.
 
     Args:
         fault: the error, with those that it followed from.
-        callers: files whose frames are left out, beside those of importing.
+        callers: files whose frames are left out.
         longest: most characters; the end remains, which says where and what.
 
     Returns:
@@ -23,9 +19,7 @@ def own_traceback(fault: BaseException, callers: Collection[str], longest: int) 
     open_ones, frames = [whole], 0
     while open_ones:
         told = open_ones.pop()
-        told.stack = traceback.StackSummary.from_list(
-            [each for each in told.stack if each.filename not in (*callers, *IMPORTING)]
-        )
+        told.stack = traceback.StackSummary.from_list([each for each in told.stack if each.filename not in callers])
         frames += len(told.stack)
         open_ones += filter(None, (told.__cause__, told.__context__, *(told.exceptions or ())))
     return "".join(whole.format())[-longest:] if frames else ""

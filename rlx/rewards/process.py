@@ -19,7 +19,7 @@ from rlx.processes.faults import own_traceback
 from rlx.processes.lines import send
 from rlx.rewards.answers import Loaded, of_loaded
 from rlx.rewards.function import LONGEST_TEXT, Function, Outcome, is_async, outcome_of, raised
-from rlx.user_code import UserCodeError
+from rlx.user_code import IMPORTING, UserCodeError
 
 FLUSH_S = 0.01
 """Outcomes wait at most this long to be sent together with others, unless the next call takes longer [s]."""
@@ -106,7 +106,7 @@ class Process:
         try:
             function = spec.load()
         except UserCodeError as fault:
-            return False, fault, own_traceback(fault.__cause__, (), LONGEST_TEXT) if fault.__cause__ else ""
+            return False, fault, own_traceback(fault.__cause__, IMPORTING, LONGEST_TEXT) if fault.__cause__ else ""
         self._functions[number] = spec, function
         return is_async(function), None, ""
 

@@ -117,7 +117,7 @@ def test_fault_names_the_sample_and_keeps_a_copy(manager, make_batch, write_modu
     assert kept["ground_truth"] == {"deep": "{2}"} and kept["data_source"] == "my/data"
     assert what[:8] in kept["fault"] and ("KeyError" in str(caught.value.__cause__)) == (body[:5] == "raise")
     if caught.value.__cause__ is not None:
-        head, first = str(caught.value.__cause__).splitlines()[:2]
+        head, first = str(caught.value.__cause__).strip().splitlines()[:2]
         assert head.startswith("Traceback") and first.startswith(f'  File "{path}", line '), (
             "no line of rlx comes before"
         )
