@@ -16,7 +16,7 @@ from rlx.cluster import stay_on_this_machine
 from rlx.cluster.errors import end_of
 from rlx.config.check.folders import runs_folder
 from rlx.config.check.validate import check
-from rlx.config.choices import chosen, why_fewer
+from rlx.config.choices import chosen, not_chosen, why_fewer, with_reason
 from rlx.config.compose.command_line import Composed, compose
 from rlx.config.describe import help_text
 from rlx.config.faults import numbered
@@ -102,6 +102,7 @@ def _check_and_run(overrides: Sequence[str], options: DriverOptions) -> int:
     with ExitStack() as until_done:
         machine = options.on or inspect_machine(join_cluster(composed.partial, until_done))
         of_hub = fetch_configs(composed.partial)
+        unchosen = not_chosen(overrides, composed)
         if more := chosen(overrides, composed, machine):
             if not composed.faults:
                 chose = f"chosen for this command and machine; set a key to choose yourself:\n    {'  '.join(more)}"
@@ -112,7 +113,8 @@ def _check_and_run(overrides: Sequence[str], options: DriverOptions) -> int:
         data = check_data(composed.partial, composed.broken)
         tried = check_user_code(composed.partial, composed.broken, machine)
         # Another machine may have the model of a check.
-        faults = (*checked.faults, *data, *tried.faults, *(() if options.check else of_hub))
+        found = (*checked.faults, *data, *tried.faults, *(() if options.check else of_hub))
+        faults = tuple(with_reason(fault, unchosen) for fault in found)
         if options.tree and not composed.faults:
             print(composed.yaml)
         if options.check and not composed.faults:
