@@ -104,7 +104,7 @@ def verl_racer(folder: Path, options: Namespace, keys: list[str]) -> Racer:
     own = [
         "trainer.logger=[console,file]",
         "trainer.resume_mode=disable",
-        # vLLM 0.26 refuses the adapters that verl 0.9.1 sends it; rlx and TRL merge them too.
+        # Merged, as rlx and TRL send them: with verl 0.9.1 and vLLM 0.26 the first update of adapters failed.
         *(["actor_rollout_ref.model.lora.merge=True"] if options.lora else []),
         f"trainer.default_local_dir={folder}",
         f"hydra.run.dir={folder}",

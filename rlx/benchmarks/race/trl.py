@@ -37,7 +37,7 @@ def settings(folder: Path, options: Namespace) -> GRPOConfig:
         beta=0.001,
         epsilon=0.2,
         use_bias_correction_kl=False,
-        # Without this correction TRL would leave out `old`. Its default weighs by the ratio of whole sequences, which is far from 1.
+        # Without this correction TRL would leave out `old`. Its default weighs by the ratio of whole sequences.
         vllm_importance_sampling_mode="token_truncate",
         vllm_importance_sampling_clip_max=1e9,
         loss_type="bnpo",
