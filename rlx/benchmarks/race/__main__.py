@@ -104,8 +104,8 @@ def verl_racer(folder: Path, options: Namespace, keys: list[str]) -> Racer:
     own = [
         "trainer.logger=[console,file]",
         "trainer.resume_mode=disable",
-        # Merged, as rlx and TRL send them: with verl 0.9.1 and vLLM 0.26 the first update of adapters failed.
-        *(["actor_rollout_ref.model.lora.merge=True"] if options.lora else []),
+        # As its guide to LoRA asks; without, its first weight update fails, and merged weights do not fit a GPU of 80 GB at 7B.
+        *(["actor_rollout_ref.rollout.load_format=safetensors"] if options.lora else []),
         f"trainer.default_local_dir={folder}",
         f"hydra.run.dir={folder}",
     ]
