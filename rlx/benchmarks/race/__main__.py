@@ -42,6 +42,11 @@ COLUMNS = {  # of the table, and the names that frameworks have for them
     "sync": ("sync", "update_weights"),
     "step": ("step",),
 }
+VERL_LORA = [  # how verl 0.9.1 trains adapters beside vLLM 0.26; its other ways failed at the first weight update
+    "actor_rollout_ref.rollout.load_format=safetensors",  # as its guide to LoRA asks
+    "actor_rollout_ref.actor.strategy=fsdp2",  # with FSDP1 vLLM gets an adapter without weights
+    "actor_rollout_ref.ref.strategy=fsdp2",
+]
 CHECKS = {"tokens": "response_length/mean", "grad norm": "actor/grad_norm"}  # which show that all do the same work
 
 
@@ -104,8 +109,7 @@ def verl_racer(folder: Path, options: Namespace, keys: list[str]) -> Racer:
     own = [
         "trainer.logger=[console,file]",
         "trainer.resume_mode=disable",
-        # As its guide to LoRA asks; without, its first weight update fails, and merged weights do not fit a GPU of 80 GB at 7B.
-        *(["actor_rollout_ref.rollout.load_format=safetensors"] if options.lora else []),
+        *(VERL_LORA if options.lora else []),
         f"trainer.default_local_dir={folder}",
         f"hydra.run.dir={folder}",
     ]
