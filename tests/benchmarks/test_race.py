@@ -70,8 +70,8 @@ def test_verl_runs_with_its_own_packages_first_and_its_rows_are_read(tmp_path):
     racer = verl_racer(tmp_path, options, [*shared_keys(options), "custom_reward_function.name=score"])
     assert "reward.custom_reward_function.name=score" in racer.command
     assert racer.environment["PYTHONPATH"].startswith(f"{tmp_path / 'old'}:")
-    merge = "actor_rollout_ref.model.lora.merge=True"
-    assert merge not in racer.command and merge in verl_racer(tmp_path, options_of(lora=8), []).command
+    fsdp2 = "actor_rollout_ref.actor.strategy=fsdp2"
+    assert fsdp2 not in racer.command and fsdp2 in verl_racer(tmp_path, options_of(lora=8), []).command
     assert trl_racer(tmp_path, options).environment["PYTHONPATH"].startswith("/elsewhere:")
     assert not racer.steps()
     rows = [{"step": 1, "data": {"timing_s/step": 5.0}}, {"step": 1, "data": {"val/x": 1.0}}]
