@@ -43,7 +43,7 @@ COMMANDS = {
         "rlx.driver", "check a configuration and predict its memory; starts nothing", ("--check",), TRAINING
     ),
     "export": Command("rlx.export", "write a checkpoint as a Hugging Face folder", (), TRAINING),
-    "report": Command("rlx.trainer.report", "draw a run's curves", (), ("matplotlib",)),
+    "report": Command("rlx.trainer.report", "draw a run's curves", (), ("matplotlib", "rich")),
     "gsm8k": Command("rlx.data.gsm8k", "fetch GSM8K as training data", (), ("datasets", "pyarrow", "rich")),
     "plan": Command("rlx.offload.plan", "predict what activation offloading saves and costs"),
     "view": Command("rlx.view", "look at the samples of a run"),

@@ -77,6 +77,20 @@ def test_a_missing_package_is_named_with_what_installs_it(monkeypatch, capsys: p
     assert f"lacks hydra, ray; pip install -e '{ROOT}[train]'" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["view", "report"])
+def test_a_command_starts_with_no_more_than_the_packages_that_it_needs(name: str, tmp_path: Path):
+    module, needs = cli.COMMANDS[name].module, {*cli.COMMANDS[name].needs}
+    named = {re.match(r"[\w-]+", each)[0] for each in PYPROJECT["optional-dependencies"]["train"]}
+    of_others = {"numpy"} if "matplotlib" in needs else set()
+    blocked = {*named, "yaml", "hydra", "omegaconf", "huggingface_hub", "math_verify"} - needs - of_others
+    program = (
+        f"import runpy, sys; sys.modules |= dict.fromkeys({sorted(blocked)}); sys.argv = ['it', 'nowhere'];"
+        f"runpy.run_module({module!r}, run_name='__main__')"
+    )
+    done = python("-c", program)
+    assert done.returncode in (1, 2) and "nowhere" in done.stderr and "Traceback" not in done.stderr, done.stderr
+
+
 def test_every_command_needs_packages_of_its_extra():
     extras = {"hydra": "hydra-core"}
     assert [re.match(r"\w+", each)[0] for each in PYPROJECT["dependencies"]] == ["torch"], "what rlx.offload imports"

@@ -1,9 +1,22 @@
 import pickle
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from itertools import count
 
 import pytest
 
-from rlx.user_code import DATASET, POLICY_LOSS, ImportFailed, UserCodeError, load_callable, load_name, misfit
+from rlx.user_code import (
+    DATASET,
+    POLICY_LOSS,
+    ImportFailed,
+    UserCodeError,
+    call_within,
+    load_callable,
+    load_name,
+    misfit,
+)
 
 
 def test_loads_what_is_named(tmp_path):
@@ -91,3 +104,41 @@ def test_what_cannot_be_called(tmp_path, name, why):
 
 def test_a_function_that_python_knows_no_signature_of_is_taken():
     assert misfit(type, ("a", "b")) is None and misfit(len, ()) is not None
+
+
+def loop_until(until_s):
+    for turn in count():
+        if time.monotonic() > until_s:
+            return turn
+
+
+def test_a_call_that_takes_too_long_is_interrupted_in_any_thread():
+    def stubborn():
+        with suppress(Exception):  # as a library may
+            loop_until(time.monotonic() + 60)
+
+    def wait():
+        with pytest.raises(TimeoutError, match=r"it takes longer than 0\.1 s"):
+            call_within(0.1, stubborn)
+
+    wait()
+    with ThreadPoolExecutor() as other:
+        other.submit(wait).result(timeout=50)
+    assert call_within(60, max, [1, 2], key=lambda each: -each) == 1
+    with pytest.raises(ZeroDivisionError):
+        call_within(60, lambda: 1 / 0)
+
+
+def test_an_interruption_never_comes_after_the_call():
+    def calls():
+        interrupted = 0
+        for _ in range(300):
+            try:
+                call_within(0.002, loop_until, time.monotonic() + 0.002)
+            except TimeoutError:
+                interrupted += 1
+            loop_until(time.monotonic() + 0.001)
+        return interrupted
+
+    with ThreadPoolExecutor() as other:
+        assert 0 < other.submit(calls).result() <= 300

@@ -18,8 +18,7 @@ from pathlib import Path
 from rlx.benchmarks.common import benchmark_parser, cell, chosen_device, title, write_json
 from rlx.benchmarks.race.inputs import write_inputs
 from rlx.offload.plan.shapes import SHAPES
-from rlx.trainer.report import read_metrics
-from rlx.trainer.tracking import METRICS_FILE
+from rlx.trainer.tracking import METRICS_FILE, read_metrics
 
 PHASE = "timing_s/"
 OTHERS = ("actor/tokens_saved", "actor/grad_norm", "response_length/mean", "perf/peak_memory_gb")

@@ -20,9 +20,9 @@ from matplotlib.ticker import PercentFormatter
 from rich.console import Console
 from rich.table import Table
 
-from rlx.trainer.report import BLUE, GREEN, GREY, INK, ORANGE, RED, read_metrics
+from rlx.trainer.report import BLUE, GREEN, GREY, INK, ORANGE, RED
 from rlx.trainer.report import style as style_axes
-from rlx.trainer.tracking import METRICS_FILE
+from rlx.trainer.tracking import METRICS_FILE, read_metrics
 
 ESTIMATOR = "algorithm.adv_estimator"
 RECIPES: dict[str, tuple[str, ...]] = {

@@ -13,8 +13,10 @@ def partial_of(folder: Path) -> Path:
 
 def begin(folder: Path) -> Path:
     """Make the empty folder to write into, without leftovers of an earlier attempt, and return it."""
-    partial = partial_of(folder)
-    for leftover in (partial, _old(folder)):
+    partial, old = partial_of(folder), _old(folder)
+    if old.exists() and not folder.exists():  # a kill between the two renames of `commit`
+        old.rename(folder)
+    for leftover in (partial, old):
         shutil.rmtree(leftover, ignore_errors=True)
     partial.mkdir(parents=True)
     return partial

@@ -9,14 +9,15 @@ from contextlib import contextmanager
 def stay_on_this_machine() -> None:
     """Let a Ray that starts here listen on the loopback interface only.
 
-    Ray reads the variable when it is imported. Its name speaks of two systems on which this is Ray's default; it works on all.
+    Call it before Ray is imported, because Ray reads the variable then. The variable also works on Linux, despite its name:
+    Windows and macOS are the systems on which 0 is Ray's default.
     """
     os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
 
 
 @contextmanager
 def without_collection() -> Iterator[None]:
-    """Import without garbage collections: of the five seconds that torch and transformers take they would be one."""
+    """Import without garbage collections, which take one of the five seconds that torch and transformers need."""
     gc.disable()
     try:
         yield

@@ -18,27 +18,38 @@ class Standing(NamedTuple):
     """Where a rank stands.
 
     Args:
-        beats: pieces of work that its process has done so far.
-        place: file, line and function of rlx where it works; then the innermost one, if that is not of rlx.
+        beats: pieces of work that its process has done so far in this call.
+        place: file, line and function of rlx where it works.
+        inside: the innermost ones, if they are not of rlx; else empty.
         is_waiting: whether it is inside a collective of torch.distributed, so that it may wait for another rank.
         stack: of the thread that works.
     """
 
     beats: int
     place: str
+    inside: str
     is_waiting: bool
     stack: str
+
+    @property
+    def progress(self) -> tuple[object, ...]:
+        """What changes when the rank makes progress; see `HangWatch`."""
+        return (self.beats, self.place) if self.beats else self
+
+    def __str__(self) -> str:
+        return f"{self.place}, inside {self.inside}" if self.inside else self.place
 
 
 def standing_of(thread: int, beats: int) -> Standing:
     """Return where a thread of this process stands."""
     frame = sys._current_frames().get(thread)
     if frame is None:
-        return Standing(beats, "between two calls", False, "")
+        return Standing(beats, "between two calls", "", False, "")
     stack = traceback.extract_stack(frame)
     own = next((each for each in reversed(stack) if each.filename.startswith(PACKAGE)), stack[-1])
-    place = _named(own) if own is stack[-1] else f"{_named(own)}, inside {_named(stack[-1])}"
-    return Standing(beats, place, _is_collective(frame), "".join(traceback.format_list(stack)).rstrip())
+    inside = "" if own is stack[-1] else _named(stack[-1])
+    text = "".join(traceback.format_list(stack)).rstrip()
+    return Standing(beats, _named(own), inside, _is_collective(frame), text)
 
 
 def _named(frame: traceback.FrameSummary) -> str:
@@ -57,8 +68,10 @@ def _is_collective(frame: FrameType | None) -> bool:
 class HangWatch:
     """Decides whether the ranks of a call are stuck: none of those still at work has made progress for too long.
 
-    Progress is a beat, or another stack than at the last look: imports and the loading of a model give no beats. A rank that
-    waits for a slow one is not stuck, so the progress of any of them counts for all.
+    Progress is a beat, or another place in rlx than at the last look. In a call without beats yet, such as the loading of a
+    model, it is any other stack: a library may work at one place in rlx for long. With beats it is not, because an endless loop
+    of a user's policy loss gives another stack at each look. A rank that waits for a slow one is not stuck, so the progress of
+    any of them counts for all.
 
     Args:
         timeout_s: `trainer.hang_timeout_s` [s].
@@ -67,7 +80,7 @@ class HangWatch:
 
     def __init__(self, timeout_s: float, now_s: float) -> None:
         self._timeout_s, self._since_s = timeout_s, now_s
-        self._seen: dict[int, Standing] = {}
+        self._seen: dict[int, tuple[object, ...]] = {}
 
     def faults(self, standings: Mapping[int, Standing | None], now_s: float) -> list[RankFault]:
         """Return a fault for each rank if they are stuck, the one that the others probably wait for first; else none.
@@ -76,9 +89,9 @@ class HangWatch:
             standings: of the ranks still at work; None: the rank did not answer.
             now_s: monotonic time.
         """
-        answered = {rank: standing for rank, standing in standings.items() if standing is not None}
-        if any(self._seen.get(rank) != standing for rank, standing in answered.items()):
-            self._seen |= answered
+        progress = {rank: standing.progress for rank, standing in standings.items() if standing is not None}
+        if any(self._seen.get(rank) != each for rank, each in progress.items()):
+            self._seen |= progress
             self._since_s = now_s
         if now_s - self._since_s < self._timeout_s:
             return []
@@ -92,6 +105,6 @@ class HangWatch:
                 text = f"{stuck}, and no answer: the process is frozen, its node is gone, or native code holds Python's lock"
                 silent.append(RankFault(rank, "hung", text, time_s=noticed_s))
             else:
-                fault = RankFault(rank, "hung", f"{stuck} at {standing.place}", standing.stack, noticed_s)
+                fault = RankFault(rank, "hung", f"{stuck} at {standing}", standing.stack, noticed_s)
                 (waiting if standing.is_waiting else working).append(fault)
         return [*silent, *working, *waiting]

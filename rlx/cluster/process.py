@@ -17,7 +17,7 @@ import ray
 from rlx.cluster import without_collection
 from rlx.cluster.errors import RankFault, WorkerLocation, fault_of
 from rlx.cluster.hang import Standing, standing_of
-from rlx.heartbeat import beat, beats
+from rlx.heartbeat import beats
 
 WATCH = "watch"
 """Ray's concurrency group of `standing`. Each group has a thread of its own; all other methods share another one."""
@@ -68,6 +68,7 @@ class WorkerProcess:
         self._worker_class: type | None = None
         self._worker: Any = None
         self._thread = 0  # of all calls but `standing`
+        self._beats_before = 0  # the call that runs
         self._log = _Collector()
         logger = logging.getLogger("rlx")
         logger.addHandler(self._log)
@@ -145,10 +146,10 @@ class WorkerProcess:
     @ray.method(concurrency_group=WATCH)
     def standing(self) -> Standing:
         """Return where the call that runs stands, also when it is stuck."""
-        return standing_of(self._thread, beats())
+        return standing_of(self._thread, beats() - self._beats_before)
 
     def _guarded(self, work: Callable[[], Any]) -> WorkerReply:
-        beat()
+        self._beats_before = beats()
         try:
             value, fault = work(), None
         except (KeyboardInterrupt, SystemExit):

@@ -130,9 +130,10 @@ def _private_folder(parent: str | None) -> Path:
 
 
 def _set_local_environment() -> None:
-    """Set what a Ray of this run's own needs no more than that, and a token for this process if the user has none.
+    """Set variables for a Ray that this run starts for itself: services that it does not need are off, and it has a token.
 
-    Ray would write a token to the home folder, where two runs that start at the same time would overwrite each other's.
+    Values that the user has set stay. Without a token Ray would write one to the home folder, where two runs that start at the
+    same time would overwrite each other's.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault(_METRICS, "0")  # its port would be open to other machines

@@ -9,7 +9,7 @@ from pathlib import Path
 from rlx.config.host_memory import all_host_bytes
 from rlx.config.schema import PPOConfig
 from rlx.config.vllm_range import LOWEST, vllm_version
-from rlx.offload.plan.hardware import PROFILES
+from rlx.offload.plan.hardware import PROFILES, Hardware, profile_of
 
 OPTIONAL_PACKAGES = ("peft", "torchao", "bitsandbytes", "wandb", "flash_attn", "liger_kernel")
 CORES_PER_GPU = 16  # of a machine that is only named; no prediction depends on it
@@ -39,6 +39,7 @@ class Machine:
     device_bytes: int | None = None
     # Memory of the machine or its container; None: not known, as on a cluster of several machines
     host_bytes: int | None = None
+    hardware: Hardware | None = None  # of its devices; None: not known, or they differ
     name: str | None = None  # of a machine that is only named; None: this machine, or the cluster's
 
     @property
@@ -57,10 +58,10 @@ def inspect_machine(cluster: Cluster | None = None) -> Machine:
     packages = frozenset(name for name in OPTIONAL_PACKAGES if find_spec(name) is not None)
     # Not every system tells which cores a process may use.
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    gpus, device_bytes = look_at_gpus()
+    gpus, device_bytes, hardware = look_at_gpus()
     if cluster is not None and len(cluster.node_gpus) > 1:
         return Machine(gpus, cpus, packages, cluster, vllm_version())  # the cluster's other machines may differ
-    return Machine(gpus, cpus, packages, cluster, vllm_version(), device_bytes, all_host_bytes())
+    return Machine(gpus, cpus, packages, cluster, vllm_version(), device_bytes, all_host_bytes(), hardware)
 
 
 def named_machine(text: str) -> Machine:
@@ -81,6 +82,7 @@ def named_machine(text: str) -> Machine:
         vllm=vllm_version() or lowest,
         device_bytes=int(card.device_bytes),
         host_bytes=int(gpus * card.host_bytes),
+        hardware=card,
         name=f"{gpus}x{name}",
     )
 
@@ -90,15 +92,16 @@ def has_gpu_driver() -> bool:
     return any(Path(file).exists() for file in DRIVER_FILES)
 
 
-def look_at_gpus() -> tuple[int, int | None]:
-    """Return the number of CUDA devices, and the memory of the smallest [bytes]; allocate nothing on them."""
+def look_at_gpus() -> tuple[int, int | None, Hardware | None]:
+    """Return the number of CUDA devices, the memory of the smallest [bytes] and their profile; allocate nothing on them."""
     if not has_gpu_driver():
-        return 0, None
+        return 0, None, None
     import torch  # slow, so only with a driver
 
-    count = torch.cuda.device_count()
-    sizes = [torch.cuda.get_device_properties(index).total_memory for index in range(count)]
-    return count, min(sizes, default=None)
+    found = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    smallest = min((each.total_memory for each in found), default=None)
+    profiles = {profile_of(each.name, each.total_memory) for each in found}
+    return len(found), smallest, profiles.pop() if len(profiles) == 1 else None
 
 
 def on_accelerator(config: PPOConfig, machine: Machine) -> bool:

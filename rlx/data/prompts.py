@@ -14,7 +14,7 @@ from rlx.data.arithmetic import make_problems
 from rlx.data.batch import Batch, left_padded
 from rlx.data.files import DataError, ListRows, RowFault, RowFaults, Rows, open_rows
 from rlx.data.forms import Content, Prompt, ToPrompt, form_of, from_verl, prompts_of, to_prompt
-from rlx.user_code import DATASET, TEMPLATE_CHAT_S, TEMPLATE_LIMIT_S, UserCodeError, load_callable, time_limit
+from rlx.user_code import DATASET, TEMPLATE_CHAT_S, TEMPLATE_LIMIT_S, UserCodeError, call_within, load_callable
 
 INTERFACE = ("__len__", "batch", "report")
 """The attributes that a user's data set class must have."""
@@ -166,9 +166,8 @@ class PromptDataset:
         chats = [content for content in contents if not isinstance(content, str)]
         texts = [content for content in contents if isinstance(content, str)]
         # A template is a program that came with the model
-        with time_limit(TEMPLATE_LIMIT_S + TEMPLATE_CHAT_S * len(chats)):
-            template: Any = self._tokenizer.apply_chat_template
-            ids = template(chats, add_generation_prompt=True, return_dict=False) if chats else []
+        limit_s, template = TEMPLATE_LIMIT_S + TEMPLATE_CHAT_S * len(chats), self._tokenizer.apply_chat_template
+        ids = call_within(limit_s, template, chats, add_generation_prompt=True, return_dict=False) if chats else []
         of_chats, of_texts = iter(ids), iter(self._tokenise_texts(texts))
         return [next(of_texts if isinstance(content, str) else of_chats) for content in contents]
 

@@ -10,7 +10,7 @@ from rlx.environments.protocol import Message
 from rlx.errors import ExplainedError
 from rlx.heartbeat import beat
 from rlx.rollout.protocol import Completion
-from rlx.user_code import TEMPLATE_CHAT_S, TEMPLATE_LIMIT_S, time_limit
+from rlx.user_code import TEMPLATE_CHAT_S, TEMPLATE_LIMIT_S, call_within
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -265,10 +265,8 @@ class Chat:
     def _texts(self, chats: list[list[Message]], tools: Tools, prompt: bool = False) -> list[str]:
         """Return the template's text of each chat."""
         # A template is a program that came with the model
-        with time_limit(TEMPLATE_LIMIT_S + TEMPLATE_CHAT_S * len(chats)):
-            return self._tokenizer.apply_chat_template(
-                chats, tools=tools or None, tokenize=False, add_generation_prompt=prompt
-            )
+        limit_s, template = TEMPLATE_LIMIT_S + TEMPLATE_CHAT_S * len(chats), self._tokenizer.apply_chat_template
+        return call_within(limit_s, template, chats, tools=tools or None, tokenize=False, add_generation_prompt=prompt)
 
     def _with_plain_answers(self, gap: Gap, hidden: list[str]) -> Gap:
         """Return the gap with numbers in place of special tokens in the environment's texts, and append these to `hidden`.

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlx.data.batch import SEQUENCE, Batch, left_padded
 from rlx.errors import ExplainedError
-from rlx.user_code import TEMPLATE_LIMIT_S, time_limit
+from rlx.user_code import TEMPLATE_LIMIT_S, call_within
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -48,8 +48,8 @@ class Conversations:
             return list(self._judge(prompt + response)["input_ids"])
         messages = [*prompt, {"role": "assistant", "content": response}]
         try:
-            with time_limit(TEMPLATE_LIMIT_S):
-                return list(self._judge.apply_chat_template(messages, tokenize=True, return_dict=False))
+            template = self._judge.apply_chat_template
+            return list(call_within(TEMPLATE_LIMIT_S, template, messages, tokenize=True, return_dict=False))
         except Exception as fault:  # templates raise any kind of error
             raise ConversationError(
                 f"the reward model's tokenizer does not take a chat ({type(fault).__name__}: {fault}); expected a chat template "

@@ -171,7 +171,7 @@ class Rollout(Protocol):
         ...
 
     def take_load(self) -> dict[str, float]:
-        """Return how busy the sampler was since the last call, see `rlx.rollout.flight.Load`; {} if it had no request."""
+        """Return how busy the sampler was since the last call, see `rlx.rollout.flight.SamplerLoad`; {} if it had no request."""
         ...
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:

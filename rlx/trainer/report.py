@@ -4,7 +4,6 @@
 """
 
 import argparse
-import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,11 +14,10 @@ from matplotlib.figure import Figure
 from matplotlib.patheffects import withStroke
 from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 
-from rlx.errors import ExplainedError
 from rlx.program import program
 from rlx.trainer.phases import PHASES
 from rlx.trainer.progress import change, reward_change
-from rlx.trainer.tracking import METRICS_FILE
+from rlx.trainer.tracking import METRICS_FILE, TrackingError, read_metrics
 
 INK, GREY, GRID = "#1f2933", "#7b8794", "#e4e7eb"
 BLUE, ORANGE, GREEN, RED = "#2563eb", "#ea7317", "#16966b", "#c8324a"
@@ -31,34 +29,10 @@ Series = tuple[list[int], list[float]]
 Metrics = Mapping[int, Mapping[str, float]]
 
 
-class ReportError(ExplainedError, ValueError):
-    """The metrics cannot be read."""
-
-
-def read_metrics(path: Path) -> dict[int, dict[str, float]]:
-    """Return metrics by step, in order, without nulls and without a last line that is still being written.
-
-    If a row's step is lower than the last, a run was resumed there. Its rows replace those of the same and later steps. Raises
-    ReportError if a line is no JSON object with a `step`.
-    """
-    by_step: dict[int, dict[str, float]] = {}
-    text = path.read_text(encoding="utf-8")
-    for number, line in enumerate(text[: text.rfind("\n") + 1].splitlines(), 1):
-        try:
-            row = json.loads(line)
-            step = int(row.pop("step"))
-        except (ValueError, KeyError, AttributeError, TypeError):
-            raise ReportError(f"{path}, line {number}: expected a JSON object with `step`, got {line[:80]!r}") from None
-        if by_step and step < next(reversed(by_step)):
-            by_step = {s: metrics for s, metrics in by_step.items() if s < step}
-        by_step.setdefault(step, {}).update({k: v for k, v in row.items() if k != "time" and v is not None})
-    return by_step
-
-
 def write_report(metrics_jsonl: Path, out_png: Path, title: str | None = None) -> Path:
     """Draw the picture of a run and return `out_png`, which is replaced if it exists. Panels without numbers say so.
 
-    The title is by default the last two parts of the run's folder. Raises ReportError if a line of the file is no metrics.
+    The title is by default the last two parts of the run's folder. Raises TrackingError if a line of the file is no metrics.
     """
     metrics = read_metrics(metrics_jsonl)
     title = title or " / ".join(metrics_jsonl.resolve().parent.parts[-2:])
@@ -263,7 +237,7 @@ def main() -> None:
         parser.error(f"{run_dir} holds no {METRICS_FILE}; name the folder of a run with `jsonl` in trainer.logger")
     try:
         write_report(run_dir / METRICS_FILE, run_dir / "report.png")
-    except ReportError as error:
+    except TrackingError as error:
         parser.error(str(error))
     print(run_dir / "report.png")
 

@@ -102,7 +102,7 @@ def _run(config: PPOConfig, yaml: str, prepared: Prepared, workers: WorkerGroup)
     with (
         lock or RunLock(folder) as lock,
         progress,
-        Tracker(config.trainer.logger, folder, yaml, *names, *rows, may_write=lock.check) as tracker,
+        Tracker(config.trainer.logger, folder, yaml, *names, *rows, lock.check, progress.notice) as tracker,
         workers.build(config, roles_of(config)),
     ):
         if console and (started := _long_start(workers)):

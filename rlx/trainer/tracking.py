@@ -1,4 +1,4 @@
-"""Loggers of metrics behind one small protocol: a JSONL file, tensorboard, wandb."""
+"""Where metrics go: the file `metrics.jsonl`, and loggers behind one small protocol: tensorboard, wandb."""
 
 import errno
 import json
@@ -8,11 +8,10 @@ import textwrap
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
-
-import yaml
 
 from rlx.errors import ExplainedError, storing
 
@@ -24,11 +23,11 @@ SUPERSEDED_FILE = "metrics.superseded.jsonl"
 
 
 class TrackingError(ExplainedError, ValueError):
-    """A logger cannot start."""
+    """A logger cannot start, or a file of metrics cannot be read."""
 
 
 class Logger(ABC):
-    """A store of metrics."""
+    """A store of metrics beside `metrics.jsonl`."""
 
     @abstractmethod
     def log(self, metrics: Mapping[str, float], step: int) -> None:
@@ -41,26 +40,8 @@ class Logger(ABC):
     def generations(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:  # noqa: B027, most loggers may skip it
         """Keep some generations of the validation at `step`; each row maps a name to its value."""
 
-
-class JsonlLogger(Logger):
-    """Writes `metrics.jsonl`: one object per step with `step`, `time` [s since 1970] and the metrics. See `rewind`.
-
-    NaN and infinity become null, because JSON lacks them. Generations are left out, because the dump of the validation holds them.
-    """
-
-    def __init__(self, path: Path, resume_step: int | None = None) -> None:
-        self._path = path
-        if resume_step is not None and path.exists():
-            rewind(path, resume_step)
-
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Append a line, on disk before this returns. The file is opened each time, so that a lost folder shows."""
-        row: dict[str, Any] = {"step": step, "time": round(time.time(), 3)}
-        row |= {name: float(value) if math.isfinite(value) else None for name, value in metrics.items()}
-        _append(self._path, (json.dumps(row, allow_nan=False) + "\n").encode())
-
-    def close(self) -> None:
-        """Do nothing: no file is open."""
+    def rewind(self, step: int) -> None:  # noqa: B027, not every store can
+        """Hide what was logged beyond `step`, from which the run goes on."""
 
 
 class TensorboardLogger(Logger):
@@ -69,8 +50,8 @@ class TensorboardLogger(Logger):
     def __init__(self, run_dir: Path, resume_step: int | None) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        purge = None if resume_step is None else resume_step + 1
-        self._writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=purge)
+        self._open = partial(SummaryWriter, str(run_dir / "tensorboard"))
+        self._writer = self._open(purge_step=None if resume_step is None else resume_step + 1)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Write one scalar per metric."""
@@ -86,16 +67,25 @@ class TensorboardLogger(Logger):
             text = "\n\n".join(texts)
             self._writer.add_text(f"val/generation_{index}", text, step)
 
+    def rewind(self, step: int) -> None:
+        """Go on in another event file, at whose beginning tensorboard drops later steps."""
+        self._writer.close()
+        self._writer = self._open(purge_step=step + 1)
+
     def close(self) -> None:
         """Flush and close the event file."""
         self._writer.close()
 
 
 class WandbLogger(Logger):
-    """Continues a wandb run with the configuration; its id is kept in the run's folder for a resumed run."""
+    """Continues a wandb run with the configuration; its id is kept in the run's folder for a resumed run.
+
+    It has no `rewind`: wandb takes back no rows of a run that goes on, so repeated steps are there twice.
+    """
 
     def __init__(self, run_dir: Path, config_yaml: str, project: str, experiment: str) -> None:
         import wandb
+        import yaml  # not above, because `rlx view` reads metrics without it
 
         self._wandb = wandb
         id_file = run_dir / "wandb_run_id"
@@ -126,9 +116,10 @@ class WandbLogger(Logger):
 
 
 class Tracker:
-    """Sends metrics to every logger that the user asked for, and always to `metrics.jsonl` for the report.
+    """Writes metrics to `metrics.jsonl`, and sends them to every logger that the user asked for.
 
-    A context that closes the loggers.
+    A logger that fails later, for example for want of a network, does not end the run: its first failure gives a notice. A
+    failure of `metrics.jsonl` does. A context that closes the loggers.
 
     Args:
         loggers: as `trainer.logger`; `console` is skipped, because `Progress` handles it.
@@ -137,10 +128,11 @@ class Tracker:
         resume_step: the step after which the run goes on, and later ones are replaced; None: nothing is replaced.
         metrics_file: name of the file in `run_dir`.
         may_write: is called before each row, and raises if the run must end.
+        notice: shows a text to the user.
 
     Raises:
         TrackingError: a logger cannot start.
-        StorageError: the folder cannot be written, at the start or later.
+        StorageError: `metrics.jsonl` cannot be written, at the start or later.
     """
 
     def __init__(
@@ -153,46 +145,60 @@ class Tracker:
         resume_step: int | None = None,
         metrics_file: str = METRICS_FILE,
         may_write: Callable[[], None] = lambda: None,
+        notice: Callable[[str], None] = print,
     ) -> None:
-        self._file, self._may_write = run_dir / metrics_file, may_write
-        self._replaces_rows = resume_step is not None
+        self._file, self._resume_step = run_dir / metrics_file, resume_step
+        self._may_write, self._notice = may_write, notice
+        if resume_step is not None:
+            rewind(self._file, resume_step)
         makers: dict[str, Callable[[], Logger]] = {
-            "jsonl": lambda: JsonlLogger(self._file, resume_step),
             "tensorboard": lambda: TensorboardLogger(run_dir, resume_step),
             "wandb": lambda: WandbLogger(run_dir, config_yaml, project, experiment),
         }
-        self._loggers: list[Logger] = []
-        with ExitStack() as started:
-            for name in dict.fromkeys(("jsonl", *(name for name in loggers if name != "console"))):
-                with storing(self._file):
-                    self._loggers.append(_start(name, makers[name]))
-                started.callback(self._loggers[-1].close)
-            self._until_closed = started.pop_all()
+        self._loggers: dict[str, Logger] = {}
+        self._failed: set[str] = set()
+        try:
+            for name, make in makers.items():
+                if name in loggers:
+                    self._loggers[name] = _start(name, make)
+        except BaseException:
+            self.__exit__()
+            raise
 
     def __enter__(self) -> "Tracker":
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._until_closed.close()
+        self._let_all("close")
 
     def rewind(self, step: int) -> None:
         """Let the run go on from an earlier step than `resume_step`."""
-        if self._replaces_rows and self._file.exists():
-            with storing(self._file):
-                rewind(self._file, step)
+        if self._resume_step not in (None, step):
+            self._resume_step = step
+            rewind(self._file, step)
+            self._let_all("rewind", step)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Send one step's metrics to all loggers."""
+        """Keep one step's metrics."""
         self._may_write()
-        with storing(self._file):
-            for logger in self._loggers:
-                logger.log(metrics, step)
+        append_row(self._file, metrics, step)
+        self._let_all("log", metrics, step)
 
     def generations(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
-        """Send some generations of a validation to all loggers."""
-        with storing(self._file):
-            for logger in self._loggers:
-                logger.generations(rows, step)
+        """Send some generations of a validation to the loggers; the dump of the validation holds all of them."""
+        self._let_all("generations", rows, step)
+
+    def _let_all(self, method: str, *arguments: Any) -> None:
+        for name, logger in self._loggers.items():
+            try:
+                getattr(logger, method)(*arguments)
+            except Exception as error:
+                if name not in self._failed:
+                    self._failed.add(name)
+                    self._notice(
+                        f"logger {name} has failed and may lack metrics ({type(error).__name__}: {error}); the run goes on, "
+                        f"and {self._file.name} has them all. Further failures of {name} are not shown."
+                    )
 
 
 def _start(name: str, make: Callable[[], Logger]) -> Logger:
@@ -212,14 +218,31 @@ def _start(name: str, make: Callable[[], Logger]) -> Logger:
         ) from error
 
 
+def append_row(path: Path, metrics: Mapping[str, float], step: int) -> None:
+    """Append an object to a metrics file, on disk before this returns: `step`, `time` [s since 1970] and the metrics.
+
+    NaN and infinity become null, because JSON lacks them. The file is opened each time, so that a lost folder shows.
+
+    Raises:
+        StorageError: the file cannot be written.
+    """
+    row: dict[str, Any] = {"step": step, "time": round(time.time(), 3)}
+    row |= {name: float(value) if math.isfinite(value) else None for name, value in metrics.items()}
+    with storing(path):
+        _append(path, (json.dumps(row, allow_nan=False) + "\n").encode())
+
+
 def rewind(path: Path, step: int) -> None:
-    """Keep the rows of a metrics file up to `step`, from which the run goes on, so that each step has one row.
+    """Keep the rows of a metrics file, if it exists, up to `step`, from which the run goes on, so that each step has one row.
 
     Later rows move to SUPERSEDED_FILE beside it. A last line that a kill has torn is dropped. The file is replaced as a whole.
 
     Raises:
         TrackingError: a line before the last is no row.
+        StorageError: the file cannot be written.
     """
+    if not path.exists():
+        return
     kept, later = [], []
     *lines, _ = path.read_bytes().split(b"\n")
     for number, line in enumerate(lines, 1):
@@ -229,12 +252,35 @@ def rewind(path: Path, step: int) -> None:
             raise TrackingError(
                 f"{path}, line {number}: got {line[:60]!r}, expected a JSON object with `step`; correct or remove the line"
             ) from None
-    if later:
-        _append(path.with_name(SUPERSEDED_FILE), b"".join(later))
-    part = path.with_name(f".{path.name}.part")
-    part.unlink(missing_ok=True)
-    _append(part, b"".join(kept))
-    os.replace(part, path)
+    with storing(path):
+        if later:
+            _append(path.with_name(SUPERSEDED_FILE), b"".join(later))
+        part = path.with_name(f".{path.name}.part")
+        part.unlink(missing_ok=True)
+        _append(part, b"".join(kept))
+        os.replace(part, path)
+
+
+def read_metrics(path: Path) -> dict[int, dict[str, float]]:
+    """Return metrics by step, in order, without nulls and without a last line that is still being written.
+
+    If a row's step is lower than the last, a run was resumed there. Its rows replace those of the same and later steps. Raises
+    TrackingError if a line is no JSON object with a `step`.
+    """
+    by_step: dict[int, dict[str, float]] = {}
+    text = path.read_text(encoding="utf-8")
+    for number, line in enumerate(text[: text.rfind("\n") + 1].splitlines(), 1):
+        try:
+            row = json.loads(line)
+            step = int(row.pop("step"))
+        except (ValueError, KeyError, AttributeError, TypeError):
+            raise TrackingError(
+                f"{path}, line {number}: expected a JSON object with `step`, got {line[:80]!r}"
+            ) from None
+        if by_step and step < next(reversed(by_step)):
+            by_step = {s: metrics for s, metrics in by_step.items() if s < step}
+        by_step.setdefault(step, {}).update({k: v for k, v in row.items() if k != "time" and v is not None})
+    return by_step
 
 
 def _append(path: Path, data: bytes) -> None:

@@ -30,9 +30,11 @@ def warm_start(config: PPOConfig) -> Path:
     """Return the folder of the warm-started tiny model and its tokenizer; the folder is made once and reused.
 
     The model learns demonstrations of the training problems of `builtin:arithmetic` by imitation until its greedy accuracy on
-    problems of neither split reaches `warm_start.target_accuracy`. Of conversations of several turns it is the share in which all
-    turns are as good as those demonstrated, each after the demonstrated ones before it and its own first token. It trains on this process's accelerator, if there is one and `trainer.device`
-    allows it. The folder's name is a hash of all inputs of its contents. The folder appears only when it is complete.
+    problems of neither split reaches `warm_start.target_accuracy`. For conversations of several turns
+    the accuracy is the share whose turns are all as good as the demonstrated ones. Each turn is decoded behind the demonstrated
+    turns before it and its own demonstrated first token. The training takes this process's accelerator, if there is one and
+    `trainer.device` allows it. The folder's name is a hash of all inputs of its contents. The folder appears only when it is
+    complete.
 
     Raises:
         DataError: the generator cannot make that many problems.

@@ -7,8 +7,9 @@ import argparse
 import sys
 from pathlib import Path
 
+from rlx.errors import ExplainedError
 from rlx.program import program
-from rlx.view.page import ViewError, write_page
+from rlx.view.page import write_page
 
 DEFAULT_MB = 64
 
@@ -35,7 +36,7 @@ def main(arguments: list[str]) -> int:
     out = options.out or options.run / "view.html"
     try:
         page = write_page(options.run, out, first, last, int(options.max_mb * 1e6))
-    except ViewError as error:
+    except ExplainedError as error:
         print(f"{program('view')}: {error}", file=sys.stderr)
         return 1
     print(f"{out}: {page.samples} samples of {page.steps} steps, {out.stat().st_size / 1e6:.1f} MB")

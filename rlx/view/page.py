@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rlx.errors import storing
-from rlx.trainer.report import read_metrics
-from rlx.trainer.tracking import METRICS_FILE
+from rlx.trainer.tracking import METRICS_FILE, read_metrics
 from rlx.view.transcripts import Sample, ViewError, samples_of, transcript_files
 
 __all__ = ["Page", "ViewError", "write_page"]
@@ -50,7 +49,8 @@ def write_page(
             their tokens, and the page says so.
 
     Raises:
-        ViewError: there is nothing to show, or a line of a file cannot be read.
+        ViewError: there is nothing to show, or a line of a transcript cannot be read.
+        TrackingError: a line of the metrics cannot be read.
     """
     chosen = transcript_files(run, first, last)
     packed = _Packed(most_bytes)
@@ -168,7 +168,7 @@ def _tokens(sample: Sample) -> dict[str, Any]:
 
 
 def _short(value: float | None) -> float | str | None:
-    """Round a number to DIGITS significant digits; JSON has no inf and nan, so these become text."""
+    """Round a number to SHOWN_DIGITS significant digits; JSON has no inf and nan, so these become text."""
     if value is None:
         return None
     return float(f"{value:.{SHOWN_DIGITS}g}") if math.isfinite(value) else str(value)

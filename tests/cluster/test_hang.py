@@ -1,8 +1,10 @@
 """When a call counts as hung, without processes: the decision is a function of beats and times."""
 
+import pytest
+
 from rlx.cluster.hang import HangWatch, Standing
 
-WORKS, WAITS = Standing(3, "engine.py:1 update", False, "stack"), Standing(3, "update, inside all_reduce", True, "")
+WORKS, WAITS = Standing(3, "engine.py:1 update", "", False, "stack"), Standing(3, "update", "all_reduce", True, "")
 
 
 def test_progress_of_one_rank_counts_for_all():
@@ -29,3 +31,17 @@ def test_ranks_that_never_answered_hang_from_the_beginning_of_the_call():
     assert watch.faults({0: None}, now_s=109.0) == []
     (fault,) = watch.faults({0: None}, now_s=110.0)
     assert fault.kind == "hung" and fault.curable and "no progress for 10 s" in fault.summary
+
+
+@pytest.mark.parametrize("beats", [0, 3])
+def test_a_library_works_long_before_the_first_beat_and_loops_after_it(beats):
+    """A model loads at one place in rlx, and so runs the endless loop of a user's loss: stacks differ, places do not."""
+    watch = HangWatch(10.0, now_s=0.0)
+    looks = [WORKS._replace(beats=beats, inside=f"mine.py:{line}", stack=f"line {line}") for line in range(4)]
+    assert [bool(watch.faults({0: look}, 4.0 * turn)) for turn, look in enumerate(looks)] == [False] * 3 + [beats > 0]
+
+
+def test_another_place_in_rlx_is_progress():
+    watch = HangWatch(10.0, now_s=0.0)
+    for turn in range(4):
+        assert watch.faults({0: WORKS._replace(place=f"adamw.py:{turn} step")}, 9.0 * turn) == []

@@ -1,5 +1,7 @@
 """Tokens of conversations: as they were sampled, with the template's own between them."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -108,13 +110,17 @@ def test_a_large_batch_of_chats_has_more_time(tokenizer, monkeypatch):
     assert [own.text for own in found] == ["<|user|>go<|assistant|>"] * 200
 
 
-def test_chats_behind_three_that_take_too_long_are_not_tried(tokenizer, monkeypatch):
+@pytest.mark.parametrize("in_main_thread", [True, False])
+def test_chats_behind_three_that_take_too_long_are_not_tried(tokenizer, monkeypatch, in_main_thread):
+    """Also off the main thread, where Ray runs a worker's methods."""
     monkeypatch.setattr(chat_module, "TEMPLATE_LIMIT_S", 0.2)
     monkeypatch.setattr(chat_module, "TEMPLATE_CHAT_S", 0.0)
     endless = "{%- for a in range(99999) -%}{%- for b in range(99999) -%}{%- endfor -%}{%- endfor -%}"
     tokenizer.chat_template = "{%- if messages[0].content == 'stop' -%}" + endless + "{%- endif -%}ab"
     chats = [([{"role": "user", "content": text}], []) for text in ("go", "stop", "go", "stop", "stop", "stop", "go")]
-    found = Chat(tokenizer).first(chats)
+    first = Chat(tokenizer).first
+    with ThreadPoolExecutor() as other:
+        found = first(chats) if in_main_thread else other.submit(first, chats).result()
     assert [isinstance(each, TimeoutError) for each in found] == [False, True, False, True, True, True, True]
     assert found[5] is found[6] is found[1] is not found[4]
 

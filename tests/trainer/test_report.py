@@ -8,7 +8,8 @@ import pytest
 from matplotlib.image import imread
 
 from rlx.trainer.progress import Progress
-from rlx.trainer.report import ReportError, _headline, read_metrics, write_report
+from rlx.trainer.report import _headline, write_report
+from rlx.trainer.tracking import TrackingError, read_metrics
 
 
 def write(path: Path, rows: list[dict], tail: str = "") -> Path:
@@ -69,7 +70,7 @@ def test_the_picture_names_the_rewards_that_the_console_names(tmp_path: Path, re
 def test_a_bad_line_is_named(tmp_path: Path, line: str):
     path = tmp_path / "m.jsonl"
     path.write_text('{"step": 1}\n' + line + "\n")
-    with pytest.raises(ReportError, match="line 2"):
+    with pytest.raises(TrackingError, match="line 2"):
         read_metrics(path)
 
 

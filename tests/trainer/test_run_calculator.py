@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from rlx.trainer.report import read_metrics
+from rlx.trainer.tracking import read_metrics
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
 

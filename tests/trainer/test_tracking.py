@@ -101,20 +101,55 @@ def test_tensorboard_keeps_scalars_and_texts_and_hides_what_a_resume_replaces(tm
     assert "val/generation_0/text_summary" in events.Tags()["tensors"]
 
 
+def test_tensorboard_too_goes_back_where_a_checkpoint_was_damaged(tmp_path: Path):
+    with tracker(tmp_path, "tensorboard") as tracking:
+        for step in (1, 2, 3):
+            tracking.log({"reward/mean": step / 10}, step)
+    with tracker(tmp_path, "tensorboard", resume_step=3) as tracking:
+        tracking.rewind(3)
+        assert len(list((tmp_path / "tensorboard").iterdir())) == 2, "no file without need"
+        tracking.rewind(1)
+        tracking.log({"reward/mean": 0.9}, 2)
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    shown = [(1, 0.1), (2, 0.9)]
+    assert [(e.step, round(e.value, 3)) for e in events.Scalars("reward/mean")] == shown
+    assert [(row["step"], row["reward/mean"]) for row in rows(tmp_path)] == shown
+
+
 def test_a_missing_package_is_named_with_its_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(TrackingError, match=r"wandb.*not installed.*pip install wandb.*trainer\.logger"):
         tracker(tmp_path, "wandb")
 
 
-def test_all_are_closed_also_when_one_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    def fail(logger: TensorboardLogger) -> None:
-        raise OSError("the disk is full")
+def test_a_logger_that_fails_gives_one_notice_and_the_file_has_all_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Whatever fails, also at the end, which comes after the training."""
 
-    monkeypatch.setattr(TensorboardLogger, "close", fail)
-    tracking = tracker(tmp_path, "tensorboard")
-    with pytest.raises(OSError, match="disk is full"), tracking:
-        pass
+    def fail(*_: object) -> None:
+        raise ConnectionError("no route to host")
+
+    for method in ("log", "generations", "close"):
+        monkeypatch.setattr(TensorboardLogger, method, fail)
+    notices: list[str] = []
+    with Tracker(("tensorboard",), tmp_path, "", "p", "e", notice=notices.append) as tracking:
+        for step in (1, 2):
+            tracking.log({"a": 1.0}, step)
+            tracking.generations([{"prompt": "1+1?"}], step)
+    assert [row["step"] for row in rows(tmp_path)] == [1, 2]
+    (notice,) = notices
+    assert notice.startswith("logger tensorboard has failed") and "(ConnectionError: no route to host)" in notice
+
+
+def test_a_logger_before_one_that_cannot_start_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    closed: list[TensorboardLogger] = []
+    monkeypatch.setattr(TensorboardLogger, "close", lambda logger: closed.append(logger))
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(TrackingError):
+        tracker(tmp_path, "wandb", "tensorboard")
+    assert len(closed) == 1
 
 
 def test_a_logger_that_cannot_start_is_named_with_the_cause(tmp_path: Path):

@@ -121,6 +121,13 @@ def test_steps_may_be_chosen_and_those_that_do_not_exist_are_named(make_run, cap
         main([str(run), "--steps", "7"])
 
 
+def test_a_damaged_line_of_the_metrics_is_named_without_a_traceback(make_run, capsys):
+    run = make_run(steps=1, groups=1, samples=1)
+    (run / "metrics.jsonl").write_text('{"step": 1}\nnonsense\n')
+    assert main([str(run)]) == 1
+    assert "metrics.jsonl, line 2: expected a JSON object" in capsys.readouterr().err
+
+
 def test_a_line_that_is_still_being_written_is_left_out_and_a_damaged_one_is_named(make_run):
     run = make_run(steps=1, groups=1, samples=3)
     file = run / "transcripts" / "step_000001.jsonl"

@@ -28,8 +28,7 @@ from typing import NamedTuple
 from rlx.benchmarks.common import cell, chosen_device, title, write_json
 from rlx.benchmarks.grpo_step import PHASE, add_work, settings
 from rlx.benchmarks.race.inputs import write_inputs
-from rlx.trainer.report import read_metrics
-from rlx.trainer.tracking import METRICS_FILE
+from rlx.trainer.tracking import METRICS_FILE, read_metrics
 
 Steps = dict[int, dict[str, float]]
 KERNELS = Path(__file__).with_name("kernels")  # flash-attn's compiled part, by torch's kernels

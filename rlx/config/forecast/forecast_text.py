@@ -2,7 +2,6 @@
 
 from rlx.config.forecast.decoders import fewest_positions
 from rlx.config.forecast.memory_forecast import LENGTH_STEP, REFUSED_FROM, MemoryForecast, Phase
-from rlx.offload.plan.hardware import PROFILES
 from rlx.offload.plan.text_table import aligned
 
 PARTS = ("others", "weights", "gradients", "optimizer", "gathered", "working", "sampler")
@@ -127,17 +126,22 @@ def _host(forecast: MemoryForecast, phases: list[Phase]) -> list[str]:
 
 
 def _streams(forecast: MemoryForecast) -> list[str]:
-    """Return a line for each role whose frozen layers stream: how much, and how long the link is busy."""
-    rate, lines = PROFILES["h200"].link_bytes_per_s, []
+    """Return a line for each role whose frozen layers stream: how much, and how long the link is busy if its rate is known."""
+    lines, hardware = [], forecast.machine.hardware
     for memory in forecast.streaming:
-        seconds, layer_ms = memory.streamed / rate, memory.buffers / 2 / rate * 1e3
-        place = memory.role.model.layer_offload_directory or "host memory"
+        folder = memory.role.model.layer_offload_directory
         passes = "twice in each micro-batch of an update and once" if memory.role.trained else "once"
-        lines.append(
-            f"{memory.role.model_key}.layer_offload: {memory.role.name} streams {gb(memory.streamed)} GB from {place}, {passes} "
-            f"in each without backward; that takes {seconds:.2f} s at {rate / 1e9:.0f} GB/s, beside compute where a layer computes "
-            f"longer than {layer_ms:.1f} ms"
+        line = (
+            f"{memory.role.model_key}.layer_offload: {memory.role.name} streams {gb(memory.streamed)} GB from "
+            f"{folder or 'host memory'}, {passes} in each without backward"
         )
+        if hardware is not None and not folder:  # the rate of a disk is not known
+            rate = hardware.link_bytes_per_s
+            line += (
+                f"; that takes {memory.streamed / rate:.2f} s at {rate / 1e9:.0f} GB/s, beside compute where a layer computes "
+                f"longer than {memory.buffers / 2 / rate * 1e3:.1f} ms"
+            )
+        lines.append(line)
     return lines
 
 

@@ -42,7 +42,7 @@ from rlx.config.machine import Machine, on_accelerator, processes
 from rlx.config.schema import ModelConfig, PPOConfig, RefConfig, RolloutConfig
 from rlx.config.schema.roles import has_reference, has_reference_model, log_prob_size, trained_roles
 from rlx.config.schema.tree import value_at, with_value
-from rlx.offload.plan.hardware import DEVICE_SHARE, PROFILES
+from rlx.offload.plan.hardware import DEVICE_SHARE, PROFILES, Hardware
 from rlx.offload.plan.memory import StateBytes
 from rlx.offload.plan.scenario import Scenario
 from rlx.offload.runtime.options import DEFAULT_SAVE
@@ -248,7 +248,7 @@ class MemoryForecast:
             states=held,
             other_bytes=others + own.staying_state * (moving > 0),
             disk_bytes_per_s=DISK_BYTES_PER_S * disk,
-            hardware=replace(PROFILES["h200"], host_bytes=host_room + moving),
+            hardware=replace(self._hardware, host_bytes=host_room + moving),
         )
         plan = scenario.plan(_mode(role.model), tokens * role.together)
         offloaded = min(plan.prediction.host_bytes, host_room)
@@ -313,12 +313,17 @@ class MemoryForecast:
     def _limit(self) -> float | None:
         return None if self.memory_bytes is None else self.memory_bytes * DEVICE_SHARE
 
+    @property
+    def _hardware(self) -> Hardware:
+        """The rates that plans count with; the H200's where the machine's are not known."""
+        return self.machine.hardware or PROFILES["h200"]
+
     def _scenario(self, own: RoleMemory, logits: int) -> Scenario:
         model, together = own.role.model, own.role.together
         tile = None if model.tiled_mlp == 0 else 0 if model.tiled_mlp == "auto" else int(model.tiled_mlp)
         return Scenario(
             decoder=own.decoder,
-            hardware=PROFILES["h200"],
+            hardware=self._hardware,
             logit_tokens=logits * together,
             is_head_trained=model.lora_rank == 0,
             tile=tile,

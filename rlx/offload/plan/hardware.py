@@ -6,6 +6,7 @@ Peaks are for dense bf16 with fp32 sums. The shares were fitted to the steps of 
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 
 MATMUL_SHARE = 0.61  # of the peak, in linear maps
@@ -57,3 +58,13 @@ PROFILES = {
         _on_pcie(_PCIE_5, "rtx5090", 209.5, 1.792, 32, 64),
     )
 }
+
+
+def profile_of(device: str, device_bytes: float) -> Hardware | None:
+    """Return the profile of a device by the name that CUDA gives it, such as `NVIDIA A100-SXM4-80GB`, and its memory.
+
+    None if there is none of this name whose memory differs by 10 % at most, so that a laptop's RTX 4090 is no rtx4090.
+    """
+    words = re.findall(r"[a-z0-9]+", device.lower().replace("rtx ", "rtx"))
+    of_name = [each for each in PROFILES.values() if each.name.partition("-")[0] in words]
+    return next((each for each in of_name if abs(device_bytes / each.device_bytes - 1) < 0.1), None)

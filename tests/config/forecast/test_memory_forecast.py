@@ -11,7 +11,7 @@ from rlx.config.forecast.checkpoint_forecast import checkpoint_text, role_checkp
 from rlx.config.forecast.fitting import remedies
 from rlx.config.forecast.forecast_text import long_text, short_text
 from rlx.config.forecast.memory_forecast import NO_LIMIT, MemoryForecast, Phase
-from rlx.config.machine import Cluster, Machine
+from rlx.config.machine import Cluster, Machine, named_machine
 from rlx.offload.plan.shapes import SHAPES
 
 SMALL = {
@@ -308,8 +308,17 @@ def test_frozen_layers_wait_on_the_host(forecast):
     assert resident.phase("update_actor").peak - streamed.phase("update_actor").peak == 4 * 3 * LAYER
     (line,) = [line for line in long_text(streamed).splitlines() if "layer_offload" in line]
     assert f"{MODEL}.layer_offload: ref streams 0.00 GB from host memory, once in each without backward" in line
+    assert "GB/s" not in line, "the link of this machine is not known"
     assert "layer_offload" not in long_text(resident)
     assert forecast(KL, streams, on=Machine(0, 8, frozenset())).streaming == []
+
+
+@pytest.mark.parametrize(("name", "rate"), [("8xa100-80", 27), ("8xh100", 55)])
+def test_a_time_on_the_link_is_that_of_the_machine_that_is_named(forecast, name, rate):
+    streams = (KL, f"{MODEL}.layer_offload=True")
+    assert f" s at {rate} GB/s, beside compute" in long_text(forecast(*streams, on=named_machine(name)))
+    on_disk = forecast(*streams, f"{MODEL}.layer_offload_directory=/tmp", on=named_machine(name))
+    assert "streams 0.00 GB from /tmp, once" in long_text(on_disk) and "GB/s" not in long_text(on_disk)
 
 
 def test_a_quantised_base_has_nine_sixteenths_of_a_byte_per_weight(forecast):

@@ -17,7 +17,7 @@ from rlx.offload.benchmark.models import Case, build
 from rlx.offload.plan import Budget, LayerPlan, make_plan, predict, sent_bytes
 from rlx.offload.plan.decoder import ARCHITECTURES as READ
 from rlx.offload.plan.decoder import read_decoder
-from rlx.offload.plan.hardware import MATMUL_SHARE, PROFILES
+from rlx.offload.plan.hardware import MATMUL_SHARE, PROFILES, profile_of
 from rlx.offload.plan.memory import (
     HEAD_ALIGNED,
     HEAD_CHUNK_BYTES,
@@ -302,3 +302,22 @@ def test_a_head_that_is_not_trained_has_no_gradient():
     assert head_bytes(decoder, 1000) - head_bytes(decoder, 1000, is_trained=False) == 2 * h * vocabulary
     assert head_forward_bytes(decoder, 1000) == 2 * 1000 * vocabulary + 2 * h * 1000
     assert head_forward_bytes(decoder, 0) == 0
+
+
+@pytest.mark.parametrize(
+    ("device", "gib", "name"),
+    [
+        ("NVIDIA A100-SXM4-80GB", 79.3, "a100-80"),
+        ("NVIDIA A100-PCIE-40GB", 39.4, "a100-40"),
+        ("NVIDIA H100 80GB HBM3", 79.2, "h100"),
+        ("NVIDIA H200", 139.8, "h200"),
+        ("NVIDIA B200", 178.3, "b200"),
+        ("NVIDIA GeForce RTX 4090", 23.6, "rtx4090"),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", 15.7, None),
+        ("NVIDIA GH200 480GB", 94.5, None),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", 9.8, None),
+        ("Tesla V100-SXM2-32GB", 31.7, None),
+    ],
+)
+def test_a_device_has_the_profile_of_its_name_and_memory(device, gib, name):
+    assert profile_of(device, gib * 2**30) == PROFILES.get(name)
