@@ -17,20 +17,13 @@ from rlx.models.hf_folder import ModelCard
 from rlx.program import program
 
 
-def export(
-    checkpoint: Path,
-    out: Path,
-    trust_remote_code: bool = False,
-    trust_checkpoint: bool = False,
-    only_adapters: bool = False,
-) -> None:
+def export(checkpoint: Path, out: Path, trust_remote_code: bool = False, only_adapters: bool = False) -> None:
     """Write a folder that `from_pretrained` loads.
 
     Args:
         checkpoint: of one role, such as `.../global_step_N/actor`.
         out: does not exist yet, or is empty.
         trust_remote_code: allow the model to bring its own code.
-        trust_checkpoint: allow a checkpoint of an earlier version, which can run code.
         only_adapters: write the adapters in peft's format instead of the model with the adapters merged in.
 
     Raises:
@@ -41,13 +34,13 @@ def export(
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{out} is not empty; name a folder that does not exist yet")
     if only_adapters:
-        adapters, kind = read_adapters(checkpoint, trust_checkpoint)
+        adapters, kind = read_adapters(checkpoint)
         with storing(out), replacing(out) as partial:
             partial.mkdir(exist_ok=True)
             write_adapters(partial, adapters, kind)
         return
-    weights = read_weights(checkpoint, trust_checkpoint)  # first, because it checks all files
-    card = ModelCard.read(checkpoint / "card", read_description(checkpoint, trust_checkpoint).head, trust_remote_code)
+    weights = read_weights(checkpoint)  # first, because it checks all files
+    card = ModelCard.read(checkpoint / "card", read_description(checkpoint).head, trust_remote_code)
     with storing(out), replacing(out) as partial:
         card.write_with_weights(partial, weights, trust_remote_code)
 
@@ -89,15 +82,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("out", type=Path, help="folder to write")
     parser.add_argument("--role", default="actor", help="which role of a global_step_N folder (default: actor)")
     parser.add_argument("--trust-remote-code", action="store_true", help="the model brings its own code")
-    parser.add_argument(
-        "--trust-checkpoint", action="store_true", help="read a checkpoint of an earlier version, which can run code"
-    )
     parser.add_argument("--adapters", action="store_true", help="write adapters alone, in peft's format")
     chosen = parser.parse_args(arguments)
-    trusted = chosen.trust_remote_code, chosen.trust_checkpoint
     try:
         with _local(chosen.checkpoint, chosen.role) as folder:
-            export(folder, chosen.out, *trusted, chosen.adapters)
+            export(folder, chosen.out, chosen.trust_remote_code, chosen.adapters)
     except (ValueError, ExplainedError) as error:
         print(f"rlx.export: {error}", file=sys.stderr)
         return 2

@@ -113,7 +113,7 @@ def fetch_newest(config: PPOConfig, url: str) -> None:
         if not is_finished(local) and remote.has(f"{run}/checkpoints/{name}/{MANIFEST}"):
             remote.download(f"{run}/checkpoints/{name}", local)
             _fetch_files(remote, run, base / run)
-        if is_finished(local) and not refusal_of(local, config.trainer.trust_checkpoint).faults:
+        if is_finished(local) and not refusal_of(local).faults:
             return
 
 

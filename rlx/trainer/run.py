@@ -56,7 +56,7 @@ def continued(config: PPOConfig) -> PPOConfig:
     folder = link.folder_to_continue()
     if folder is None or config.trainer.val_only:
         return config
-    saved = newest_whole(Path(folder) / "checkpoints", config.trainer.trust_checkpoint).checkpoint
+    saved = newest_whole(Path(folder) / "checkpoints").checkpoint
     resume = {"resume_mode": "resume_path", "resume_from_path": str(saved)} if saved else {"resume_mode": "disable"}
     return replace(config, trainer=replace(config.trainer, **resume))
 
@@ -87,7 +87,7 @@ def _run(config: PPOConfig, yaml: str, prepared: Prepared, workers: WorkerGroup)
     if checkpoint is not None:
         progress.remark(f"resuming from step {step}: {checkpoint}")
     else:
-        for notice in (*_set_aside_damaged(folder, config), *keep(folder, yaml, 0, changes(folder, 0, yaml))):
+        for notice in (*_set_aside_damaged(folder), *keep(folder, yaml, 0, changes(folder, 0, yaml))):
             progress.notice(notice)
         if config.trainer.resume_mode == "auto":
             progress.remark(f"no checkpoint to resume from in {folder.parent}: a new run")
@@ -141,10 +141,10 @@ def _picture(folder: Path, progress: Progress) -> Path | None:
         return None
 
 
-def _set_aside_damaged(folder: Path, config: PPOConfig) -> list[str]:
+def _set_aside_damaged(folder: Path) -> list[str]:
     """Set the checkpoints of a restarted run aside, all of which are damaged; return what to tell the user."""
     checkpoints = folder / "checkpoints"
-    whole, passed_over = newest_whole(checkpoints, config.trainer.trust_checkpoint)
+    whole, passed_over = newest_whole(checkpoints)
     if whole is not None:
         raise OSError(f"{whole}: is whole now, but could not be read when this run began; start it again")
     set_aside_later(checkpoints, 0)

@@ -17,7 +17,6 @@ from rlx.trainer.checkpoints import (
     ResumeError,
     checkpoints_in,
     is_finished,
-    is_pickled,
     keep_newest,
     newest_whole,
     none_is_whole,
@@ -73,7 +72,7 @@ class Saver:
             if not falls_back:
                 raise ResumeError(f"{checkpoint} cannot be used: {few(damage)}")
             passed_over.append(f"passed over {checkpoint.name}: {few(damage)}")
-            older = newest_whole(checkpoint.parent, trainer.trust_checkpoint, before=step_of(checkpoint))
+            older = newest_whole(checkpoint.parent, before=step_of(checkpoint))
             passed_over += older.passed_over
             if older.checkpoint is None:
                 if trainer.val_only:
@@ -84,8 +83,6 @@ class Saver:
         return checkpoint, passed_over
 
     def _damage_of(self, checkpoint: Path) -> list[str]:
-        if is_pickled(checkpoint):
-            return []  # it has no digests
         found = self._workers.broadcast("process", "damage", str(checkpoint))
         return sorted({fault for each in found for fault in each})
 
