@@ -15,6 +15,7 @@ from rlx.errors import ExplainedError, storing
 from rlx.models.adapter_folder import write_adapters
 from rlx.models.hf_folder import ModelCard
 from rlx.program import program
+from rlx.step_folders import steps_in
 
 
 def export(checkpoint: Path, out: Path, trust_remote_code: bool = False, only_adapters: bool = False) -> None:
@@ -51,8 +52,10 @@ def _local(checkpoint: str, role: str) -> Iterator[Path]:
     if "://" not in checkpoint:
         if not Path(checkpoint).exists():
             raise ValueError(_missing(Path(checkpoint)))
-        if steps := _steps(Path(checkpoint) / "checkpoints") or _steps(Path(checkpoint)):
-            raise ValueError(f"{checkpoint}: holds checkpoints, expected one of them: {', '.join(map(str, steps))}")
+        if steps := steps_in(Path(checkpoint) / "checkpoints") or steps_in(Path(checkpoint)):
+            raise ValueError(
+                f"{checkpoint}: holds checkpoints, expected one of them: {', '.join(map(str, steps.values()))}"
+            )
         folder = Path(checkpoint) / role
         yield folder if folder.is_dir() else Path(checkpoint)
         return
@@ -62,14 +65,9 @@ def _local(checkpoint: str, role: str) -> Iterator[Path]:
         yield Path(folder) / role
 
 
-def _steps(folder: Path) -> list[Path]:
-    """Return the checkpoints in a folder, the earliest first."""
-    return sorted(folder.glob("global_step_*"), key=lambda step: (len(step.name), step.name))
-
-
 def _missing(checkpoint: Path) -> str:
     """Return the message for a folder that does not exist, with the steps that are beside it."""
-    there = ", ".join(step.name for step in _steps(checkpoint.parent)) or "no folder global_step_N"
+    there = ", ".join(step.name for step in steps_in(checkpoint.parent).values()) or "no folder global_step_N"
     return f"{checkpoint}: does not exist; {checkpoint.parent} has {there}"
 
 

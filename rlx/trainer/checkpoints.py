@@ -31,8 +31,8 @@ from rlx.config.check.folders import is_url, runs_folder
 from rlx.config.schema import PPOConfig, TrainerConfig
 from rlx.config.schema.roles import trained_roles
 from rlx.errors import ExplainedError, storing
+from rlx.step_folders import step_of, steps_in
 
-STEP_FOLDER = re.compile(r"global_step_(\d+)")
 RUN_FOLDER = re.compile(r"(\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d)(?:_(\d+))?")
 SUPERSEDED = "superseded"
 
@@ -66,20 +66,19 @@ def is_finished(checkpoint: Path) -> bool:
     return (checkpoint / MANIFEST).is_file() or (checkpoint / "driver.json").is_file()
 
 
-def step_of(checkpoint: Path) -> int:
-    """Return N of global_step_N."""
-    match = STEP_FOLDER.fullmatch(checkpoint.name)
-    if match is None:
+def require_step(checkpoint: Path) -> int:
+    """Return N of global_step_N. Raises ResumeError for another name."""
+    step = step_of(checkpoint)
+    if step is None:
         raise ResumeError(
             f"got {checkpoint}, expected a folder named global_step_N, in the checkpoints folder of a run"
         )
-    return int(match[1])
+    return step
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
     """Return the finished checkpoints of a folder, the oldest step first."""
-    found = [c for c in folder.glob("global_step_*") if STEP_FOLDER.fullmatch(c.name) and is_finished(c)]
-    return sorted(found, key=step_of)
+    return [checkpoint for checkpoint in steps_in(folder).values() if is_finished(checkpoint)]
 
 
 class Refusal(NamedTuple):
@@ -114,7 +113,7 @@ def newest_whole(folder: Path, before: int | None = None) -> Choice:
     """
     passed_over, may_be_whole = [], False
     for checkpoint in reversed(checkpoints_in(folder)):
-        if before is None or step_of(checkpoint) < before:
+        if before is None or require_step(checkpoint) < before:
             refusal = refusal_of(checkpoint)
             if not refusal.faults:
                 return Choice(checkpoint, passed_over)
@@ -159,7 +158,7 @@ def none_is_whole(folder: Path, passed_over: Iterable[str]) -> ResumeError:
 
 
 def _named(path: Path) -> Path:
-    step_of(path)
+    require_step(path)
     if not is_finished(path):
         raise ResumeError(
             f"trainer.resume_from_path={path}: got a folder without {MANIFEST}, expected a finished checkpoint; "
@@ -247,8 +246,8 @@ def read_driver_state(checkpoint: Path) -> DriverState:
         raise CheckpointError(
             f"{path}: got a value of another type for {', '.join(wrong)}, expected those of rlx's driver"
         )
-    if found["step"] != step_of(checkpoint):
-        raise CheckpointError(f"{path}: got the state of step {found['step']}, expected {step_of(checkpoint)}")
+    if found["step"] != (step := require_step(checkpoint)):
+        raise CheckpointError(f"{path}: got the state of step {found['step']}, expected {step}")
     return DriverState(**found)
 
 
@@ -272,7 +271,7 @@ def nothing_to_train(step: int, last_step: int, trainer: TrainerConfig) -> str:
 
 def set_aside_later(folder: Path, step: int) -> list[str]:
     """Move checkpoints of later steps than `step` to `superseded/`, because the run repeats these steps; return their names."""
-    later = [c for c in folder.glob("global_step_*") if STEP_FOLDER.fullmatch(c.name) and step_of(c) > step]
+    later = [checkpoint for of, checkpoint in steps_in(folder).items() if of > step]
     aside = folder / SUPERSEDED
     with storing(folder):
         for checkpoint in later:
@@ -286,7 +285,7 @@ def keep_newest(folder: Path, role: str, keep: int | None) -> None:
     """Remove the role's part of all but its newest `keep` checkpoints, and folders left without parts; None keeps all."""
     if keep is None:
         return
-    holders = sorted((c for c in folder.glob("global_step_*") if (c / role).is_dir()), key=step_of)
+    holders = [checkpoint for checkpoint in steps_in(folder).values() if (checkpoint / role).is_dir()]
     for old in holders[:-keep]:
         # The marks go first, so that a crash in between leaves no checkpoint that looks complete.
         for mark in (MANIFEST, "driver.json"):

@@ -25,8 +25,8 @@ from rlx.trainer.checkpoints import (
     DriverState,
     nothing_to_train,
     read_driver_state,
+    require_step,
     set_aside_later,
-    step_of,
 )
 from rlx.trainer.failures import FailedConversations
 from rlx.trainer.progress import Progress
@@ -360,9 +360,11 @@ class Trainer:
         whole, passed_over = self.saver.undamaged(checkpoint, falls_back)
         for line in passed_over:
             self.progress.notice(line)
-        self.tracker.rewind(-1 if whole is None else step_of(whole))
+        self.tracker.rewind(-1 if whole is None else require_step(whole))
         later = (
-            [] if self.config.trainer.val_only else set_aside_later(checkpoint.parent, step_of(whole) if whole else 0)
+            []
+            if self.config.trainer.val_only
+            else set_aside_later(checkpoint.parent, require_step(whole) if whole else 0)
         )
         if later:
             self.progress.notice(

@@ -21,7 +21,7 @@ from rlx.trainer.checkpoints import (
     newest_whole,
     none_is_whole,
     require_parts,
-    step_of,
+    require_step,
     write_driver_state,
 )
 from rlx.trainer.remote_runs import RemoteRun
@@ -72,7 +72,7 @@ class Saver:
             if not falls_back:
                 raise ResumeError(f"{checkpoint} cannot be used: {few(damage)}")
             passed_over.append(f"passed over {checkpoint.name}: {few(damage)}")
-            older = newest_whole(checkpoint.parent, before=step_of(checkpoint))
+            older = newest_whole(checkpoint.parent, before=require_step(checkpoint))
             passed_over += older.passed_over
             if older.checkpoint is None:
                 if trainer.val_only:

@@ -28,7 +28,7 @@ from rlx.models.preflight import faults_of
 from rlx.models.tiny import make_tiny_tokenizer
 from rlx.rewards.conversations import Conversations
 from rlx.rewards.manager import RewardManager, RewardModel
-from rlx.trainer.checkpoints import Choice, read_driver_state, require_parts, starting_checkpoint, step_of
+from rlx.trainer.checkpoints import Choice, read_driver_state, require_parts, require_step, starting_checkpoint
 from rlx.trainer.kept_settings import ChangedKey, changes
 from rlx.trainer.remote_runs import fetch
 from rlx.trainer.run_lock import RunLock
@@ -180,7 +180,9 @@ def _checkpoint(config: PPOConfig) -> Choice:
 
 def _changes(config: PPOConfig, checkpoint: Path, yaml: str) -> list[ChangedKey]:
     # A validation writes no checkpoint, so it may have any settings.
-    return [] if config.trainer.val_only or not yaml else changes(checkpoint.parent.parent, step_of(checkpoint), yaml)
+    return (
+        [] if config.trainer.val_only or not yaml else changes(checkpoint.parent.parent, require_step(checkpoint), yaml)
+    )
 
 
 def _faults_of_models(config: PPOConfig) -> Iterator[str]:
