@@ -29,6 +29,11 @@ from rlx.trainer.remote_runs import RemoteRun
 POLL_S = 0.05
 
 
+def due(frequency: int, step: int, last: int) -> bool:
+    """Whether an action is due that runs every `frequency` steps and after the last one; -1 means never."""
+    return frequency > 0 and (step % frequency == 0 or step == last)
+
+
 class Saver:
     """Writes checkpoints of a run, one at a time. See Note [when a checkpoint is whole].
 
@@ -92,7 +97,7 @@ class Saver:
         minutes = trainer.save_every_minutes
         if minutes is not None and (self._clock() - self._last_s >= 60 * minutes or step == last):
             return True
-        return trainer.save_freq > 0 and (step % trainer.save_freq == 0 or step == last)
+        return due(trainer.save_freq, step, last)
 
     def begin(self, state: DriverState, in_background: bool | None = None) -> None:
         """Start a save. The workers return when their state may change again, at the latest when it is on the disk.
