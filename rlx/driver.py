@@ -16,7 +16,7 @@ from rlx.cluster import stay_on_this_machine
 from rlx.cluster.errors import end_of
 from rlx.config.check.folders import runs_folder
 from rlx.config.check.validate import check
-from rlx.config.choices import chosen, not_chosen, why_fewer, with_reason
+from rlx.config.choices import PROMPTS, chosen, not_chosen, why_fewer, with_reason
 from rlx.config.compose.command_line import Composed, compose
 from rlx.config.describe import help_text
 from rlx.config.faults import numbered
@@ -32,7 +32,7 @@ from rlx.errors import ExplainedError, shown, wrapped
 from rlx.program import program
 from rlx.supervisor.link import tell
 from rlx.supervisor.stopping import Terminated
-from rlx.trainer.data_check import check_data
+from rlx.trainer.data_check import check_data, training_rows
 from rlx.trainer.finished import finished
 from rlx.trainer.launch import launch
 from rlx.trainer.user_code_check import check_user_code
@@ -103,10 +103,11 @@ def _check_and_run(overrides: Sequence[str], options: DriverOptions) -> int:
         machine = options.on or inspect_machine(join_cluster(composed.partial, until_done))
         of_hub = fetch_configs(composed.partial)
         unchosen = not_chosen(overrides, composed)
-        if more := chosen(overrides, composed, machine):
+        rows = training_rows(composed.partial, PROMPTS)
+        if more := chosen(overrides, composed, machine, rows):
             if not composed.faults:
                 chose = f"chosen for this command and machine; set a key to choose yourself:\n    {'  '.join(more)}"
-                print(wrapped(chose + why_fewer(composed, more)))
+                print(wrapped(chose + why_fewer(rows, more)))
             composed = compose([*overrides, *more])
         composed = with_nodes(composed, machine)
         checked = check(composed, machine, not options.check or _is_meant_for(composed, machine))

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
 
+WIDTH = 100
 _FULL = {errno.ENOSPC: "no space is left", errno.EDQUOT: "the quota is used up"}
 _CAUSES = _FULL | {
     errno.EROFS: "the file system is read-only",
@@ -96,8 +97,8 @@ def _free_bytes(path: Path) -> int | None:
         return None
 
 
-def wrapped(text: str, width: int = 100) -> str:
-    """Return the text with longer lines wrapped at blanks; names and paths stay whole.
+def wrapped(text: str) -> str:
+    """Return the text with lines longer than WIDTH wrapped at blanks; names and paths stay whole.
 
     A wrapped line goes on below its beginning, after its number or its label: `got:`, `expected:`, `remedy:`.
     """
@@ -106,7 +107,7 @@ def wrapped(text: str, width: int = 100) -> str:
         label = re.match(r" *(\d+\. |(got|expected|remedy|warning): )?", line)
         indent = " " * (label.end() if label else 0)
         whole = {"break_long_words": False, "break_on_hyphens": False, "replace_whitespace": False}
-        lines += [line] if len(line) <= width else textwrap.wrap(line, width, subsequent_indent=indent, **whole)
+        lines += [line] if len(line) <= WIDTH else textwrap.wrap(line, WIDTH, subsequent_indent=indent, **whole)
     return "\n".join(lines)
 
 

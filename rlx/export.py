@@ -15,22 +15,16 @@ from rlx.errors import ExplainedError, storing
 from rlx.models.adapter_folder import write_adapters
 from rlx.models.hf_folder import ModelCard
 from rlx.program import program
+from rlx.step_folders import steps_in
 
 
-def export(
-    checkpoint: Path,
-    out: Path,
-    trust_remote_code: bool = False,
-    trust_checkpoint: bool = False,
-    only_adapters: bool = False,
-) -> None:
+def export(checkpoint: Path, out: Path, trust_remote_code: bool = False, only_adapters: bool = False) -> None:
     """Write a folder that `from_pretrained` loads.
 
     Args:
         checkpoint: of one role, such as `.../global_step_N/actor`.
         out: does not exist yet, or is empty.
         trust_remote_code: allow the model to bring its own code.
-        trust_checkpoint: allow a checkpoint of an earlier version, which can run code.
         only_adapters: write the adapters in peft's format instead of the model with the adapters merged in.
 
     Raises:
@@ -41,13 +35,13 @@ def export(
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{out} is not empty; name a folder that does not exist yet")
     if only_adapters:
-        adapters, kind = read_adapters(checkpoint, trust_checkpoint)
+        adapters, kind = read_adapters(checkpoint)
         with storing(out), replacing(out) as partial:
             partial.mkdir(exist_ok=True)
             write_adapters(partial, adapters, kind)
         return
-    weights = read_weights(checkpoint, trust_checkpoint)  # first, because it checks all files
-    card = ModelCard.read(checkpoint / "card", read_description(checkpoint, trust_checkpoint).head, trust_remote_code)
+    weights = read_weights(checkpoint)  # first, because it checks all files
+    card = ModelCard.read(checkpoint / "card", read_description(checkpoint).head, trust_remote_code)
     with storing(out), replacing(out) as partial:
         card.write_with_weights(partial, weights, trust_remote_code)
 
@@ -58,8 +52,10 @@ def _local(checkpoint: str, role: str) -> Iterator[Path]:
     if "://" not in checkpoint:
         if not Path(checkpoint).exists():
             raise ValueError(_missing(Path(checkpoint)))
-        if steps := _steps(Path(checkpoint) / "checkpoints") or _steps(Path(checkpoint)):
-            raise ValueError(f"{checkpoint}: holds checkpoints, expected one of them: {', '.join(map(str, steps))}")
+        if steps := steps_in(Path(checkpoint) / "checkpoints") or steps_in(Path(checkpoint)):
+            raise ValueError(
+                f"{checkpoint}: holds checkpoints, expected one of them: {', '.join(map(str, steps.values()))}"
+            )
         folder = Path(checkpoint) / role
         yield folder if folder.is_dir() else Path(checkpoint)
         return
@@ -69,14 +65,9 @@ def _local(checkpoint: str, role: str) -> Iterator[Path]:
         yield Path(folder) / role
 
 
-def _steps(folder: Path) -> list[Path]:
-    """Return the checkpoints in a folder, the earliest first."""
-    return sorted(folder.glob("global_step_*"), key=lambda step: (len(step.name), step.name))
-
-
 def _missing(checkpoint: Path) -> str:
     """Return the message for a folder that does not exist, with the steps that are beside it."""
-    there = ", ".join(step.name for step in _steps(checkpoint.parent)) or "no folder global_step_N"
+    there = ", ".join(step.name for step in steps_in(checkpoint.parent).values()) or "no folder global_step_N"
     return f"{checkpoint}: does not exist; {checkpoint.parent} has {there}"
 
 
@@ -89,15 +80,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("out", type=Path, help="folder to write")
     parser.add_argument("--role", default="actor", help="which role of a global_step_N folder (default: actor)")
     parser.add_argument("--trust-remote-code", action="store_true", help="the model brings its own code")
-    parser.add_argument(
-        "--trust-checkpoint", action="store_true", help="read a checkpoint of an earlier version, which can run code"
-    )
     parser.add_argument("--adapters", action="store_true", help="write adapters alone, in peft's format")
     chosen = parser.parse_args(arguments)
-    trusted = chosen.trust_remote_code, chosen.trust_checkpoint
     try:
         with _local(chosen.checkpoint, chosen.role) as folder:
-            export(folder, chosen.out, *trusted, chosen.adapters)
+            export(folder, chosen.out, chosen.trust_remote_code, chosen.adapters)
     except (ValueError, ExplainedError) as error:
         print(f"rlx.export: {error}", file=sys.stderr)
         return 2

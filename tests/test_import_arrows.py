@@ -24,6 +24,7 @@ MAY_IMPORT = {
     "identity": set(),
     "program": set(),
     "scratch": set(),
+    "step_folders": set(),
     "main_ppo": {"supervisor"},
     "cli": set(),
     "supervisor": set(),
@@ -82,12 +83,24 @@ LEAVES = {
         "rlx.config.host_memory",
         "rlx.data.batch",
     ),
-    *("rlx.errors", "rlx.heartbeat", "rlx.identity", "rlx.program", "rlx.scratch", "rlx.supervisor.link", "rlx"),
+    *(
+        "rlx.errors",
+        "rlx.heartbeat",
+        "rlx.identity",
+        "rlx.program",
+        "rlx.scratch",
+        "rlx.step_folders",
+        "rlx.supervisor.link",
+        "rlx",
+    ),
 }
 WITHOUT_LEAVES = {"algorithms", "offload"}
 
 # Parts that may import some modules of another part.
-MAY_IMPORT_OF = {"config": {"rlx.offload.plan", "rlx.offload.runtime.options"}}
+MAY_IMPORT_OF = {
+    "config": {"rlx.offload.plan", "rlx.offload.runtime.options"},
+    "supervisor": {"rlx.processes.child"},
+}
 
 # The rooms of the activation engine from the bottom up. A room imports only rooms that come before it.
 OFFLOAD_ROOMS = (
@@ -121,7 +134,16 @@ ONLY = {
     "rlx.identity": {"psutil"},
     "rlx.program": set(),
     "rlx.scratch": {"rlx.identity"},
-    "rlx.supervisor": {"psutil", "rlx.program", "rlx.scratch", "rlx.supervisor"},
+    "rlx.step_folders": set(),
+    "rlx.processes.child": set(),
+    "rlx.supervisor": {
+        "psutil",
+        "rlx.processes.child",
+        "rlx.program",
+        "rlx.scratch",
+        "rlx.step_folders",
+        "rlx.supervisor",
+    },
     "rlx.main_ppo": {"rlx.supervisor.keeper"},
     "rlx.cli": {"rlx", "rlx.program"},
     "rlx.offload.plan": {"rlx.offload.plan"},

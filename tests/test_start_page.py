@@ -11,12 +11,13 @@ import pytest
 
 from rlx.cli import COMMANDS
 from rlx.config.check.validate import check
-from rlx.config.choices import chosen
+from rlx.config.choices import PROMPTS, chosen
 from rlx.config.compose.command_line import compose
 from rlx.config.machine import named_machine
 from rlx.config.schema import DataConfig
 from rlx.data.prompts import PromptDataset
 from rlx.models.tiny import make_tiny_tokenizer
+from rlx.trainer.data_check import training_rows
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs/start.md").read_text()
@@ -56,7 +57,8 @@ def test_a_command_can_be_given(command: str, folder: Path, monkeypatch: pytest.
             assert name in COMMANDS
             machine = named_machine("1xrtx4090")
             overrides = [word for word in words if "=" in word]
-            overrides += chosen(overrides, compose(overrides), machine)
+            composed = compose(overrides)
+            overrides += chosen(overrides, composed, machine, training_rows(composed.partial, PROMPTS))
             assert check(compose(overrides), machine).faults == ()
         case other:
             pytest.fail(f"no test of {other}")

@@ -18,7 +18,7 @@ def gae(token_rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: 
     gap. Nothing is whitened.
 
     Args:
-        token_rewards, mask, gamma: as above.
+        token_rewards, mask, gamma: as in `advantages.py`.
         values: (B, T) float, value of the state in which each token is chosen.
         lam: GAE's lambda.
 

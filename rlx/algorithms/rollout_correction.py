@@ -29,7 +29,9 @@ def _log_ratio(trainer: Tensor, sampler: Tensor, mask_BT: Tensor) -> Tensor:
     """Return d (B, T) in fp64, 0 outside the mask."""
     if not trainer.shape == sampler.shape == mask_BT.shape or mask_BT.dim() != 2 or mask_BT.dtype != torch.bool:
         shapes = [tuple(x.shape) for x in (trainer, sampler, mask_BT)]
-        raise ValueError(f"log-probs and mask: got {shapes} {mask_BT.dtype}, expected thrice (B, T), a bool mask")
+        raise ValueError(
+            f"log-probs and mask: got {shapes} {mask_BT.dtype}, expected three of shape (B, T), the mask of type bool"
+        )
     return (trainer.detach().double() - sampler.detach().double()).masked_fill(~mask_BT, 0.0)
 
 

@@ -17,9 +17,7 @@ MOST_NAMED = 3
 MASTER_ENDING = ".master"  # ends the names of fp32 copies of weights
 
 
-def load(
-    state: Mapping[str, Tensor], folder: Path, trusted_pickle: bool = False, of_optimizer: bool = False
-) -> set[str]:
+def load(state: Mapping[str, Tensor], folder: Path, of_optimizer: bool = False) -> set[str]:
     """Fill the tensors of a sharded state in place; all processes join. Any number of processes may have written the folder.
 
     With `of_optimizer` names share all but the last part if they belong to one parameter. The folder may then lack parameters, and
@@ -28,7 +26,6 @@ def load(
     Args:
         state: by name; DTensors, or plain tensors.
         folder: checked against its manifest before.
-        trusted_pickle: the folder is DCP's own format of rlx's earlier checkpoints. Reading it runs code that it holds.
         of_optimizer: the state is an optimizer's.
 
     Returns:
@@ -37,8 +34,7 @@ def load(
     Raises:
         CheckpointError: names, shapes, types or numbers of elements differ, or the files cannot be read.
     """
-    reader = _reader(folder, trusted_pickle)
-    metadata = _metadata(reader, folder)
+    reader, metadata = _opened(folder)
     entries, lacking, within = metadata.state_dict_metadata, set(), {_group(n) for n in metadata.state_dict_metadata}
     narrow: dict[str, Tensor] = {}
     if of_optimizer:
@@ -60,10 +56,9 @@ def load(
     return lacking
 
 
-def load_all(folder: Path, trusted_pickle: bool = False) -> dict[str, Tensor]:
-    """Return all tensors of a folder on the CPU; works in a single process without process group. Arguments: see `load`."""
-    reader = _reader(folder, trusted_pickle)
-    metadata = _metadata(reader, folder)
+def load_all(folder: Path) -> dict[str, Tensor]:
+    """Return all tensors of a folder on the CPU; works in a single process without process group."""
+    reader, metadata = _opened(folder)
     state = {
         name: torch.empty(entry.size, dtype=entry.properties.dtype)
         for name, entry in metadata.state_dict_metadata.items()
@@ -87,13 +82,10 @@ def _narrower(entry: Any, tensor: Tensor) -> torch.dtype | None:
     return kept if fits and kept != tensor.dtype else None
 
 
-def _reader(folder: Path, trusted_pickle: bool) -> dcp.StorageReader:
-    return dcp.FileSystemReader(folder) if trusted_pickle else dcp.HuggingFaceStorageReader(str(folder))
-
-
-def _metadata(reader: dcp.StorageReader, folder: Path) -> Metadata:
+def _opened(folder: Path) -> tuple[dcp.StorageReader, Metadata]:
+    reader = dcp.HuggingFaceStorageReader(str(folder))
     try:
-        return reader.read_metadata()
+        return reader, reader.read_metadata()
     except Exception as error:  # safetensors and json raise many kinds
         raise CheckpointError(f"{folder}: cannot be read ({type(error).__name__}: {error})") from None
 

@@ -11,6 +11,7 @@ from rlx.cluster.errors import ClusterError
 
 CPU_SHARE = 0.01  # of a core, so that Ray never limits the number of CPU processes
 _PATIENCE_S = 10.0
+_WAIT_S = 300.0
 
 logger = logging.getLogger(__name__)
 
@@ -44,14 +45,13 @@ class Placement:
     gpu: bool
 
     @classmethod
-    def reserve(cls, nnodes: int, processes_per_node: int, device: str, timeout_s: float = 300.0) -> "Placement":
+    def reserve(cls, nnodes: int, processes_per_node: int, device: str) -> "Placement":
         """Reserve slots, waiting until the cluster has room.
 
         Args:
             nnodes: different nodes to use.
             processes_per_node: processes on each; on `cuda` each with a GPU of its own.
             device: `cpu` or `cuda`.
-            timeout_s: longest wait [s].
 
         Raises:
             PlacementError: there was no room in time; it names the request and the cluster's resources.
@@ -60,12 +60,12 @@ class Placement:
         bundle = {"CPU": CPU_SHARE * processes_per_node} | ({"GPU": float(processes_per_node)} if gpu else {})
         group = placement_group([bundle] * nnodes, strategy="STRICT_SPREAD")
         try:
-            if not group.wait(min(_PATIENCE_S, timeout_s)):
+            if not group.wait(_PATIENCE_S):
                 asked = f"{nnodes} node(s) with {processes_per_node} {'GPU(s)' if gpu else 'CPU process(es)'} each"
-                logger.warning("waiting up to %.0f s for %s; the cluster has %s", timeout_s, asked, _inventory())
-                if not group.wait(max(0.0, timeout_s - _PATIENCE_S)):
+                logger.warning("waiting up to %.0f s for %s; the cluster has %s", _WAIT_S, asked, _inventory())
+                if not group.wait(_WAIT_S - _PATIENCE_S):
                     raise PlacementError(
-                        f"asked for {asked}, got no room within {timeout_s:.0f} s; the cluster has {_inventory()}; "
+                        f"asked for {asked}, got no room within {_WAIT_S:.0f} s; the cluster has {_inventory()}; "
                         "lower trainer.nnodes or trainer.n_gpus_per_node, add nodes, or wait for other jobs to end"
                     )
         except BaseException:

@@ -4,16 +4,13 @@ Only for a command that names a model and no experiment file; a key that it sets
 """
 
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
-from itertools import islice
-from pathlib import Path
 
 from rlx.config.compose.command_line import MODEL_KEY, Composed, compose
 from rlx.config.faults import Fault
 from rlx.config.forecast.memory_forecast import MemoryForecast
 from rlx.config.machine import Machine, on_accelerator
-from rlx.config.schema import ActorConfig, DataConfig, PPOConfig
+from rlx.config.schema import ActorConfig, PPOConfig
 
 ACTOR, ROLLOUT, PROCESSES = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "trainer.n_gpus_per_node"
 TOKENS, ROWS = f"{ACTOR}.ppo_max_token_len_per_gpu", f"{ACTOR}.ppo_micro_batch_size_per_gpu"
@@ -27,7 +24,7 @@ PROMPTS, MINI_PROMPTS = 128, 64
 MOST_TOKENS, LEAST_TOKENS = 65_536, 1024
 
 
-def chosen(arguments: Sequence[str], composed: Composed, machine: Machine) -> list[str]:
+def chosen(arguments: Sequence[str], composed: Composed, machine: Machine, rows: int | None) -> list[str]:
     """Return overrides to add to a command line; empty if it leaves nothing open.
 
     A command with faults gets them too, else rules would report what the choices answer. Its tokens are the default's.
@@ -36,6 +33,7 @@ def chosen(arguments: Sequence[str], composed: Composed, machine: Machine) -> li
         arguments: overrides of the command line.
         composed: the same, composed.
         machine: decides on the processes, and with the memory forecast on the tokens of a micro-batch.
+        rows: training rows, counted to PROMPTS or further; None or 0 if they cannot be counted.
     """
     given = composed.set_keys
     if not _is_open(arguments, given):
@@ -44,7 +42,7 @@ def chosen(arguments: Sequence[str], composed: Composed, machine: Machine) -> li
     if PROCESSES not in given:
         found[PROCESSES] = str(_per_machine(composed, machine))
     if not _of_algorithm(given):
-        found |= {key: value for key, value in GRPO.items() if key not in given} | _sizes(composed)
+        found |= {key: value for key, value in GRPO.items() if key not in given} | _sizes(composed, rows or PROMPTS)
     if FILES in given and not given & {"data.val_files", "trainer.val_before_train", "trainer.test_freq"}:
         found["trainer.val_before_train"] = "False"  # the default files are problems of the generated task
     if not given & {TOKENS, ROWS, BY_TOKENS}:
@@ -54,11 +52,10 @@ def chosen(arguments: Sequence[str], composed: Composed, machine: Machine) -> li
     return _texts(found)
 
 
-def why_fewer(composed: Composed, choices: Sequence[str]) -> str:
+def why_fewer(rows: int | None, choices: Sequence[str]) -> str:
     """Return a sentence if the chosen batch is smaller than usual because the training files have few rows, else nothing."""
-    rows = _rows(composed.partial.data)
     is_chosen = any(choice.startswith(f"{BATCH}=") for choice in choices)
-    return f"\n{FILES} has {rows} row(s): a batch is no larger" if is_chosen and rows < PROMPTS else ""
+    return f"\n{FILES} has {rows} row(s): a batch is no larger" if is_chosen and rows and rows < PROMPTS else ""
 
 
 def not_chosen(arguments: Sequence[str], composed: Composed) -> dict[str, str]:
@@ -86,39 +83,19 @@ def _of_algorithm(given: frozenset[str]) -> list[str]:
     return sorted(key for key in given if key == ESTIMATOR or key.startswith("critic."))
 
 
-def _sizes(composed: Composed) -> dict[str, str]:
+def _sizes(composed: Composed, rows: int) -> dict[str, str]:
     """Return the sizes of batch and mini-batch that are open, both in prompts; the batch is no larger than the data."""
     given, config = composed.set_keys, composed.partial
     batch, mini = config.data.train_batch_size, config.actor_rollout_ref.actor.ppo_mini_batch_size
     sizes: dict[str, str] = {}
     if BATCH not in given:
-        batch = min(PROMPTS, _rows(config.data))
+        batch = min(PROMPTS, rows)
         if MINI_BATCH in given:
             batch = max(batch - batch % mini, mini)
         sizes[BATCH] = str(batch)
     if MINI_BATCH not in given:
         sizes[MINI_BATCH] = str(batch if batch % MINI_PROMPTS else MINI_PROMPTS)
     return sizes
-
-
-def _rows(data: DataConfig) -> int:
-    """Return the number of training rows, counted no further than a usual batch; that number too if they cannot be counted."""
-    count = 0
-    with suppress(Exception):  # the data's own reader says later what is wrong with a file
-        for file in data.train_files if data.custom_cls.path is None else ():
-            path = Path(file).expanduser()
-            if path.suffix == ".parquet":
-                from pyarrow.parquet import read_metadata
-
-                count += read_metadata(path).num_rows
-            elif path.suffix == ".jsonl":
-                with path.open("rb") as lines:
-                    count += sum(1 for _ in islice(filter(bytes.strip, lines), PROMPTS))
-            else:
-                return PROMPTS
-        most = data.train_max_samples
-        return min(PROMPTS, count if most < 0 else min(count, most)) or PROMPTS
-    return PROMPTS
 
 
 def _per_machine(composed: Composed, machine: Machine) -> int:

@@ -44,8 +44,6 @@ from rlx.models.hf_folder import ModelCard
 from rlx.models.lora import ADAPTER, Adapter, adapter_weights, merged_weights, plain_name
 from rlx.offload.streaming.nf4 import in_full
 
-PICKLED_FORMAT = 1
-"""The format of earlier versions. DCP's own files are pickles, and reading a pickle runs the code in it."""
 WRAPPED = "_fsdp_wrapped_module."  # what FSDP1 adds to names
 logger = logging.getLogger(__name__)
 
@@ -117,16 +115,12 @@ def write_beside(
     return {}
 
 
-def read_description(folder: Path, trusted: bool = False) -> Description:
-    """Return the description of a checkpoint.
-
-    Args:
-        folder: of one role.
-        trusted: allow a checkpoint of an earlier version, whose tensors are pickles.
+def read_description(folder: Path) -> Description:
+    """Return the description of one role's checkpoint.
 
     Raises:
         OtherVersionError: another version of rlx wrote it.
-        CheckpointError: the folder is no checkpoint, or an earlier version's, which may not be read.
+        CheckpointError: the folder is no checkpoint.
     """
     path = folder / "checkpoint.json"
     if not path.is_file():
@@ -134,17 +128,10 @@ def read_description(folder: Path, trusted: bool = False) -> Description:
             f"{folder}: no checkpoint.json; expected a finished checkpoint of one role, such as .../global_step_N/actor"
         )
     found = read_json(path)
-    if found.get("format") == PICKLED_FORMAT and not trusted:
-        raise CheckpointError(
-            f"{path}: got format {PICKLED_FORMAT} of an earlier version, whose tensors are pickles: reading them runs the code "
-            "that they hold. If you trust whoever could write to this folder, set trainer.trust_checkpoint=True (rlx.export: "
-            "--trust-checkpoint); the next save is in the new format"
-        )
-    if found.get("format") not in (PICKLED_FORMAT, FORMAT):
+    if found.get("format") != FORMAT:
         raise OtherVersionError(
             f"{path}: was written by another version of rlx: got format {str(found.get('format'))[:40]}, this version reads {FORMAT}"
         )
-    found = {"quantization": None, **found}  # older checkpoints have no such key
     require_keys(path, found, [each.name for each in fields(Description)])
     try:
         adapters = {layer: Adapter(*values) for layer, values in found["adapters"].items()}
@@ -159,7 +146,6 @@ def read(
     sharded: Sharded,
     optimizer: AdamW | None,
     adapters: Mapping[str, Adapter],
-    trusted: bool = False,
     in_parts: Callable[[Callable[[], None]], None] = lambda make: make(),
 ) -> Description:
     """Replace model and optimizer by those of a checkpoint; all processes join.
@@ -169,7 +155,6 @@ def read(
 
     Args:
         folder, head, sharded, optimizer, adapters: the checkpoint, and what continues from it.
-        trusted: allow a checkpoint of an earlier version, which can run code.
         in_parts: calls its argument, once or for some of the optimizer's parameters at a time, to make their state.
 
     Returns:
@@ -178,21 +163,20 @@ def read(
     Raises:
         CheckpointError: it is no checkpoint, has no model, its model has another head, or its tensors do not fit.
     """
-    description = read_description(folder, trusted)
+    description = read_description(folder)
     if description.head != head or "model" not in description.contents:
         raise CheckpointError(
             f"{folder}: got head {description.head} and contents {list(description.contents)}, expected head {head} and a "
             "model among the contents; to resume, save with checkpoint.save_contents=[model,optimizer,extra]"
         )
     _require_same_scale(folder, description.adapters, adapters)
-    pickled = description.format == PICKLED_FORMAT
     model = get_model_state_dict(sharded.root, options=sharded.state_options)
-    load(_tensors(model), folder / "model", pickled)
+    load(_tensors(model), folder / "model")
     set_model_state_dict(sharded.root, model, options=sharded.state_options)
     if optimizer is not None:
         optimizer.state.clear()
         saved = folder / "optimizer"
-        in_parts(lambda: _read_optimizer(saved, sharded, optimizer, pickled) if saved.is_dir() else None)
+        in_parts(lambda: _read_optimizer(saved, sharded, optimizer) if saved.is_dir() else None)
         if not saved.is_dir() and description.steps:
             logger.warning("%s holds no optimizer state: AdamW's moments start anew", folder)
             description = replace(description, steps=0)
@@ -212,11 +196,11 @@ def _require_same_scale(folder: Path, saved: Mapping[str, Adapter], own: Mapping
             )
 
 
-def _read_optimizer(folder: Path, sharded: Sharded, optimizer: AdamW, pickled: bool) -> None:
+def _read_optimizer(folder: Path, sharded: Sharded, optimizer: AdamW) -> None:
     """Make the state of the parameters that the optimizer has now; all processes join."""
     state = _optimizer_state(sharded, optimizer)
     try:
-        lacking = load(_tensors(state), folder, pickled, of_optimizer=True)
+        lacking = load(_tensors(state), folder, of_optimizer=True)
     except CheckpointError as error:
         raise CheckpointError(
             f"{error}. Continue with optim.optimizer, optim.master_weights and fsdp_config.model_dtype of the run that saved it, or "
@@ -228,25 +212,23 @@ def _read_optimizer(folder: Path, sharded: Sharded, optimizer: AdamW, pickled: b
             optimizer.state.pop(parameter, None)
 
 
-def require_undamaged(folder: Path, trusted: bool = False) -> None:
+def require_undamaged(folder: Path) -> None:
     """Check all files of a checkpoint against its manifest in this process.
 
     Raises:
         CheckpointError: a file is damaged, missing or not in the manifest; the message names it.
     """
-    if trusted and not (folder / "manifest.json").exists():
-        return  # an earlier version's, without digests
     if faults := damage(folder) or damaged_chunks(folder):
         raise CheckpointError(few(faults))
 
 
-def read_weights(folder: Path, trusted: bool = False) -> dict[str, Tensor]:
+def read_weights(folder: Path) -> dict[str, Tensor]:
     """Return the weights of a checkpoint on the CPU with adapters merged; works in a single process without process group.
 
     Raises:
         CheckpointError: the checkpoint is damaged or holds no model.
     """
-    weights, description = _model(folder, trusted)
+    weights, description = _model(folder)
     if description.quantization is None:
         return dict(merged_weights(weights, description.adapters))
     own = (tensor.dtype for name, tensor in weights.items() if ".lora_" not in name and tensor.is_floating_point())
@@ -254,13 +236,13 @@ def read_weights(folder: Path, trusted: bool = False) -> dict[str, Tensor]:
     return dict(merged_weights(weights, description.adapters, lambda tensor: in_full(tensor, dtype)))
 
 
-def read_adapters(folder: Path, trusted: bool = False) -> tuple[dict[str, Tensor], AdapterKind]:
+def read_adapters(folder: Path) -> tuple[dict[str, Tensor], AdapterKind]:
     """Return the adapters of a checkpoint as `read_weights` does its weights, and their kind.
 
     Raises:
         CheckpointError: the checkpoint is damaged, has no adapters, or has a value head that was trained beside them.
     """
-    weights, description = _model(folder, trusted)
+    weights, description = _model(folder)
     if not description.adapters or description.head != "lm":
         got = "no adapters" if not description.adapters else f"a {description.head} head that was trained beside them"
         raise CheckpointError(f"{folder}: got {got}, expected a policy with adapters; export the merged model")
@@ -273,9 +255,9 @@ def read_adapters(folder: Path, trusted: bool = False) -> tuple[dict[str, Tensor
     return found, AdapterKind(rank, round(alpha, 6), has_dora, adapter.is_rank_stabilised, tuple(experts))
 
 
-def _model(folder: Path, trusted: bool) -> tuple[dict[str, Tensor], Description]:
-    description = read_description(folder, trusted)
+def _model(folder: Path) -> tuple[dict[str, Tensor], Description]:
+    description = read_description(folder)
     if "model" not in description.contents:
         raise CheckpointError(f"{folder}: got contents {list(description.contents)}, expected model among them")
-    require_undamaged(folder, trusted)
-    return load_all(folder / "model", description.format == PICKLED_FORMAT), description
+    require_undamaged(folder)
+    return load_all(folder / "model"), description

@@ -339,12 +339,11 @@ class Engine:
         """Whether `begin_save` reads the state where it is and needs no device memory."""
         return self.sharded.state_dict_shares_storages and "hf_model" not in contents
 
-    def load(self, folder: str | Path, trusted: bool = False) -> None:
+    def load(self, folder: str | Path) -> None:
         """Continue from a checkpoint of any number of processes and either strategy. Raises CheckpointError if it cannot.
 
         Args:
             folder: as `save` wrote it; its digests are not checked.
-            trusted: allow a checkpoint of an earlier version, which can run code.
         """
         self.saves.finish()
         self.sharded.reshard()
@@ -353,7 +352,7 @@ class Engine:
         if self.streaming is not None:
             self.streaming.release()
         own = self.head, self.sharded, self.optimizer, self.adapters
-        description = checkpoint.read(Path(folder), *own, trusted, *([on_host.replace] if on_host else []))
+        description = checkpoint.read(Path(folder), *own, *([on_host.replace] if on_host else []))
         self.updates, self.steps = description.updates, description.steps
         self.to_host(parameters=False)
 

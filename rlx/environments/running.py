@@ -13,11 +13,11 @@ from typing import Any, NamedTuple, Protocol
 from rlx.data.seeding import seed_for
 from rlx.environments.chat import Chat, Gap
 from rlx.environments.conversation import Conversation
+from rlx.environments.garbage import rare_collections
 from rlx.environments.protocol import Failure, Message, Observation, Reset, Turn
 from rlx.errors import ExplainedError, cause_of
 from rlx.heartbeat import beat
 from rlx.rollout.flight import FirstRank, aborting
-from rlx.rollout.process_state import rare_collections
 from rlx.rollout.protocol import Completion, PrefixMemory, Request, Rollout, Sampling
 
 IDLE_WAIT_S = 0.2  # for environments while nothing is sampled; then the process shows that it lives, and waits again

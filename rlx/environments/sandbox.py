@@ -17,7 +17,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -85,14 +84,14 @@ def _command(limits: SandboxLimits) -> list[str]:
     return [sys.executable, "-I", "-u", str(PROGRAM), json.dumps(values)]
 
 
-async def run_python(code: str, limits: SandboxLimits, environment: Mapping[str, str] = SANDBOX_VARIABLES) -> RanCode:
+async def run_python(code: str, limits: SandboxLimits) -> RanCode:
     """Run code to its end or to a limit. Call `check_isolation` once before."""
     process = await asyncio.create_subprocess_exec(
         *_command(limits),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
-        env=dict(environment),
+        env=SANDBOX_VARIABLES,
         start_new_session=True,
     )
     until = time.monotonic() + limits.time_s

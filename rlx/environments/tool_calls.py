@@ -57,17 +57,6 @@ def parse(tool_format: str, text: str, names: Sequence[str]) -> Parsed:
     return Parsed(content.strip(), calls)
 
 
-def format_of(chat_template: str) -> str:
-    """Return the format that a chat template shows to the model; `tags` if it shows none."""
-    marks = {
-        "<function=": "qwen3_coder",
-        "<tool_call>": "hermes",
-        "[TOOL_CALLS]": "mistral",
-        "<|python_tag|>": "llama3_json",
-    }
-    return next((name for mark, name in marks.items() if mark in chat_template), "tags")
-
-
 def hermes(text: str, names: Sequence[str]) -> Parsed:
     """`<tool_call>{"name": "calc", "arguments": {"expression": "3+4"}}</tool_call>`."""
     content, found = _cut(text, "<tool_call>", "</tool_call>")

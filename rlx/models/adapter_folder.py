@@ -51,29 +51,31 @@ class AdapterKind(NamedTuple):
         return cls(config.lora_rank, config.lora_alpha, config.lora.use_dora, config.lora.use_rslora)
 
 
-def write_adapters(folder: Path, weights: Mapping[str, Tensor], kind: AdapterKind, base: str | None = None) -> None:
+def write_adapters(folder: Path, weights: Mapping[str, Tensor], kind: AdapterKind) -> None:
     """Write a folder that peft's `PeftModel.from_pretrained` and vLLM load.
 
     Args:
         folder: exists.
         weights: full tensors by their names in the adapted model, as `rlx.models.lora.adapter_weights` yields them.
         kind: of the adapters.
-        base: folder or hub name of the model below them, for tools that load both.
 
     Raises:
         StorageError: the system refused to write.
     """
     from safetensors.torch import save_file
 
-    write_config(folder, weights, kind, base)
+    write_config(folder, weights, kind)
     tensors = {peft_name(name): tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
     with storing(folder):
         save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
         as_open_as_folder(folder / WEIGHTS)
 
 
-def write_config(folder: Path, weights: Iterable[str], kind: AdapterKind, base: str | None) -> None:
-    """Write the file of such a folder that describes its adapters; arguments and errors as of `write_adapters`."""
+def write_config(folder: Path, weights: Iterable[str], kind: AdapterKind, base: str | None = None) -> None:
+    """Write the file of such a folder that describes its adapters; arguments and errors as of `write_adapters`.
+
+    `base` is the folder or hub name of the model below them, for tools that load both.
+    """
     owners = {name.rpartition(".")[0] for name in kind.experts}
     targets = sorted({layer for name in weights if plain_name(layer := name.rpartition(".lora_")[0]) not in owners})
     settings = {

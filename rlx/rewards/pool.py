@@ -30,7 +30,6 @@ from rlx.rewards.answers import Loaded, to_loaded, to_outcomes
 from rlx.rewards.function import Function, Loadable, Outcome
 from rlx.user_code import UserCodeError
 
-"""Longest import of a function's file [s]."""
 SLACK_S = 1.0
 """Longer than FLUSH_S and than the delay of a message on a busy machine [s]."""
 MESSAGES_PER_PROCESS = 4

@@ -1,7 +1,6 @@
 """Restore the process state that vLLM changes, so that it can run in the process that trains."""
 
 import contextlib
-import gc
 import os
 import random
 from collections.abc import Iterator
@@ -9,8 +8,6 @@ from typing import Any
 
 import numpy
 import torch
-
-YOUNG_OBJECTS = 50_000
 
 
 @contextlib.contextmanager
@@ -53,21 +50,6 @@ def own_random_state(seed: int | None = None, with_numpy: bool = True) -> Iterat
     finally:
         if numpy_state is not None:
             numpy.random.set_state(numpy_state)
-
-
-@contextlib.contextmanager
-def rare_collections() -> Iterator[None]:
-    """Let Python look for garbage in cycles rarely: after 50,000 new objects in place of 700.
-
-    A look reads all lists that are new, of which conversations have many with thousands of tokens, and finds nothing. It took a
-    third of the time in which vLLM takes a request with a prompt of 800 tokens.
-    """
-    first, *others = gc.get_threshold()
-    gc.set_threshold(max(first, YOUNG_OBJECTS) if first else 0, *others)  # 0 means never
-    try:
-        yield
-    finally:
-        gc.set_threshold(first, *others)
 
 
 class OwnRandomState:

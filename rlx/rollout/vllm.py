@@ -343,10 +343,10 @@ def require_memory(memory: DeviceMemory, utilization: float) -> None:
         )
 
 
-def refuse_expandable_segments(environment: Mapping[str, str] = os.environ) -> None:
+def refuse_expandable_segments() -> None:
     """Raise ValueError if torch's allocator is in a mode in which vLLM cannot sleep."""
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
-        if "expandable_segments:true" in environment.get(name, "").lower().replace(" ", ""):
+        if "expandable_segments:true" in os.environ.get(name, "").lower().replace(" ", ""):
             raise ValueError(
                 f"{name}: got expandable_segments, with which vLLM's sleep mode does not work; unset it, or set "
                 "actor_rollout_ref.rollout.free_cache_engine=False"

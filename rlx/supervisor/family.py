@@ -4,7 +4,6 @@ import contextlib
 import ctypes
 import os
 import re
-import signal
 import sys
 import time
 from pathlib import Path
@@ -13,7 +12,7 @@ import psutil
 
 from rlx.scratch import remove_scratch
 
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
+PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 SHARED_MEMORY = re.compile(r"(/dev/shm/\S+)$", re.MULTILINE)
 END_S = 20.0  # a process in the middle of device I/O outlives SIGKILL for a while
 
@@ -22,14 +21,6 @@ def adopt_orphans() -> None:
     """Let the system make this process the parent of descendants whose own parent ends."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
-
-
-def end_with(parent: int) -> None:
-    """Let the system kill this process when `parent`, which started it, ends."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:
-            os._exit(0)
 
 
 def reap_orphans(child: int) -> None:

@@ -14,7 +14,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from rlx.processes.child import end_with
 from rlx.program import program
+from rlx.step_folders import steps_in
 from rlx.supervisor import family, link
 
 
@@ -83,7 +85,7 @@ class Driver:
             env={**os.environ, **own, **({link.FOLDER: folder} if folder else {})},
             pass_fds=[inherited],
             process_group=0,  # the terminal sends Ctrl-C to the supervisor alone, which passes it on
-            preexec_fn=lambda: family.end_with(keeper),
+            preexec_fn=lambda: end_with(keeper),
         )
         os.close(inherited)
         self.pid = self._process.pid
@@ -294,21 +296,17 @@ def what_is_left(overrides: Sequence[str], folder: str | None, step: int) -> str
         folder: of the run.
         step: the one that had begun; 0: none.
     """
-    found = Path(folder, "checkpoints").glob("global_step_*") if folder else []
-    saved = max((path for path in found if path.name[12:].isdecimal()), key=_step_of, default=None)
-    finished = max(step - 1 - (_step_of(saved) if saved else 0), 0)
+    saved = steps_in(Path(folder, "checkpoints")) if folder else {}
+    newest = max(saved, default=0)
+    finished = max(step - 1 - newest, 0)
     lost = f"; finished steps that are lost: {finished}" if finished else ""
-    if saved is None:
+    if not saved:
         is_set = any(each.startswith("trainer.save_") for each in overrides)
         return f"ended without a checkpoint{lost}{'' if is_set else HINT}" if step else None
     given = [each for each in overrides if not each.startswith("trainer.resume_")]
-    where = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={saved}"]
+    where = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={saved[newest]}"]
     again = f"{program('train')} {shlex.join([*given, *where])}"
-    return f"ended; newest checkpoint: step {_step_of(saved)}{lost}; to continue from it: {again}"
-
-
-def _step_of(checkpoint: Path) -> int:
-    return int(checkpoint.name.removeprefix("global_step_"))
+    return f"ended; newest checkpoint: step {newest}{lost}; to continue from it: {again}"
 
 
 def _where(end: End) -> str:

@@ -6,8 +6,6 @@
         driver.json                    the driver's state
         manifest.json                  digests of driver.json and of the roles' manifests, written last
     checkpoints/superseded/            checkpoints of later steps than one that the run was resumed from
-
-A checkpoint of an earlier version has driver.json but no manifest, and its tensors are pickles.
 """
 
 import contextlib
@@ -33,8 +31,8 @@ from rlx.config.check.folders import is_url, runs_folder
 from rlx.config.schema import PPOConfig, TrainerConfig
 from rlx.config.schema.roles import trained_roles
 from rlx.errors import ExplainedError, storing
+from rlx.step_folders import step_of, steps_in
 
-STEP_FOLDER = re.compile(r"global_step_(\d+)")
 RUN_FOLDER = re.compile(r"(\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d)(?:_(\d+))?")
 SUPERSEDED = "superseded"
 
@@ -64,29 +62,23 @@ class Choice(NamedTuple):
 
 
 def is_finished(checkpoint: Path) -> bool:
-    """Whether the folder was written to its end, now or by an earlier version. `refusal_of` tells whether it still is whole."""
+    """Whether the folder was written to its end, even if its manifest is lost. `refusal_of` tells whether it still is whole."""
     return (checkpoint / MANIFEST).is_file() or (checkpoint / "driver.json").is_file()
 
 
-def is_pickled(checkpoint: Path) -> bool:
-    """Whether an earlier version wrote it."""
-    return (checkpoint / "driver.json").is_file() and not any(checkpoint.glob(f"**/{MANIFEST}"))
-
-
-def step_of(checkpoint: Path) -> int:
-    """Return N of global_step_N."""
-    match = STEP_FOLDER.fullmatch(checkpoint.name)
-    if match is None:
+def require_step(checkpoint: Path) -> int:
+    """Return N of global_step_N. Raises ResumeError for another name."""
+    step = step_of(checkpoint)
+    if step is None:
         raise ResumeError(
             f"got {checkpoint}, expected a folder named global_step_N, in the checkpoints folder of a run"
         )
-    return int(match[1])
+    return step
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
     """Return the finished checkpoints of a folder, the oldest step first."""
-    found = [c for c in folder.glob("global_step_*") if STEP_FOLDER.fullmatch(c.name) and is_finished(c)]
-    return sorted(found, key=step_of)
+    return [checkpoint for checkpoint in steps_in(folder).values() if is_finished(checkpoint)]
 
 
 class Refusal(NamedTuple):
@@ -96,22 +88,10 @@ class Refusal(NamedTuple):
     may_be_whole: bool = False
 
 
-def refusal_of(checkpoint: Path, trusted: bool) -> Refusal:
-    """Return why a finished checkpoint cannot be used, as far as names, sizes and small files show it; takes milliseconds.
-
-    Args:
-        checkpoint: the folder.
-        trusted: whether one of an earlier version may be read.
-    """
-    pickled = is_pickled(checkpoint)
-    if pickled and not trusted:
-        text = (
-            f"{checkpoint}: is of an earlier version, whose tensors are pickles; reading them runs the code that they hold. If you "
-            "trust whoever could write to this folder, set trainer.trust_checkpoint=True"
-        )
-        return Refusal([text], may_be_whole=True)
+def refusal_of(checkpoint: Path) -> Refusal:
+    """Return why a finished checkpoint cannot be used, as far as names, sizes and small files show it; takes milliseconds."""
     try:
-        if not pickled and (faults := damage(checkpoint)):
+        if faults := damage(checkpoint):
             return Refusal(faults)
         read_driver_state(checkpoint)
     except CheckpointError as error:
@@ -121,21 +101,20 @@ def refusal_of(checkpoint: Path, trusted: bool) -> Refusal:
     return Refusal([])
 
 
-def newest_whole(folder: Path, trusted: bool = False, before: int | None = None) -> Choice:
+def newest_whole(folder: Path, before: int | None = None) -> Choice:
     """Return the checkpoint of the latest step without faults, or None if there is none or all are damaged.
 
     Args:
         folder: the checkpoints of one run.
-        trusted: see `refusal_of`.
         before: only checkpoints of earlier steps than this.
 
     Raises:
-        ResumeError: none can be used, but not because all are damaged: another setting or version could read one.
+        ResumeError: none can be used, but not because all are damaged: another version could read one, or the system refused.
     """
     passed_over, may_be_whole = [], False
     for checkpoint in reversed(checkpoints_in(folder)):
-        if before is None or step_of(checkpoint) < before:
-            refusal = refusal_of(checkpoint, trusted)
+        if before is None or require_step(checkpoint) < before:
+            refusal = refusal_of(checkpoint)
             if not refusal.faults:
                 return Choice(checkpoint, passed_over)
             passed_over.append(f"passed over {checkpoint.name}: {few(refusal.faults)}")
@@ -152,21 +131,19 @@ def starting_checkpoint(config: PPOConfig) -> Choice:
     all of them are damaged, training begins anew in another folder: nobody may be there to decide, and nothing is lost by it.
 
     Raises:
-        ResumeError: resume_from_path is no whole checkpoint; or none of the newest run can be used, but another setting or version
-            could use one, or trainer.val_only asks for one.
+        ResumeError: resume_from_path is no whole checkpoint; or none of the newest run can be used, but another version could
+            use one or the system refused, or trainer.val_only asks for one.
     """
     trainer = config.trainer
     if trainer.resume_mode == "disable":
         return Choice(None, [])
     if trainer.resume_mode == "resume_path":
-        return Choice(
-            _named(Path(trainer.resume_from_path or "").expanduser().absolute(), trainer.trust_checkpoint), []
-        )
+        return Choice(_named(Path(trainer.resume_from_path or "").expanduser().absolute()), [])
     runs = [run for run in runs_folder(config).glob("*/checkpoints") if checkpoints_in(run)]
     if not runs:
         return Choice(None, [])
     newest = max(runs, key=lambda folder: order_of(folder.parent.name))
-    choice = newest_whole(newest, trainer.trust_checkpoint)
+    choice = newest_whole(newest)
     if choice.checkpoint is None and trainer.val_only:
         raise none_is_whole(newest, choice.passed_over)
     return choice
@@ -180,14 +157,14 @@ def none_is_whole(folder: Path, passed_over: Iterable[str]) -> ResumeError:
     )
 
 
-def _named(path: Path, trusted: bool) -> Path:
-    step_of(path)
+def _named(path: Path) -> Path:
+    require_step(path)
     if not is_finished(path):
         raise ResumeError(
             f"trainer.resume_from_path={path}: got a folder without {MANIFEST}, expected a finished checkpoint; "
             f"finished ones there: {[c.name for c in checkpoints_in(path.parent)]}"
         )
-    if faults := refusal_of(path, trusted).faults:
+    if faults := refusal_of(path).faults:
         raise ResumeError(f"trainer.resume_from_path={path} cannot be used: {few(faults)}")
     return path
 
@@ -269,8 +246,8 @@ def read_driver_state(checkpoint: Path) -> DriverState:
         raise CheckpointError(
             f"{path}: got a value of another type for {', '.join(wrong)}, expected those of rlx's driver"
         )
-    if found["step"] != step_of(checkpoint):
-        raise CheckpointError(f"{path}: got the state of step {found['step']}, expected {step_of(checkpoint)}")
+    if found["step"] != (step := require_step(checkpoint)):
+        raise CheckpointError(f"{path}: got the state of step {found['step']}, expected {step}")
     return DriverState(**found)
 
 
@@ -294,7 +271,7 @@ def nothing_to_train(step: int, last_step: int, trainer: TrainerConfig) -> str:
 
 def set_aside_later(folder: Path, step: int) -> list[str]:
     """Move checkpoints of later steps than `step` to `superseded/`, because the run repeats these steps; return their names."""
-    later = [c for c in folder.glob("global_step_*") if STEP_FOLDER.fullmatch(c.name) and step_of(c) > step]
+    later = [checkpoint for of, checkpoint in steps_in(folder).items() if of > step]
     aside = folder / SUPERSEDED
     with storing(folder):
         for checkpoint in later:
@@ -308,7 +285,7 @@ def keep_newest(folder: Path, role: str, keep: int | None) -> None:
     """Remove the role's part of all but its newest `keep` checkpoints, and folders left without parts; None keeps all."""
     if keep is None:
         return
-    holders = sorted((c for c in folder.glob("global_step_*") if (c / role).is_dir()), key=step_of)
+    holders = [checkpoint for checkpoint in steps_in(folder).values() if (checkpoint / role).is_dir()]
     for old in holders[:-keep]:
         # The marks go first, so that a crash in between leaves no checkpoint that looks complete.
         for mark in (MANIFEST, "driver.json"):

@@ -31,8 +31,8 @@ def check_data(config: PPOConfig, broken: frozenset[str]) -> tuple[Fault, ...]:
     Another fault names the data sources of first rows that no reward function scores, also if the run would drop such a row because
     it is too long.
 
-    A rule of the configuration reports files that are missing or of an unknown kind; here they are no fault. Keys that could not be read, `broken`, are not
-    judged. Nor is a dataset class of the user's own.
+    Files that are missing or of an unknown kind are reported by a rule of the configuration and skipped here. Keys that could not be
+    read, `broken`, are not judged. Nor is a dataset class of the user's own.
     """
     return () if config.data.custom_cls.path is not None else tuple(_faults(config, broken))
 

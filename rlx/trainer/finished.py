@@ -8,7 +8,7 @@ from rlx.config.schema import PPOConfig
 from rlx.config.schema.roles import prompts_at_once
 from rlx.errors import ExplainedError
 from rlx.supervisor import link
-from rlx.trainer.checkpoints import nothing_to_train, starting_checkpoint, step_of
+from rlx.trainer.checkpoints import nothing_to_train, require_step, starting_checkpoint
 from rlx.trainer.data_check import training_rows
 
 
@@ -35,9 +35,9 @@ def finished(config: PPOConfig) -> Finished | None:
     except (ExplainedError, OSError):
         return None
     last_step = trainer.total_training_steps or _most_steps(config)
-    if checkpoint is None or last_step is None or step_of(checkpoint) < last_step:
+    if checkpoint is None or last_step is None or require_step(checkpoint) < last_step:
         return None
-    text = f"{nothing_to_train(step_of(checkpoint), last_step, trainer)} ({checkpoint})"
+    text = f"{nothing_to_train(require_step(checkpoint), last_step, trainer)} ({checkpoint})"
     return Finished(checkpoint.parent.parent, text)
 
 

@@ -25,12 +25,12 @@ from rlx.trainer.checkpoints import (
     DriverState,
     nothing_to_train,
     read_driver_state,
+    require_step,
     set_aside_later,
-    step_of,
 )
 from rlx.trainer.failures import FailedConversations
 from rlx.trainer.progress import Progress
-from rlx.trainer.saver import Saver
+from rlx.trainer.saver import Saver, due
 from rlx.trainer.tracking import Tracker
 
 Metrics = dict[str, float]
@@ -43,11 +43,6 @@ def kl_controller(config: PPOConfig) -> KLController:
     """Return the controller of the KL's weight in the reward."""
     control = config.algorithm.kl_ctrl
     return KLController(control.kl_coef, control.target_kl if control.type == "adaptive" else None, control.horizon)
-
-
-def due(frequency: int, step: int, last: int) -> bool:
-    """Whether an action is due that runs every `frequency` steps and after the last one; -1 means never."""
-    return frequency > 0 and (step % frequency == 0 or step == last)
 
 
 class Trainer:
@@ -137,7 +132,8 @@ class Trainer:
     def step(self, step: int) -> Metrics:
         """Generate samples for a batch of prompts, take the optimizer steps on them, and return the step's metrics."""
         phase, config = self.progress.phase, self.config
-        epoch, (batch, scores), drawn = self.sampler.epoch, *self.samples(step)
+        epoch = self.sampler.epoch
+        (batch, scores), drawn = self.samples(step)
         if config.trainer.rollout_data_dir:
             validation.dump(validation.generations(batch, scores), Path(config.trainer.rollout_data_dir), step)
         batch = branches.all_rows(batch)
@@ -360,11 +356,9 @@ class Trainer:
         whole, passed_over = self.saver.undamaged(checkpoint, falls_back)
         for line in passed_over:
             self.progress.notice(line)
-        self.tracker.rewind(-1 if whole is None else step_of(whole))
-        later = (
-            [] if self.config.trainer.val_only else set_aside_later(checkpoint.parent, step_of(whole) if whole else 0)
-        )
-        if later:
+        step = require_step(whole) if whole else 0
+        self.tracker.rewind(step if whole else -1)
+        if not self.config.trainer.val_only and (later := set_aside_later(checkpoint.parent, step)):
             self.progress.notice(
                 f"checkpoints of later steps are now in {checkpoint.parent / SUPERSEDED}: {', '.join(later)}"
             )
@@ -373,7 +367,7 @@ class Trainer:
             return
         state = read_driver_state(whole)
         for role in trained_roles(self.config):
-            self.workers.broadcast(role.name, "load", str(whole / role.name), self.config.trainer.trust_checkpoint)
+            self.workers.broadcast(role.name, "load", str(whole / role.name))
         self.sampler.load_state_dict(state.sampler)
         self.kl_controller.load_state_dict(state.kl_controller)
         self.finished_steps, self.seed = state.step, state.seed

@@ -25,6 +25,7 @@ from rich.text import Text
 
 from rlx.errors import wrapped
 from rlx.program import program
+from rlx.step_folders import steps_in
 from rlx.trainer.step_table import ONLY_WITH, MemoryTable, StepTable
 from rlx.trainer.tracking import METRICS_FILE
 
@@ -62,13 +63,10 @@ def printable(text: str, encoding: str) -> str:
 
 def next_commands(folder: Path) -> list[str]:
     """Return the commands that one may want after a run, each with a comment."""
-    found = [path for path in folder.glob("checkpoints/global_step_*") if path.name[12:].isdecimal()]
-    saved = sorted(found, key=lambda path: int(path.name[12:]))
-    lines = (
-        [f"{program('export')} {shlex.quote(str(saved[-1]))} my-model   # the policy as a Hugging Face folder"]
-        if saved
-        else []
-    )
+    lines = [
+        f"{program('export')} {shlex.quote(str(saved))} my-model   # the policy as a Hugging Face folder"
+        for saved in [*steps_in(folder / "checkpoints").values()][-1:]
+    ]
     if (folder / "transcripts").exists():
         lines.append(f"{program('view')} {shlex.quote(str(folder))}   # the samples, as a page for a browser")
     if (folder / "tensorboard").exists():

@@ -12,7 +12,8 @@ from rlx.checkpoint.manifest import MANIFEST
 from rlx.checkpoint.remote import RemoteFolder
 from rlx.config.check.folders import is_url, runs_folder
 from rlx.config.schema import PPOConfig
-from rlx.trainer.checkpoints import STEP_FOLDER, is_finished, order_of, refusal_of, step_of
+from rlx.step_folders import step_of, steps_in
+from rlx.trainer.checkpoints import is_finished, order_of, refusal_of, require_step
 
 
 class RemoteRun:
@@ -87,7 +88,7 @@ def fetch_named(config: PPOConfig, url: str) -> Path:
     """
     runs_url, run, _, name = url.rstrip("/").rsplit("/", 3)
     local = runs_folder(config) / run / "checkpoints" / name
-    step_of(local)
+    require_step(local)
     remote = RemoteFolder(runs_url)
     if not is_finished(local):
         remote.download(f"{run}/checkpoints/{name}", local)
@@ -99,21 +100,20 @@ def fetch_newest(config: PPOConfig, url: str) -> None:
     """Download the newest checkpoint of the newest run, and older ones while it is damaged, unless local ones are as new."""
     remote, base = RemoteFolder(url), runs_folder(config)
     found = {
-        run: [name for name in remote.names(f"{run}/checkpoints") if STEP_FOLDER.fullmatch(name)]
+        run: [name for name in remote.names(f"{run}/checkpoints") if step_of(Path(name)) is not None]
         for run in remote.names()
     }
     run = max((run for run, names in found.items() if names), key=order_of, default=None)
     if run is None or any(
-        order_of(folder.name) > order_of(run) and any(folder.glob("checkpoints/global_step_*"))
-        for folder in base.glob("*")
+        order_of(folder.name) > order_of(run) and steps_in(folder / "checkpoints") for folder in base.glob("*")
     ):
         return
-    for name in sorted(found[run], key=lambda name: step_of(Path(name)), reverse=True):
+    for name in sorted(found[run], key=lambda name: require_step(Path(name)), reverse=True):
         local = base / run / "checkpoints" / name
         if not is_finished(local) and remote.has(f"{run}/checkpoints/{name}/{MANIFEST}"):
             remote.download(f"{run}/checkpoints/{name}", local)
             _fetch_files(remote, run, base / run)
-        if is_finished(local) and not refusal_of(local, config.trainer.trust_checkpoint).faults:
+        if is_finished(local) and not refusal_of(local).faults:
             return
 
 

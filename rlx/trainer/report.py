@@ -29,13 +29,13 @@ Series = tuple[list[int], list[float]]
 Metrics = Mapping[int, Mapping[str, float]]
 
 
-def write_report(metrics_jsonl: Path, out_png: Path, title: str | None = None) -> Path:
+def write_report(metrics_jsonl: Path, out_png: Path) -> Path:
     """Draw the picture of a run and return `out_png`, which is replaced if it exists. Panels without numbers say so.
 
-    The title is by default the last two parts of the run's folder. Raises TrackingError if a line of the file is no metrics.
+    The title is the last two parts of the run's folder. Raises TrackingError if a line of the file is no metrics.
     """
     metrics = read_metrics(metrics_jsonl)
-    title = title or " / ".join(metrics_jsonl.resolve().parent.parts[-2:])
+    title = " / ".join(metrics_jsonl.resolve().parent.parts[-2:])
     figure = Figure(figsize=(13.5, 7.6), facecolor="white")
     FigureCanvasAgg(figure)
     grid = figure.add_gridspec(2, 3, left=0.05, right=0.955, top=0.84, bottom=0.075, hspace=0.38, wspace=0.3)

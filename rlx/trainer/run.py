@@ -1,6 +1,5 @@
 """One run from a checked configuration to its report; `rlx.trainer.launch` calls it when Ray and the processes have started."""
 
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,8 +12,8 @@ from rlx.errors import storing
 from rlx.program import program
 from rlx.supervisor import link
 from rlx.supervisor.stopping import Stopping
-from rlx.trainer.checkpoints import SUPERSEDED, newest_whole, read_driver_state, run_folder, set_aside_later
-from rlx.trainer.kept_settings import changes, keep, longer
+from rlx.trainer.checkpoints import SUPERSEDED, newest_whole, require_step, run_folder, set_aside_later
+from rlx.trainer.kept_settings import ChangedKey, changes, keep, longer
 from rlx.trainer.loop import Trainer
 from rlx.trainer.progress import Progress
 from rlx.trainer.run_lock import RunLock
@@ -41,24 +40,108 @@ def run(config: PPOConfig, yaml: str, workers: WorkerGroup) -> Path:
     # `prepare` finds mistakes in the command. It comes before the warm start and the folder, so that a mistake costs no time
     # and leaves no folder.
     prepared = prepare(config, yaml)
-    with prepared.rewards, prepared.lock or nullcontext():
-        return _run(with_steps(with_models(config), prepared.sampler), yaml, prepared, workers)
+    with prepared.held:
+        config = with_steps(with_models(config), prepared.sampler)
+        folder = _folder_of(config, prepared.checkpoint)
+        console, verbose = "console" in config.trainer.logger, config.trainer.verbose
+        progress = Progress(config.trainer.total_training_steps or 0, console, verbose=verbose)
+        _tell_beginning(config, yaml, prepared, folder, progress)
+        trainer = _train(config, yaml, prepared, folder, progress, workers)
+        picture = _picture(folder, progress)
+        progress.summary(trainer.first_validation, trainer.last_validation, folder, picture, link.restarts())
+    return folder
+
+
+def _folder_to_continue(config: PPOConfig) -> Path | None:
+    """Return the folder of a restarted run. A validation alone writes no checkpoint, so its restart begins as it did."""
+    folder = link.folder_to_continue()
+    return None if folder is None or config.trainer.val_only else Path(folder)
 
 
 def continued(config: PPOConfig) -> PPOConfig:
     """Return the configuration of a restart: resume from the run's newest whole checkpoint, or begin anew without any.
 
-    A validation alone writes no checkpoint, so its restart begins as it did.
-
     Raises:
         ResumeError: none can be used, but not because all are damaged.
     """
-    folder = link.folder_to_continue()
-    if folder is None or config.trainer.val_only:
+    folder = _folder_to_continue(config)
+    if folder is None:
         return config
-    saved = newest_whole(Path(folder) / "checkpoints", config.trainer.trust_checkpoint).checkpoint
+    saved = newest_whole(folder / "checkpoints").checkpoint
     resume = {"resume_mode": "resume_path", "resume_from_path": str(saved)} if saved else {"resume_mode": "disable"}
     return replace(config, trainer=replace(config.trainer, **resume))
+
+
+def _folder_of(config: PPOConfig, checkpoint: Path | None) -> Path:
+    """Return the folder of the run; a restarted run stays in its own, also without a checkpoint."""
+    if checkpoint is not None:
+        return run_folder(config, checkpoint)
+    folder = _folder_to_continue(config) or run_folder(config, None)
+    link.tell(folder=str(folder))
+    return folder
+
+
+def _tell_beginning(config: PPOConfig, yaml: str, prepared: Prepared, folder: Path, progress: Progress) -> None:
+    """Tell how the run begins; keep the settings of one that begins anew, and set its damaged checkpoints aside."""
+    for notice in prepared.notices(config):
+        progress.notice(notice)
+    progress.remark(f"run {progress.near(folder)}")
+    if prepared.checkpoint is not None:
+        progress.remark(f"resuming from step {require_step(prepared.checkpoint)}: {prepared.checkpoint}")
+    else:
+        for notice in (*_set_aside_damaged(folder), *keep(folder, yaml, 0, changes(folder, 0, yaml))):
+            progress.notice(notice)
+        if config.trainer.resume_mode == "auto":
+            progress.remark(f"no checkpoint to resume from in {folder.parent}: a new run")
+    if "console" in config.trainer.logger:
+        policy = config.actor_rollout_ref
+        vllm = "; then vLLM starts" if policy.rollout.name == "vllm" else ""
+        progress.remark(f"loading {', '.join(roles_of(config))} from {policy.model.path}{vllm}")
+        if not saves(config) and not config.trainer.val_only:
+            progress.remark(NOT_SAVED)
+
+
+def _train(
+    config: PPOConfig, yaml: str, prepared: Prepared, folder: Path, progress: Progress, workers: WorkerGroup
+) -> Trainer:
+    """Build the workers, resume if there is a checkpoint, and train to the end; return the trainer."""
+    checkpoint = prepared.checkpoint
+    lock = prepared.lock or prepared.held.enter_context(RunLock(folder))
+    names = config.trainer.project_name, config.trainer.experiment_name
+    rows: tuple[int | None, str] = (require_step(checkpoint) if checkpoint else -1, METRICS_FILE)
+    if checkpoint is not None and config.trainer.val_only:
+        rows = (None, VAL_ONLY_FILE)  # the run's own rows stay
+    with (
+        progress,
+        Tracker(config.trainer.logger, folder, yaml, *names, *rows, lock.check, progress.notice) as tracker,
+        workers.build(config, roles_of(config)),
+    ):
+        if "console" in config.trainer.logger and (started := _long_start(workers)):
+            progress.remark(started)
+        data = prepared.train, prepared.sampler, prepared.val
+        trainer = Trainer(config, workers, prepared.tokenizer, *data, prepared.rewards, folder, progress, tracker)
+        if checkpoint is not None:
+            _resume(config, yaml, prepared.changed, checkpoint, trainer)
+        with Stopping(config.trainer.save_on_sigterm_s) as stopping:
+            link.tell(grace_s=config.trainer.save_on_sigterm_s + ENDING_S)
+            trainer.fit(stopping)
+    return trainer
+
+
+def _resume(config: PPOConfig, yaml: str, changed: list[ChangedKey], checkpoint: Path, trainer: Trainer) -> None:
+    """Load a checkpoint, keep the settings that changed since, and tell of them."""
+    is_restart = _folder_to_continue(config) is not None
+    trainer.load(checkpoint, falls_back=config.trainer.resume_mode == "auto" or is_restart)
+    # Only now are later checkpoints set aside; a restart before this begins as this driver did.
+    link.tell(folder=str(trainer.folder))
+    if config.trainer.val_only:
+        return  # the run's own settings stay
+    if (found := trainer.finished_steps) != require_step(checkpoint):  # it fell back
+        changed = changes(trainer.folder, found, yaml)
+    for notice in keep(trainer.folder, yaml, found, changed):
+        trainer.progress.notice(notice)
+    for remark in longer(changed, yaml).values():
+        trainer.progress.remark(remark)
 
 
 def _long_start(workers: WorkerGroup) -> str:
@@ -68,63 +151,6 @@ def _long_start(workers: WorkerGroup) -> str:
     if sum(seconds.values()) < LONG_START_S:
         return ""
     return f"ready: {', '.join(f'{name} in {taken:.1f} s' for name, taken in seconds.items())}"
-
-
-def _run(config: PPOConfig, yaml: str, prepared: Prepared, workers: WorkerGroup) -> Path:
-    checkpoint, lock, changed, tokenizer, train, val, sampler, rewards, _ = prepared
-    # A restarted run stays in its folder, also without a checkpoint.
-    own = None if config.trainer.val_only else link.folder_to_continue()
-    folder = Path(own) if own and checkpoint is None else run_folder(config, checkpoint)
-    if checkpoint is None:
-        link.tell(folder=str(folder))
-    step = read_driver_state(checkpoint).step if checkpoint else 0
-    only_validates = checkpoint is not None and config.trainer.val_only  # then the run's own rows and settings stay
-    console, verbose = "console" in config.trainer.logger, config.trainer.verbose
-    progress = Progress(config.trainer.total_training_steps or 0, console, verbose=verbose)
-    for notice in prepared.notices(config):
-        progress.notice(notice)
-    progress.remark(f"run {progress.near(folder)}")
-    if checkpoint is not None:
-        progress.remark(f"resuming from step {step}: {checkpoint}")
-    else:
-        for notice in (*_set_aside_damaged(folder, config), *keep(folder, yaml, 0, changes(folder, 0, yaml))):
-            progress.notice(notice)
-        if config.trainer.resume_mode == "auto":
-            progress.remark(f"no checkpoint to resume from in {folder.parent}: a new run")
-    names = config.trainer.project_name, config.trainer.experiment_name
-    if console:
-        policy = config.actor_rollout_ref
-        vllm = "; then vLLM starts" if policy.rollout.name == "vllm" else ""
-        progress.remark(f"loading {', '.join(roles_of(config))} from {policy.model.path}{vllm}")
-        if not saves(config) and not config.trainer.val_only:
-            progress.remark(NOT_SAVED)
-    rows = (None, VAL_ONLY_FILE) if only_validates else (step if checkpoint else -1, METRICS_FILE)
-    with (
-        lock or RunLock(folder) as lock,
-        progress,
-        Tracker(config.trainer.logger, folder, yaml, *names, *rows, lock.check, progress.notice) as tracker,
-        workers.build(config, roles_of(config)),
-    ):
-        if console and (started := _long_start(workers)):
-            progress.remark(started)
-        trainer = Trainer(config, workers, tokenizer, train, sampler, val, rewards, folder, progress, tracker)
-        if checkpoint is not None:
-            trainer.load(checkpoint, falls_back=config.trainer.resume_mode == "auto" or own is not None)
-            # Only now are later checkpoints set aside; a restart before this begins as this driver did.
-            link.tell(folder=str(folder))
-            if not only_validates:
-                if (found := trainer.finished_steps) != step:  # it fell back
-                    changed = changes(folder, found, yaml)
-                for notice in keep(folder, yaml, found, changed):
-                    progress.notice(notice)
-                for remark in longer(changed, yaml).values():
-                    progress.remark(remark)
-        with Stopping(config.trainer.save_on_sigterm_s) as stopping:
-            link.tell(grace_s=config.trainer.save_on_sigterm_s + ENDING_S)
-            trainer.fit(stopping)
-    picture = _picture(folder, progress)
-    progress.summary(trainer.first_validation, trainer.last_validation, folder, picture, link.restarts())
-    return folder
 
 
 def _picture(folder: Path, progress: Progress) -> Path | None:
@@ -141,10 +167,10 @@ def _picture(folder: Path, progress: Progress) -> Path | None:
         return None
 
 
-def _set_aside_damaged(folder: Path, config: PPOConfig) -> list[str]:
+def _set_aside_damaged(folder: Path) -> list[str]:
     """Set the checkpoints of a restarted run aside, all of which are damaged; return what to tell the user."""
     checkpoints = folder / "checkpoints"
-    whole, passed_over = newest_whole(checkpoints, config.trainer.trust_checkpoint)
+    whole, passed_over = newest_whole(checkpoints)
     if whole is not None:
         raise OSError(f"{whole}: is whole now, but could not be read when this run began; start it again")
     set_aside_later(checkpoints, 0)

@@ -17,17 +17,21 @@ from rlx.trainer.checkpoints import (
     ResumeError,
     checkpoints_in,
     is_finished,
-    is_pickled,
     keep_newest,
     newest_whole,
     none_is_whole,
     require_parts,
-    step_of,
+    require_step,
     write_driver_state,
 )
 from rlx.trainer.remote_runs import RemoteRun
 
 POLL_S = 0.05
+
+
+def due(frequency: int, step: int, last: int) -> bool:
+    """Whether an action is due that runs every `frequency` steps and after the last one; -1 means never."""
+    return frequency > 0 and (step % frequency == 0 or step == last)
 
 
 class Saver:
@@ -73,7 +77,7 @@ class Saver:
             if not falls_back:
                 raise ResumeError(f"{checkpoint} cannot be used: {few(damage)}")
             passed_over.append(f"passed over {checkpoint.name}: {few(damage)}")
-            older = newest_whole(checkpoint.parent, trainer.trust_checkpoint, before=step_of(checkpoint))
+            older = newest_whole(checkpoint.parent, before=require_step(checkpoint))
             passed_over += older.passed_over
             if older.checkpoint is None:
                 if trainer.val_only:
@@ -84,8 +88,6 @@ class Saver:
         return checkpoint, passed_over
 
     def _damage_of(self, checkpoint: Path) -> list[str]:
-        if is_pickled(checkpoint):
-            return []  # it has no digests
         found = self._workers.broadcast("process", "damage", str(checkpoint))
         return sorted({fault for each in found for fault in each})
 
@@ -95,7 +97,7 @@ class Saver:
         minutes = trainer.save_every_minutes
         if minutes is not None and (self._clock() - self._last_s >= 60 * minutes or step == last):
             return True
-        return trainer.save_freq > 0 and (step % trainer.save_freq == 0 or step == last)
+        return due(trainer.save_freq, step, last)
 
     def begin(self, state: DriverState, in_background: bool | None = None) -> None:
         """Start a save. The workers return when their state may change again, at the latest when it is on the disk.

@@ -28,7 +28,7 @@ from rlx.models.preflight import faults_of
 from rlx.models.tiny import make_tiny_tokenizer
 from rlx.rewards.conversations import Conversations
 from rlx.rewards.manager import RewardManager, RewardModel
-from rlx.trainer.checkpoints import Choice, read_driver_state, require_parts, starting_checkpoint, step_of
+from rlx.trainer.checkpoints import Choice, read_driver_state, require_parts, require_step, starting_checkpoint
 from rlx.trainer.kept_settings import ChangedKey, changes
 from rlx.trainer.remote_runs import fetch
 from rlx.trainer.run_lock import RunLock
@@ -50,13 +50,14 @@ class Prepared(NamedTuple):
 
     Args:
         checkpoint: the run continues from it; None: it starts anew.
-        lock: holds the folder of a resumed run; a context.
+        lock: holds the folder of a resumed run.
         changed: other values of keys than the run had before.
         tokenizer: of the policy.
         train, val: the prompts.
         sampler: chooses the next prompts of `train`.
-        rewards: scores responses; a context.
+        rewards: scores responses.
         passed_over: newer checkpoints that cannot be used, each with the reason.
+        held: ends `lock` and `rewards`; a context.
     """
 
     checkpoint: Path | None
@@ -68,6 +69,7 @@ class Prepared(NamedTuple):
     sampler: PromptSampler
     rewards: RewardManager
     passed_over: list[str]
+    held: ExitStack
 
     def notices(self, config: PPOConfig) -> list[str]:
         """Return notices about checkpoints passed over, dropped or cut prompts, and reward functions that no prompt uses."""
@@ -141,9 +143,9 @@ def prepare(config: PPOConfig, yaml: str = "") -> Prepared:
             until_it_fails.enter_context(rewards)
             trial(rewards.check_sources, () if only_environment_scores(config) else _sources(train, val) or ())
         trial.end()
-        until_it_fails.pop_all()
-    assert tokenizer and train is not None and val is not None and sampler and rewards, "there was no fault"
-    return Prepared(checkpoint, lock, changed or [], tokenizer, train, val, sampler, rewards, passed_over)
+        assert tokenizer and train is not None and val is not None and sampler and rewards, "there was no fault"
+        held = until_it_fails.pop_all()
+    return Prepared(checkpoint, lock, changed or [], tokenizer, train, val, sampler, rewards, passed_over, held)
 
 
 def policy_tokenizer(config: PPOConfig) -> "PreTrainedTokenizerBase":
@@ -180,7 +182,9 @@ def _checkpoint(config: PPOConfig) -> Choice:
 
 def _changes(config: PPOConfig, checkpoint: Path, yaml: str) -> list[ChangedKey]:
     # A validation writes no checkpoint, so it may have any settings.
-    return [] if config.trainer.val_only or not yaml else changes(checkpoint.parent.parent, step_of(checkpoint), yaml)
+    return (
+        [] if config.trainer.val_only or not yaml else changes(checkpoint.parent.parent, require_step(checkpoint), yaml)
+    )
 
 
 def _faults_of_models(config: PPOConfig) -> Iterator[str]:

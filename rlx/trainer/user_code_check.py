@@ -47,7 +47,7 @@ class UserCode(NamedTuple):
 def check_user_code(config: PPOConfig, broken: frozenset[str], machine: Machine) -> Verdict:
     """Import the user's reward function, environment, policy loss and dataset class, and check that rlx can call them.
 
-    A rule of the configuration reports missing files; here they are no fault. Code of `broken` keys, which could not be read,
+    Missing files are reported by a rule of the configuration and skipped here. Code of `broken` keys, which could not be read,
     is not tried. If the run uses accelerators and this machine has none, a failed import of a policy loss is only a warning:
     the workers' machines may have its packages.
     """

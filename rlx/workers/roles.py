@@ -84,9 +84,9 @@ class TrainedRole(EngineRole):
         """Wait for the write, check it, and let the folder appear."""
         self.engine.saves.finish()
 
-    def load(self, folder: str, trusted: bool) -> None:
+    def load(self, folder: str) -> None:
         """Continue from a checkpoint."""
-        self.engine.load(folder, trusted)
+        self.engine.load(folder)
 
     def _updated(self, metrics: Metrics) -> Metrics:
         """Return an update's metrics as `<role>/...`."""

@@ -9,11 +9,12 @@ import pyarrow.parquet as pq
 import pytest
 
 from rlx.config.check.validate import check
-from rlx.config.choices import BATCH, SAMPLES, chosen, not_chosen, why_fewer, with_reason
+from rlx.config.choices import BATCH, PROMPTS, SAMPLES, chosen, not_chosen, why_fewer, with_reason
 from rlx.config.compose.command_line import compose
 from rlx.config.faults import Fault
 from rlx.config.machine import Cluster, Machine
 from rlx.driver import main
+from rlx.trainer.data_check import training_rows
 
 SMALL = {
     "model_type": "qwen2",
@@ -37,7 +38,8 @@ def command(tmp_path: Path) -> list[str]:
 
 
 def choices(command: list[str], of: Machine) -> dict[str, str]:
-    return dict(text.split("=", 1) for text in chosen(command, compose(command), of))
+    composed = compose(command)
+    return dict(text.split("=", 1) for text in chosen(command, composed, of, training_rows(composed.partial, PROMPTS)))
 
 
 @pytest.mark.parametrize(("gpus", "processes"), [(1, "1"), (4, "4"), (0, "1")])
@@ -112,17 +114,22 @@ def test_a_batch_is_no_larger_than_the_data(command, tmp_path, rows, given, prom
     else:
         pq.write_table(pa.table({"prompt": [""] * rows}), tmp_path / "few.parquet")
     composed = compose([*command, f"data.train_files={tmp_path}/few.{kind}", *([given] if given else [])])
-    more = chosen([], composed, machine(0, 0))
+    counted = training_rows(composed.partial, PROMPTS)
+    more = chosen([], composed, machine(0, 0), counted)
     found = dict(text.split("=", 1) for text in more)
     assert found["data.train_batch_size"] == str(prompts)
     assert given or found[MINI] == str(mini)
-    assert f"has {rows} row(s)" in why_fewer(composed, more)
+    assert f"has {rows} row(s)" in why_fewer(counted, more)
+
+
+def test_a_batch_is_no_larger_than_the_generated_task(command):
+    generated = [command[0], "data.arithmetic.train_size=32"]
+    assert choices(generated, machine(0, 0))["data.train_batch_size"] == "32"
 
 
 def test_many_rows_and_files_that_are_no_data_leave_the_usual_batch(command, tmp_path):
-    composed = compose(command)
     assert choices(command, machine(0, 0))["data.train_batch_size"] == "128"
-    assert why_fewer(composed, chosen(command, composed, machine(0, 0))) == ""
+    assert why_fewer(PROMPTS, ["data.train_batch_size=128"]) == ""
     (tmp_path / "broken.parquet").write_text("no parquet")
     for file in ("broken.parquet", "none.jsonl", "data.csv"):
         broken = [*command, f"data.train_files={tmp_path}/{file}"]

@@ -48,14 +48,14 @@ def never_saved(folder):
     return [engine.update(share(), ROWS, policy()) for _ in range(2)], weights_of(engine)
 
 
-def resumed(folder, strategy, out, lora=0, used=False, trusted=False):
+def resumed(folder, strategy, out, lora=0, used=False):
     """The same two updates by a new engine that loads the checkpoint; `used`: it has done other things before."""
     engine = build(folder, strategy=strategy, model={"lora_rank": lora})
     if used:
         for _ in range(3):
             engine.update(share(), ROWS, policy())
         engine.log_probs(share(), ROWS, 1.0)
-    engine.load(out, trusted)
+    engine.load(out)
     log_probs = engine.log_probs(share(), ROWS, 1.0)["log_probs"]
     loaded = weights_of(engine)
     metrics = [engine.update(share(), ROWS, policy()) for _ in range(2)]

@@ -1,17 +1,14 @@
-import json
 import os
 import re
-import shutil
 import subprocess
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
 
 from rlx.checkpoint.loading import load_all
 from rlx.checkpoint.manifest import damage, damaged_chunks
-from rlx.export import export, main
+from rlx.export import export
 
 STRATEGIES = ["fsdp2", "fsdp"]
 
@@ -148,25 +145,6 @@ def test_a_state_without_masters_is_widened_and_one_with_them_is_not_narrowed(mo
         assert is_same
         assert "does not fit" in refusal and ".master is not in this model" in refusal
         assert "Continue with optim.optimizer, optim.master_weights and fsdp_config.model_dtype of the run" in refusal
-
-
-def test_a_checkpoint_of_an_earlier_version_is_read_if_it_is_trusted(model_folder, two_ranks, tmp_path, capsys):
-    whole, pickled = tmp_path / "whole", tmp_path / "pickled"
-    unbroken = two_ranks("checkpoint", "stopped", model_folder, "fsdp2", str(whole))
-    shutil.copytree(whole, pickled)
-    (pickled / "manifest.json").unlink()
-    description = json.loads((whole / "checkpoint.json").read_text())
-    (pickled / "checkpoint.json").write_text(json.dumps({**description, "format": 1}))
-    for part in ("model", "optimizer"):
-        shutil.rmtree(pickled / part)
-        dcp.save(load_all(whole / part), checkpoint_id=pickled / part, no_dist=True)
-    resumed = two_ranks("checkpoint", "resumed", model_folder, "fsdp2", str(pickled), 0, False, True)
-    for (metrics, saved, weights), again in zip(unbroken, resumed, strict=True):
-        assert again[0] == metrics
-        same(saved, again[1])
-        same(weights, again[2])
-    assert main([str(pickled), str(tmp_path / "out")]) == 2
-    assert main([str(pickled), str(tmp_path / "out"), "--trust-checkpoint"]) == 0
 
 
 @pytest.fixture

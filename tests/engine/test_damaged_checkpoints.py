@@ -215,7 +215,7 @@ def edited(name, **values):
 
 
 def pickled(folder):
-    """As an earlier version wrote it: tensors in pickles, no manifests."""
+    """In format 1: tensors in pickles, as DCP writes them by default."""
     edited("actor/checkpoint.json", format=1)(folder)
     for part in ("model", "optimizer"):
         for path in folder.glob(f"actor/{part}/*"):
@@ -266,7 +266,7 @@ FORGED = {
     "adapters of another form": (edited("actor/checkpoint.json", adapters=[1]), "is no description that rlx wrote"),
     "unknown field": (edited("actor/checkpoint.json", code="import os"), "has code, which this version does not know"),
     "description of another version": (edited("actor/checkpoint.json", format=9), "this version reads 2"),
-    "pickles of an earlier version": (pickled, "trust_checkpoint=True"),
+    "pickles of an earlier version": (pickled, "got format 1, this version reads 2"),
     "state of another step": (edited("driver.json", step=7), "got the state of step 7"),
     "step that is a text": (edited("driver.json", seed="1"), "another type for seed"),
     "sampler that is a list": (edited("driver.json", sampler=[]), "another type for sampler"),
@@ -292,10 +292,10 @@ def harmed(saved, tmp_path, monkeypatch):
 def test_damage_by_accident_is_found_before_any_tensor_is_read(damage, harmed):
     harm, said = ACCIDENTS[damage]
     checkpoint = harmed(harm)
-    faults = refusal_of(checkpoint, trusted=False).faults or damaged_chunks(checkpoint)
+    faults = refusal_of(checkpoint).faults or damaged_chunks(checkpoint)
     assert any(re.search(said, fault) for fault in faults), faults
     assert all(str(checkpoint) in fault for fault in faults), "each names its file"
-    assert not refusal_of(checkpoint.parent / "global_step_2", trusted=False).faults, "the older one is whole"
+    assert not refusal_of(checkpoint.parent / "global_step_2").faults, "the older one is whole"
 
 
 @pytest.mark.parametrize("damage", FORGED)
@@ -306,7 +306,7 @@ def test_a_forged_checkpoint_is_refused_and_nothing_has_changed(damage, harmed, 
         (folder / "manifest.json").unlink()
         seal(folder, {})
     assert damaged_chunks(checkpoint) == []
-    if faults := refusal_of(checkpoint, trusted=False).faults:
+    if faults := refusal_of(checkpoint).faults:
         assert re.search(said, faults[0]), faults
         return
     message, unchanged = two_ranks("checkpoint", "damaged", model_folder, str(checkpoint / "actor"))[0]
@@ -328,5 +328,5 @@ def test_pickles_beside_the_tensors_are_never_read_even_if_they_are_listed(harme
 
 
 def test_a_checkpoint_without_damage_is_taken(saved):
-    assert not refusal_of(saved / STEP, trusted=False).faults and damaged_chunks(saved / STEP) == []
+    assert not refusal_of(saved / STEP).faults and damaged_chunks(saved / STEP) == []
     assert len(ACCIDENTS) + len(FORGED) >= 60

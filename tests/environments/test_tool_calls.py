@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from rlx.environments.tool_calls import FORMATS, MOST_CALLS, ToolCall, format_of, parse
+from rlx.environments.tool_calls import FORMATS, MOST_CALLS, ToolCall, parse
 
 NAMES = ("calc", "look_up")
 ARGUMENTS = {"expression": '3+4 "<tool_call>" </b> é'}
@@ -102,17 +102,3 @@ def test_hostile_texts_are_read_in_linear_time(tool_format):
     for _ in range(200):
         parse(tool_format, "".join(rng.choices(parts, k=rng.randrange(60))), NAMES)
     assert time.process_time() - before < 30, "a quadratic parser takes hours"
-
-
-@pytest.mark.parametrize(
-    ("template", "expected"),
-    [
-        ("{{ message.content }}", "tags"),
-        ("<tool_call>\n<function=example_function_name>", "qwen3_coder"),
-        ('return a json object within <tool_call></tool_call> {"name": <function-name>}', "hermes"),
-        ("{{ '[TOOL_CALLS]' }}", "mistral"),
-        ("{{ '<|python_tag|>' }}", "llama3_json"),
-    ],
-)
-def test_the_format_is_found_in_the_chat_template(template, expected):
-    assert format_of(template) == expected

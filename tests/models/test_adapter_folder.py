@@ -36,7 +36,7 @@ def written(folders, tmp_path):
     def write(kind="LoRA", **changed):
         config = config_of(folders["qwen3"], kind, **changed)
         model, weights = adapted(config, seed=3)
-        write_adapters(tmp_path, weights, AdapterKind.of(config), folders["qwen3"])
+        write_adapters(tmp_path, weights, AdapterKind.of(config))
         return model, str(tmp_path)
 
     return write

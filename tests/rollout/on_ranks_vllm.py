@@ -9,6 +9,7 @@ import signal
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
+from unittest import mock
 
 import numpy
 import torch
@@ -376,7 +377,8 @@ def parameters_are_a_requests_own():
 def expandable(environment):
     from rlx.rollout.vllm import refuse_expandable_segments
 
-    refuse_expandable_segments(environment)
+    with mock.patch.dict(os.environ, environment):
+        refuse_expandable_segments()
 
 
 def process():

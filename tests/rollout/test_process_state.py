@@ -1,10 +1,7 @@
-import gc
-
 import numpy
-import pytest
 import torch
 
-from rlx.rollout.process_state import YOUNG_OBJECTS, OwnRandomState, rare_collections
+from rlx.rollout.process_state import OwnRandomState
 
 
 def drawn():
@@ -44,16 +41,3 @@ def test_numpys_generator_can_stay_the_processs_own():
         second, own = drawn()
     assert second != first and own != expected[3:], "torch's stream goes on, numpy's own begins"
     assert drawn()[1] == expected[3:]
-
-
-@pytest.mark.parametrize(("before", "inside"), [(700, YOUNG_OBJECTS), (10**6, 10**6), (0, 0)])
-def test_collections_are_rare_for_a_while(before, inside):
-    usual = gc.get_threshold()
-    gc.set_threshold(before, 10, 10)
-    try:
-        with pytest.raises(ValueError, match="fails"), rare_collections():
-            assert gc.get_threshold() == (inside, 10, 10)
-            raise ValueError("fails")
-        assert gc.get_threshold() == (before, 10, 10)
-    finally:
-        gc.set_threshold(*usual)

@@ -1,16 +1,10 @@
 """What tests of checkpoints share: small checkpoints, and workers that only write a file."""
 
-import json
-import shutil
 from dataclasses import replace
 from pathlib import Path
 
-import torch.distributed.checkpoint as dcp
-
-from rlx.checkpoint.loading import load_all
 from rlx.checkpoint.manifest import seal
 from rlx.config.schema import AlgorithmConfig, PPOConfig
-from rlx.engine.checkpoint import PICKLED_FORMAT
 from rlx.errors import StorageError
 from rlx.trainer import checkpoints as ck
 from rlx.trainer.saver import Saver
@@ -36,18 +30,6 @@ def make(run, step, *roles):
     ck.write_driver_state(folder, replace(STATE, step=step))
     seal(folder, {})
     return folder
-
-
-def as_of_an_earlier_version(checkpoint):
-    """Replace the actor's tensors by DCP's own files, which are pickles, and remove the manifests."""
-    for manifest in checkpoint.glob("**/manifest.json"):
-        manifest.unlink()
-    description = checkpoint / "actor/checkpoint.json"
-    description.write_text(json.dumps({**json.loads(description.read_text()), "format": PICKLED_FORMAT}))
-    for part in ("model", "optimizer"):
-        tensors = load_all(checkpoint / "actor" / part)
-        shutil.rmtree(checkpoint / "actor" / part)
-        dcp.save(tensors, checkpoint_id=checkpoint / "actor" / part, no_dist=True)
 
 
 class Disk:

@@ -83,6 +83,10 @@ DAMAGE = {
     "extra": (lambda c: (c / "actor/stale").write_text(""), "actor/stale: is not in the manifest"),
     "another step's": (lambda c: c.rename(c.parent / "global_step_9"), "got the state of step 3, expected 9"),
     "no manifest": (lambda c: (c / "manifest.json").unlink(), "manifest.json: is missing"),
+    "no manifest at all": (
+        lambda c: [manifest.unlink() for manifest in c.glob("**/manifest.json")],
+        "manifest.json: is missing",
+    ),
     "manifest torn": (
         lambda c: (c / "manifest.json").write_text('{"format": 2, "fi'),
         "manifest.json: is not valid JSON",
@@ -130,17 +134,6 @@ def test_a_damaged_checkpoint_is_passed_over_by_auto_and_refused_if_it_is_named(
         return
     with pytest.raises(ck.ResumeError, match="no checkpoint can be used: passed over"):
         ck.starting_checkpoint(config_in(tmp_path, resume_mode="auto"))
-
-
-def test_a_checkpoint_of_an_earlier_version_needs_trust(tmp_path):
-    folder = make(tmp_path / "run", 3, "actor")
-    for manifest in (*folder.glob("*/manifest.json"), folder / "manifest.json"):
-        manifest.unlink()
-    assert ck.is_pickled(folder)
-    with pytest.raises(ck.ResumeError, match=r"runs the code that they hold.*trust_checkpoint=True"):
-        ck.starting_checkpoint(config_in(tmp_path, resume_mode="auto"))
-    trusting = config_in(tmp_path, resume_mode="auto", trust_checkpoint=True)
-    assert ck.starting_checkpoint(trusting).checkpoint == folder
 
 
 @pytest.mark.parametrize(

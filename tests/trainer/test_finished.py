@@ -6,13 +6,14 @@ from pathlib import Path
 
 import pytest
 
+from rlx.checkpoint.manifest import seal
 from rlx.config.compose.command_line import compose
 from rlx.driver import main
 from rlx.supervisor import link
 from rlx.trainer.checkpoints import DriverState, nothing_to_train, write_driver_state
 from rlx.trainer.finished import finished
 
-ON = ("trainer.resume_mode=auto", "trainer.trust_checkpoint=True", "trainer.device=cpu")
+ON = ("trainer.resume_mode=auto", "trainer.device=cpu")
 
 
 @pytest.fixture
@@ -21,6 +22,7 @@ def runs(tmp_path: Path) -> str:
     step = tmp_path / "2026-01-01_00-00-00" / "checkpoints" / "global_step_4"
     step.mkdir(parents=True)
     write_driver_state(step, DriverState(4, 0, 4, {}, {}, 0, {}))
+    seal(step, {})
     assert json.loads((step / "driver.json").read_text()) == asdict(DriverState(4, 0, 4, {}, {}, 0, {}))
     return f"trainer.default_local_dir={tmp_path}"
 
@@ -32,7 +34,10 @@ def runs(tmp_path: Path) -> str:
         (("trainer.total_training_steps=5",), False),
         (("trainer.total_training_steps=4", "trainer.val_only=True"), False),
         (("trainer.total_training_steps=4", "trainer.resume_mode=disable"), False),
-        (("trainer.total_training_steps=4", "trainer.trust_checkpoint=False"), False),
+        (
+            ("trainer.total_training_steps=4", "trainer.resume_mode=resume_path", "trainer.resume_from_path=/no/such"),
+            False,
+        ),
         (("trainer.total_training_steps=null", "data.arithmetic.train_size=256", "trainer.total_epochs=1"), True),
         (("trainer.total_training_steps=null", "data.arithmetic.train_size=256", "trainer.total_epochs=2"), False),
     ],

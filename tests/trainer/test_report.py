@@ -78,7 +78,7 @@ def test_a_bad_line_is_named(tmp_path: Path, line: str):
     "rows", [[], training_rows(0), training_rows(1), training_rows(6), training_rows(150)], ids=len
 )
 def test_a_run_of_any_length_is_drawn(tmp_path: Path, rows: list[dict]):
-    picture = write_report(write(tmp_path / "m.jsonl", rows), tmp_path / "report.png", title="a run")
+    picture = write_report(write(tmp_path / "m.jsonl", rows), tmp_path / "report.png")
     pixels = imread(picture)
     height, width = pixels.shape[:2]
     assert (height, width) == (988, 1755)

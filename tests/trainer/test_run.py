@@ -12,14 +12,13 @@ import time
 import psutil
 import pytest
 import torch
-from checkpoint_tools import as_of_an_earlier_version
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from rlx.checkpoint import manifest
 from rlx.driver import main
 from rlx.export import main as export_main
 from rlx.rewards.manager import RewardError
-from rlx.trainer.checkpoints import ResumeError, is_pickled
+from rlx.trainer.checkpoints import ResumeError
 from rlx.trainer.metric_table import described
 
 pytestmark = pytest.mark.e2e
@@ -198,18 +197,6 @@ def test_a_run_passes_over_damaged_checkpoints_resumes_on_other_processes_and_be
     assert again == folder and "passed over global_step_1" in printed.out + printed.err
     assert [results(row) for row in anew.values()] == [results(row) for row in unbroken.values()]
     assert len((folder / "metrics.jsonl").read_text().splitlines()) == 4
-
-
-@pytest.mark.slow
-def test_a_checkpoint_of_an_earlier_version_resumes_a_run_that_trusts_it(train, custom):
-    options = [*custom("varied"), "trainer.total_training_steps=2", "trainer.save_freq=1"]
-    folder, unbroken = train(*options)
-    as_of_an_earlier_version(folder / "checkpoints/global_step_1")
-    with pytest.raises(ResumeError, match="trust_checkpoint=True"):
-        train(*options, *resume_from(folder, 1))
-    _, resumed = train(*options, *resume_from(folder, 1), "trainer.trust_checkpoint=True")
-    assert results(resumed[2]) == results(unbroken[2])
-    assert not is_pickled(folder / "checkpoints/global_step_2"), "the next save is in the present format"
 
 
 @pytest.mark.slow

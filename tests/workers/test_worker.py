@@ -130,8 +130,8 @@ def test_one_process_computes_what_two_do_and_goes_on_from_their_checkpoint(conf
         same_metrics, metrics = ({n: m[n] for n in m if n not in sampled} for m in (same_metrics, metrics))
         assert same_metrics == pytest.approx(metrics, rel=1e-3, abs=1e-6)
         own = single.split("actor", "log_probs", batch.select(*SEQUENCE))["old_log_probs"]
-        single.broadcast("actor", "load", str(folder / "actor"), False)
-        single.broadcast("critic", "load", str(folder / "critic"), False)
+        single.broadcast("actor", "load", str(folder / "actor"))
+        single.broadcast("critic", "load", str(folder / "critic"))
         loaded = single.split("actor", "log_probs", batch.select(*SEQUENCE))["old_log_probs"]
         torch.testing.assert_close(loaded, own, atol=1e-3, rtol=0)
     export(folder / "actor", folder / "exported")

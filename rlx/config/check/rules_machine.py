@@ -1,6 +1,5 @@
 """Rules about the machine's devices, packages and files."""
 
-import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from rlx.config.check.folders import (
 from rlx.config.schema import ARITHMETIC
 from rlx.config.schema.roles import TINY, has_critic, is_tiny, sharded_roles, trained_roles
 from rlx.program import program
+from rlx.step_folders import step_of
 
 GPUS, NODES, LEAST = "trainer.n_gpus_per_node", "trainer.nnodes", "trainer.min_nodes"
 DEVICE = "trainer.device"
@@ -195,7 +195,7 @@ def checkpoint_exists(s: CheckContext) -> Faults:
     named = trainer.resume_from_path
     if trainer.resume_mode == "resume_path" and named is not None and not is_url(named):
         folder = Path(named).expanduser()
-        if not re.fullmatch(r"global_step_\d+", folder.name) or not (folder / "driver.json").is_file():
+        if step_of(folder) is None or not (folder / "driver.json").is_file():
             remedy = f"correct {key}; checkpoints are in <run folder>/checkpoints"
             expected = "a folder named global_step_N with a driver.json"
             what = "does not exist" if not folder.is_dir() else "is none, or not finished"

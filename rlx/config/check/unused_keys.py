@@ -233,7 +233,6 @@ UNUSED_KEYS = (
         lambda s: s.config.trainer.resume_mode != "resume_path",
         "trainer.resume_from_path",
     ),
-    _if("trainer.resume_mode", "disable", "trainer.trust_checkpoint"),
     _row(
         "neither trainer.save_freq nor trainer.save_every_minutes is set: nothing is saved",
         lambda s: not saves(s.config),

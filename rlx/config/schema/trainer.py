@@ -42,7 +42,6 @@ class TrainerConfig:
         choices=RESUME,
     )
     resume_from_path: str | None = key(None, "Checkpoint (`.../global_step_N`) for resume_path: a folder or a URL.")
-    trust_checkpoint: bool = key(False, "Read checkpoints of earlier versions too, which are pickles and can run code.")
     default_local_dir: str | None = key(
         None,
         "Folder of run folders; null: outputs/<project_name>/<experiment_name>; a URL (s3://…): copies of checkpoints go there.",

@@ -195,8 +195,6 @@ CASES = [
     ),
     ("trainer.save_freq=2 trainer.max_critic_ckpt_to_keep=1", ["trainer.max_critic_ckpt_to_keep"]),
     ("trainer.save_every_minutes=9 trainer.max_actor_ckpt_to_keep=1", []),
-    ("trainer.trust_checkpoint=True", ["trainer.trust_checkpoint"]),
-    ("trainer.trust_checkpoint=True trainer.resume_mode=auto", []),
     (
         f"trainer.test_freq=-1 trainer.val_before_train=False trainer.log_val_generations=2 data.val_batch_size=8 "
         f"{ROLLOUT}.val_kwargs.do_sample=True {ROLLOUT}.val_kwargs.temperature=1",
