@@ -247,7 +247,7 @@ class RolloutRole:
             model = replace(model, path=self._base.path)
         self._build = partial(build_rollout, settings, model, device, context_length, seed)
         self.sampler = self._build()
-        self._sleeps = settings.name == "vllm" and settings.free_cache_engine
+        self._sleeps = settings.free_cache_engine
         self._takes_adapters = model.sends_adapters
         self._changes = ChangeCheck(sampler_dtype(settings, device))
         self._loads: list[dict[str, float]] = []  # of calls for training since `take_load`
