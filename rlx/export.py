@@ -13,7 +13,7 @@ from rlx.checkpoint.remote import RemoteFolder
 from rlx.engine.checkpoint import read_adapters, read_description, read_weights
 from rlx.errors import ExplainedError, storing
 from rlx.models.adapter_folder import write_adapters
-from rlx.models.hf_folder import ModelCard
+from rlx.models.hf_folder import FolderParts
 from rlx.program import program
 
 
@@ -47,9 +47,11 @@ def export(
             write_adapters(partial, adapters, kind)
         return
     weights = read_weights(checkpoint, trust_checkpoint)  # first, because it checks all files
-    card = ModelCard.read(checkpoint / "card", read_description(checkpoint, trust_checkpoint).head, trust_remote_code)
+    folder_parts = FolderParts.read(
+        checkpoint / "card", read_description(checkpoint, trust_checkpoint).head, trust_remote_code
+    )
     with storing(out), replacing(out) as partial:
-        card.write_with_weights(partial, weights, trust_remote_code)
+        folder_parts.write_with_weights(partial, weights, trust_remote_code)
 
 
 @contextmanager
