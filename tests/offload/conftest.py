@@ -379,12 +379,3 @@ def compare_layer(request, compare):
         return compare(model, request.param, expected=plain(forward, request.param), **saving)
 
     return run
-
-
-@pytest.fixture
-def deterministic(monkeypatch):
-    """CUDA kernels that give the same bits twice."""
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
