@@ -13,7 +13,7 @@ from rlx.checkpoint.remote import RemoteFolder
 from rlx.engine.checkpoint import read_adapters, read_description, read_weights
 from rlx.errors import ExplainedError, storing
 from rlx.models.adapter_folder import write_adapters
-from rlx.models.hf_folder import ModelCard
+from rlx.models.hf_folder import FolderParts
 from rlx.program import program
 from rlx.step_folders import steps_in
 
@@ -40,10 +40,17 @@ def export(checkpoint: Path, out: Path, trust_remote_code: bool = False, only_ad
             partial.mkdir(exist_ok=True)
             write_adapters(partial, adapters, kind)
         return
+<<<<<<< HEAD
     weights = read_weights(checkpoint)  # first, because it checks all files
     card = ModelCard.read(checkpoint / "card", read_description(checkpoint).head, trust_remote_code)
+=======
+    weights = read_weights(checkpoint, trust_checkpoint)  # first, because it checks all files
+    folder_parts = FolderParts.read(
+        checkpoint / "card", read_description(checkpoint, trust_checkpoint).head, trust_remote_code
+    )
+>>>>>>> m3
     with storing(out), replacing(out) as partial:
-        card.write_with_weights(partial, weights, trust_remote_code)
+        folder_parts.write_with_weights(partial, weights, trust_remote_code)
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from rlx.config.schema import FSDPConfig, ModelConfig, OptimConfig, TinyModelCon
 from rlx.engine.engine import Engine
 from rlx.engine.units import local
 from rlx.export import main
-from rlx.models.hf_folder import ModelCard
+from rlx.models.hf_folder import FolderParts
 from rlx.models.tiny import make_tiny
 
 IDS = torch.arange(3, 20)[None]
@@ -88,7 +88,7 @@ def test_weights_that_are_no_longer_equal_are_both_written(tmp_path):
     model, tokenizer = make_tiny(TinyModelConfig(32, 48, 2, 2))
     weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     weights["lm_head.weight"] += 1
-    ModelCard.of(model, "lm", tokenizer).write_with_weights(tmp_path, weights, False)
+    FolderParts.of(model, "lm", tokenizer).write_with_weights(tmp_path, weights, False)
     assert "lm_head.weight" in names(tmp_path)
 
 

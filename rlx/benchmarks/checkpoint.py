@@ -42,7 +42,7 @@ from rlx.engine.checkpoint import Description, parts_of
 from rlx.engine.optimizer import build_optimizer, step_in_parts
 from rlx.engine.optimizer_state import OptimizerStateOnHost
 from rlx.engine.residency import TensorOffload
-from rlx.engine.saving import Saves
+from rlx.engine.saving import CheckpointWriter
 from rlx.engine.sharded import precision_of
 from rlx.engine.sharding import shard
 from rlx.offload import HostArena
@@ -63,7 +63,7 @@ class Training:
         self.sharded = shard(plain, "fsdp2", fsdp, precision_of(fsdp, device), device)
         optim = OptimConfig(lr=1e-6, master_weights=not options.bf16_state)
         self.optimizer = build_optimizer(self.sharded.root.parameters(), optim)
-        self.saves = Saves(self.arena, "model", device)
+        self.writer = CheckpointWriter(self.arena, "model", device)
         self._on_host = None
         if options.optimizer_offload:
             self._on_host = OptimizerStateOnHost(self.optimizer, self.arena, "state", device)
@@ -79,7 +79,7 @@ class Training:
         """Take an optimizer step, and wait for the device."""
         for _ in range(self._options.micro_batches):
             self.sharded.root(input_ids=self._ids, labels=self._ids).loss.backward()
-        self.saves.before_step()
+        self.writer.before_step()
         if self._on_host is None:
             step_in_parts(self.optimizer)
         else:
@@ -106,18 +106,18 @@ def measure_saves(training: Training, folder: Path, steps: int, saves: int) -> d
     device = training.device
     parts = training.parts()
     nbytes = sum(tensor.nbytes for part in parts.values() for tensor in part.values())
-    pinning = seconds_of(lambda: training.saves.reserve(t for part in parts.values() for t in part.values()), device)
+    pinning = seconds_of(lambda: training.writer.reserve(t for part in parts.values() for t in part.values()), device)
     alone = [seconds_of(training.step, device) for _ in range(steps)]
     found: dict[str, Any] = {"blocks_s": [], "written_s": [], "steps_beside_s": []}
     for _ in range(saves):
         began = time.perf_counter()
-        blocks = seconds_of(lambda: training.saves.begin(folder, training.parts(), training.offloads, True), device)
+        blocks = seconds_of(lambda: training.writer.begin(folder, training.parts(), training.offloads, True), device)
         beside = []
-        while not training.saves.is_written or not beside:
+        while not training.writer.is_written or not beside:
             if len(beside) == 10 * steps:
                 break
             beside.append(seconds_of(training.step, device))
-        training.saves.finish()
+        training.writer.finish()
         found["blocks_s"].append(blocks)
         found["written_s"].append(time.perf_counter() - began)
         found["steps_beside_s"].append(beside)

@@ -40,7 +40,7 @@ from rlx.checkpoint.manifest import (
 from rlx.engine.sharded import Sharded
 from rlx.errors import storing
 from rlx.models.adapter_folder import AdapterKind
-from rlx.models.hf_folder import ModelCard
+from rlx.models.hf_folder import FolderParts
 from rlx.models.lora import ADAPTER, Adapter, adapter_weights, merged_weights, plain_name
 from rlx.offload.streaming.nf4 import in_full
 
@@ -96,10 +96,14 @@ def _tensors(state: Mapping[str, Any]) -> dict[str, Tensor]:
     return {name: value for name, value in tensors.items() if not name.startswith("param_groups.")}
 
 
-def write_beside(
-    partial: Path, description: Description, card: ModelCard, weights: dict[str, Tensor], trust_remote_code: bool
+def write_extra_files(
+    partial: Path,
+    description: Description,
+    folder_parts: FolderParts,
+    weights: dict[str, Tensor],
+    trust_remote_code: bool,
 ) -> dict[str, FileEntry]:
-    """Write everything but the sharded state: the description, the card and, if there are full weights, hf_model.
+    """Write all but the sharded state: description, parts of the model's folder and, if there are full weights, hf_model.
 
     Returns:
         No entries, because these files are read for their digests.
@@ -109,9 +113,9 @@ def write_beside(
     """
     with storing(partial):
         (partial / "checkpoint.json").write_text(json.dumps(asdict(description), indent=2) + "\n")
-        card.write(partial / "card")
+        folder_parts.write(partial / "card")
         if weights:
-            card.write_with_weights(partial / "hf_model", weights, trust_remote_code)
+            folder_parts.write_with_weights(partial / "hf_model", weights, trust_remote_code)
     return {}
 
 

@@ -27,11 +27,11 @@ from rlx.engine.objectives import Objective, Totals, over_processes, totals_of
 from rlx.engine.oom_retry import OomRetry
 from rlx.engine.optimizer_state import OptimizerStateOnHost
 from rlx.engine.residency import TensorOffload
-from rlx.engine.saving import Saves
+from rlx.engine.saving import CheckpointWriter
 from rlx.engine.sharded import precision_of
 from rlx.engine.sharding import shard, stream_frozen
 from rlx.engine.units import local
-from rlx.models.hf_folder import ModelCard
+from rlx.models.hf_folder import FolderParts
 from rlx.models.lora import adapter_weights, base_weights, merged_weights, refuse_idle_adapters
 from rlx.models.packed_attention import packed_attention
 from rlx.offload import OffloadOptions, OffloadStats, enable_activation_offloading, host_arena, register_attention
@@ -92,7 +92,7 @@ class Engine:
         precision = precision_of(fsdp, device)
         self._stored = precision.stored
         plain, layers, self.adapters = make_model(model, head, precision.stored, seed, optim is not None, device)
-        self.card = ModelCard.of(plain, head, tokenizer)
+        self.folder_parts = FolderParts.of(plain, head, tokenizer)
         for layer in layers if compile_layers else ():
             layer.compile()
         streams = model.layer_offload and (optim is None or self.adapters)
@@ -122,7 +122,7 @@ class Engine:
         pinned = model.activation_offload.pin_memory or not model.enable_activation_offload
         arena = host_arena(pinned=pinned and device.type != "cpu")
         self._offloaded_parameters = TensorOffload(arena, f"{name}_parameters")
-        self.saves = Saves(arena, name, device)
+        self.checkpoint_writer = CheckpointWriter(arena, name, device)
         self._state_on_host = None
         if self.optimizer is not None and fsdp.device_state_bytes < math.inf:
             account, stays = f"{name}_optimizer_state", fsdp.device_state_bytes
@@ -173,7 +173,7 @@ class Engine:
         """
         self.to_device(optimizer=False)
         self.root.eval()
-        pad, found_B = self.card.config.get_text_config().pad_token_id, torch.zeros(len(batch))
+        pad, found_B = self.folder_parts.config.get_text_config().pad_token_id, torch.zeros(len(batch))
         for part in self.cutter.micro_batches(batch.select(*SEQUENCE), micro):
             scores = sequence_scores(self.root, part.batch["input_ids"], part.batch["attention_mask"], pad).cpu()
             found_B = found_B.to(scores.dtype)
@@ -269,7 +269,7 @@ class Engine:
         adamw.configure(optimizer, optim, lr)
         norm = adamw.clip_gradients(optimizer, self.grad_clip, self.sharded.replicas, self.device)
         if finite := math.isfinite(norm):
-            self.saves.before_step()
+            self.checkpoint_writer.before_step()
             if self._state_on_host is None:
                 adamw.step_in_parts(optimizer)
             else:
@@ -307,7 +307,7 @@ class Engine:
     def save(self, folder: str | Path, contents: tuple[str, ...]) -> None:
         """Write a checkpoint, which replaces the folder when it is complete; see `begin_save`."""
         self.begin_save(folder, contents)
-        self.saves.finish()
+        self.checkpoint_writer.finish()
 
     def begin_save(self, folder: str | Path, contents: tuple[str, ...], in_background: bool = False) -> None:
         """Start to write a checkpoint to a folder that all processes share; it appears at the end of `saves.finish`.
@@ -326,12 +326,12 @@ class Engine:
         description = checkpoint.Description(self.head, tuple(contents), *own)
         parts = checkpoint.parts_of(description, self.sharded, self.optimizer)
         offloads = [self._offloaded_parameters, *(self._state_on_host.offloads if self._state_on_host else ())]
-        partial = self.saves.begin(Path(folder), parts, offloads, in_background, frozen)
+        partial = self.checkpoint_writer.begin(Path(folder), parts, offloads, in_background, frozen)
         streamed = self.weights() if "hf_model" in contents else ()
         weights = {name: tensor.cpu() for name, tensor in streamed if dist.get_rank() == 0}
         if dist.get_rank() == 0:
-            beside = partial, description, self.card, weights, self.model_config.trust_remote_code
-            self.saves.beside(lambda: checkpoint.write_beside(*beside))
+            extra = partial, description, self.folder_parts, weights, self.model_config.trust_remote_code
+            self.checkpoint_writer.write_extra_files(lambda: checkpoint.write_extra_files(*extra))
         if not in_place:
             self.to_host(parameters=False)
 
@@ -345,7 +345,7 @@ class Engine:
         Args:
             folder: as `save` wrote it; its digests are not checked.
         """
-        self.saves.finish()
+        self.checkpoint_writer.finish()
         self.sharded.reshard()
         on_host = self._state_on_host if self.sharded.state_dict_shares_storages else None
         self.to_device(optimizer=on_host is None)

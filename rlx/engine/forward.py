@@ -66,7 +66,7 @@ class Forward:
         plain: the model inside `root`.
         device: of this process.
         attention: the attention implementation for packed sequences, as transformers names it; None to pad the rows.
-        together: the processes that share each packed row; `MicroBatch.packed` then holds the part of this process.
+        sequence_group: the processes that share each packed row; `MicroBatch.packed` then holds the part of this process.
     """
 
     def __init__(
@@ -75,10 +75,10 @@ class Forward:
         plain: "PreTrainedModel",
         device: torch.device,
         attention: str | None,
-        together: dist.ProcessGroup | None = None,
+        sequence_group: dist.ProcessGroup | None = None,
     ):
         self._root, self._plain, self._device, self._attention = root, plain, device, attention
-        self._together = together
+        self._sequence_group = sequence_group
         self.experts: Experts | None = None  # of a mixture of experts, if they are recorded, replayed or balanced
         self._name = type(plain).__name__.removeprefix("FSDP")
         # Until `packs` is asked for.
@@ -107,7 +107,7 @@ class Forward:
             inputs, window = {"input_ids": part.batch["input_ids"][:, :-1]}, part.batch.response_length
             return self._figures(inputs, window, slice(-window, None), part.batch.responses(), distribution)
         predicting, places = part.packed.predicting, part.packed.places
-        inputs = self._inputs(*part.packed[:4], self._together)
+        inputs = self._inputs(*part.packed[:4], self._sequence_group)
         figures = self._figures(inputs, predicting, predicting, part.packed.targets, distribution)
         return {name: self._placed(x[0], places, part.batch["response_mask"].shape) for name, x in figures.items()}
 
@@ -184,7 +184,7 @@ class Forward:
         """Write figures into the window, joined with those of processes that share the row; 0 elsewhere."""
         empty = figures_K.new_zeros(shape.numel())
         placed = empty.index_copy(0, places, figures_K[: len(places)]).view(shape)
-        return placed if self._together is None else joined(placed, self._together)
+        return placed if self._sequence_group is None else joined(placed, self._sequence_group)
 
     def _figures(
         self,
@@ -218,13 +218,13 @@ class Forward:
         position_ids: Tensor,
         starts: Tensor,
         tree: Tree,
-        together: dist.ProcessGroup | None = None,
+        sequence_group: dist.ProcessGroup | None = None,
     ) -> dict[str, Any]:
         """Name packed sequences as transformers' variable-length kernels do, and add the arguments of our own kernel."""
         own = {"sequence_tree": tree} if self._attention == "sdpa" else {}
         return {
             **own,
-            **({} if together is None else {"sequence_group": together}),
+            **({} if sequence_group is None else {"sequence_group": sequence_group}),
             "input_ids": input_ids,
             "position_ids": position_ids,
             "cu_seq_lens_q": starts,

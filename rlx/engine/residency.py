@@ -10,9 +10,9 @@ nothing: the stream's next kernels see the tensors filled. The host's block beco
 own streams wait for the current one before they read a parameter.
 
 Note [a checkpoint reads the block]
-A save in the background writes offloaded bytes from their block (`rlx/engine/saving.py`). `lend` keeps the block allocated and
-unchanged until they are read, even if `fetch` gives its bytes back to the device before. `begin_offload` and `begin_parts`, in
-the optimizer's step, leave a lent block as it is and copy to another one. Only if the host has no room for that, they wait.
+A save in the background writes offloaded bytes from their block (`rlx/engine/saving.py`). `keep_until` keeps the block allocated
+and unchanged until they are read, even if `fetch` gives its bytes back to the device before. `begin_offload` and `begin_parts`, in
+the optimizer's step, leave such a block as it is and copy to another one. Only if the host has no room for that, they wait.
 
 Note [host memory between updates]
 After an update the offloading engine's arena stays reserved but holds no activations. Offloaded parameters and optimizer states
@@ -69,7 +69,7 @@ class TensorOffload:
     def __init__(self, arena: HostArena, name: str) -> None:
         self._offloaded: OffloadedStorages | None = None
         self._copied: torch.Event | None = None  # after the last copy that `prefetch` or `begin_offload` queued
-        self._lent_until: Future[Any] | None = None
+        self._kept_until: Future[Any] | None = None
         self._next: Block | None = None  # gets the bytes that are written by parts
         self._account = arena.account(name=name)
 
@@ -133,12 +133,12 @@ class TensorOffload:
         assert self._offloaded is not None
         return list(range_of(self._offloaded.block, start, start + nbytes))
 
-    def lend(self, until: Future[Any]) -> None:
+    def keep_until(self, until: Future[Any]) -> None:
         """Keep the block allocated and its bytes unchanged until `until` is done. See Note [a checkpoint reads the block]."""
-        self._lent_until = until
+        self._kept_until = until
 
     def _free(self, block: Block, after: torch.Event | None) -> None:
-        account, until, self._lent_until = self._account, self._lent_until, None
+        account, until, self._kept_until = self._account, self._kept_until, None
         if until is None:
             account.free(block, after=after)
         else:
@@ -198,7 +198,7 @@ class TensorOffload:
     def _writable(self) -> Block:
         """Return the block, or another one while a checkpoint reads it; without room for another one wait for the checkpoint."""
         assert self._offloaded is not None
-        block, until = self._offloaded.block, self._lent_until
+        block, until = self._offloaded.block, self._kept_until
         if until is None or until.done():
             return block
         if (other := spare_block(self._account, block.nbytes)) is not None:

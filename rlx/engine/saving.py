@@ -4,8 +4,8 @@ Note [who waits for a save]
 `begin` copies device memory to staging in the arena, and waits for these copies. Bytes that are in host memory already are written
 from where they are, before all others: these are the *live* bytes. Nobody waits for them to be on the disk, only to be read.
 
-- Offloaded parameters and states are lent, each `TensorOffload` until its own bytes are read. The file has them in the order of the
-  optimizer's pieces, so the step follows the write. A piece that is still lent goes to another block
+- Each `TensorOffload` keeps its block of parameters or states until its own bytes are read. The file has them in the order of the
+  optimizer's pieces, so the step follows the write. A piece whose bytes are not read yet goes to another block
   (`rlx/engine/residency.py`, Note [a checkpoint reads the block]).
 - The optimizer changes tensors of FSDP's own CPU offload where they are. Its step waits until all of them are read.
 - Frozen weights that stream from host memory never change. They are neither copied nor waited for.
@@ -40,7 +40,7 @@ Parts = Mapping[str, Mapping[str, Tensor]]
 logger = logging.getLogger(__name__)
 
 
-class _Live:
+class _HostRead:
     """Host memory that a save reads in place: as many sources as were counted.
 
     Attributes:
@@ -67,21 +67,21 @@ class _Live:
             self.read.set_result(None)
 
 
-class _Save(NamedTuple):
+class _PendingSave(NamedTuple):
     """A save on its way: its folder, tensors that the optimizer changes in place, all jobs, and how to start another one."""
 
     folder: Path
-    in_place: _Live | None
+    in_place: _HostRead | None
     jobs: list[Future[Entries]]
     submit: Callable[..., Future[Entries]]
 
 
-class _Found(NamedTuple):
+class _LocatedPiece(NamedTuple):
     """A piece and where its bytes are: in host memory as these parts, which may be live, or on the device."""
 
     piece: Piece
     on_host: list[Tensor] | None
-    live: _Live | None = None
+    live: _HostRead | None = None
 
     def source(self) -> Source:
         """Return the source to write from; bytes on the device are copied when they are read."""
@@ -91,7 +91,7 @@ class _Found(NamedTuple):
         return Source(self.piece, lambda: [_bytes(self.piece.tensor).to("cpu", copy=True)])
 
 
-class Saves:
+class CheckpointWriter:
     """Writes the sharded state of one role, one save at a time. All processes call `begin` and `finish` together.
 
     Args:
@@ -104,7 +104,7 @@ class Saves:
         self._arena, self._name, self._device = arena, name, device
         self._account = arena.account(name=f"{name}_checkpoint")
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"{name}-checkpoint")
-        self._save: _Save | None = None
+        self._pending: _PendingSave | None = None
 
     def reserve(self, state: Iterable[Tensor]) -> None:
         """Take host memory for saves of this state now, because page-locking takes time: 1 GB about 0.2 s.
@@ -139,11 +139,11 @@ class Saves:
         Raises:
             StorageError: the disk has no room.
         """
-        assert self._save is None, "the save before has not been finished"
+        assert self._pending is None, "the save before has not been finished"
         partial = folders.partial_of(folder)
         pieces = {part: pieces_of(state) for part, state in parts.items()}
         needed_bytes = sum(_gather(sum(piece.tensor.nbytes for each in pieces.values() for piece in each)))
-        _together(folder, lambda: _make_folders(folder, [*parts], needed_bytes))
+        _raise_everywhere(folder, lambda: _make_folders(folder, [*parts], needed_bytes))
         found, live = _find_all(pieces, offloads, self._device, frozen)
         block = None
         if in_background:
@@ -153,8 +153,8 @@ class Saves:
         in_background = in_background and all(f.on_host is not None for each in found.values() for f in each)
         submit: Callable[..., Future[Entries]] = self._thread.submit if in_background else _at_once
         for offload in offloads:
-            if (lent := live.get(offload)) is not None:
-                offload.lend(lent.read)
+            if (host_read := live.get(offload)) is not None:
+                offload.keep_until(host_read.read)
         # The optimizer's part comes first: its step may wait for that.
         first = {part: each for part, each in reversed(found.items()) if any(f.live for f in each)}
         write_live = submit(_write, partial, first)
@@ -163,25 +163,25 @@ class Saves:
         write_rest = submit(_write, partial, {part: each for part, each in found.items() if part not in first})
         if block is not None:
             write_rest.add_done_callback(lambda _: self._account.free(block))
-        self._save = _Save(folder, live.get(None), [write_live, write_rest], submit)
+        self._pending = _PendingSave(folder, live.get(None), [write_live, write_rest], submit)
         return partial
 
-    def beside(self, write: Callable[[], Entries]) -> None:
+    def write_extra_files(self, write: Callable[[], Entries]) -> None:
         """Let this process write other files of the save too, in the background if that is; `finish` raises its errors."""
-        assert self._save is not None
-        self._save.jobs.append(self._save.submit(write))
+        assert self._pending is not None
+        self._pending.jobs.append(self._pending.submit(write))
 
     @property
     def is_written(self) -> bool:
         """Whether `finish` would not wait for this process's disk."""
-        return self._save is None or all(job.done() for job in self._save.jobs)
+        return self._pending is None or all(job.done() for job in self._pending.jobs)
 
     def before_step(self) -> None:
         """Wait until the tensors that the optimizer changes in host memory, where they are, have been read."""
-        if self._save is None or self._save.in_place is None or self._save.in_place.read.done():
+        if self._pending is None or self._pending.in_place is None or self._pending.in_place.read.done():
             return
         began = time.monotonic()
-        wait([self._save.in_place.read])
+        wait([self._pending.in_place.read])
         if (seconds := time.monotonic() - began) > NOTICEABLE_S:
             text = "%s: the optimizer's step waited %.1f s until its state in host memory was in the checkpoint"
             logger.info(text, self._name, seconds)
@@ -192,10 +192,10 @@ class Saves:
         Raises:
             CheckpointError, StorageError: the write failed on a process; what was written is removed.
         """
-        if self._save is None:
+        if self._pending is None:
             return
-        folder, jobs = self._save.folder, self._save.jobs
-        self._save = None
+        folder, jobs = self._pending.folder, self._pending.jobs
+        self._pending = None
         wait(jobs)
         entries: Entries = {}
 
@@ -203,12 +203,12 @@ class Saves:
             seal(folders.partial_of(folder), entries)
             folders.commit(folder)
 
-        _together(folder, fault=next(filter(None, (job.exception() for job in jobs)), None))
+        _raise_everywhere(folder, fault=next(filter(None, (job.exception() for job in jobs)), None))
         for each in _gather({name: entry for job in jobs for name, entry in job.result().items()}):
             entries |= each
-        _together(folder, seal_all)
+        _raise_everywhere(folder, seal_all)
 
-    def _stage(self, found: dict[str, list[_Found]]) -> tuple[dict[str, list[_Found]], Block | None]:
+    def _stage(self, found: dict[str, list[_LocatedPiece]]) -> tuple[dict[str, list[_LocatedPiece]], Block | None]:
         """Copy bytes on the device to a block of host memory; without room for it, return everything unchanged and None."""
         on_device = [f.piece for each in found.values() for f in each if f.on_host is None]
         on_device.sort(key=lambda piece: -piece.tensor.nbytes)  # long ones first, at aligned addresses
@@ -234,7 +234,7 @@ class Saves:
                 here.copy_(left[: here.numel()], non_blocking=True)
                 left = left[here.numel() :]
 
-        def filled(each: list[_Found]) -> list[_Found]:
+        def filled(each: list[_LocatedPiece]) -> list[_LocatedPiece]:
             return [f._replace(on_host=staged.get(id(f.piece), f.on_host)) for f in each]
 
         return {part: filled(each) for part, each in found.items()}, block
@@ -245,17 +245,17 @@ def _find_all(
     offloads: Sequence[TensorOffload],
     device: torch.device,
     frozen: Set[torch.UntypedStorage],
-) -> tuple[dict[str, list[_Found]], dict[TensorOffload | None, _Live]]:
+) -> tuple[dict[str, list[_LocatedPiece]], dict[TensorOffload | None, _HostRead]]:
     """Find each part's pieces, live ones in order of the offloads; return also what is live by its offload, None for no offload."""
     place = {storage: (n, start) for n, each in enumerate(offloads) for storage, start in each.starts().items()}
-    last, live = (len(offloads), 0), dict[TensorOffload | None, _Live]()
-    found: dict[str, list[_Found]] = {}
+    last, live = (len(offloads), 0), dict[TensorOffload | None, _HostRead]()
+    found: dict[str, list[_LocatedPiece]] = {}
     for part, each in pieces.items():
         found[part] = []
         for piece in sorted(each, key=lambda piece: place.get(piece.tensor.untyped_storage(), last)):
             tensor, offload = piece.tensor, None
             if tensor.untyped_storage() in frozen:
-                found[part].append(_Found(piece, [_bytes(tensor)]))
+                found[part].append(_LocatedPiece(piece, [_bytes(tensor)]))
                 continue
             if (where := place.get(tensor.untyped_storage())) is not None:
                 assert tensor.is_contiguous(), f"{piece.name}: an offloaded shard is contiguous"
@@ -264,11 +264,11 @@ def _find_all(
             elif tensor.device.type == "cpu" != device.type:
                 on_host = [_bytes(tensor)]
             else:
-                found[part].append(_Found(piece, None))
+                found[part].append(_LocatedPiece(piece, None))
                 continue
-            here = live.setdefault(offload, _Live())
+            here = live.setdefault(offload, _HostRead())
             here.count()
-            found[part].append(_Found(piece, on_host, here))
+            found[part].append(_LocatedPiece(piece, on_host, here))
     return found, live
 
 
@@ -276,7 +276,7 @@ def _bytes(tensor: Tensor) -> Tensor:
     return tensor.contiguous().view(-1).view(torch.uint8)
 
 
-def _write(partial: Path, parts: Mapping[str, Iterable[_Found]]) -> Entries:
+def _write(partial: Path, parts: Mapping[str, Iterable[_LocatedPiece]]) -> Entries:
     entries = {}
     for part, each in parts.items():
         sources = [found.source() for found in each]
@@ -313,7 +313,9 @@ def _at_once(work: Callable[..., Entries], *arguments: Any) -> Future[Entries]:
     return done
 
 
-def _together(folder: Path, of_rank_0: Callable[[], None] | None = None, fault: BaseException | None = None) -> None:
+def _raise_everywhere(
+    folder: Path, of_rank_0: Callable[[], None] | None = None, fault: BaseException | None = None
+) -> None:
     """Let rank 0 do something. If that or something before failed anywhere, raise it everywhere and remove what was written.
 
     Args:

@@ -22,8 +22,8 @@ def as_open_as_folder(file: Path) -> None:
 
 
 @dataclass(frozen=True)
-class ModelCard:
-    """Everything in a model folder except the weights."""
+class FolderParts:
+    """Everything of a model folder but the weights."""
 
     head: Head  # the kind of output
     config: "PreTrainedConfig"  # the architecture
@@ -31,15 +31,15 @@ class ModelCard:
     tokenizer: "PreTrainedTokenizerBase | None"  # None for a folder without one
 
     @classmethod
-    def of(cls, model: "PreTrainedModel", head: Head, tokenizer: "PreTrainedTokenizerBase | None") -> "ModelCard":
-        """Return the card of a loaded model."""
+    def of(cls, model: "PreTrainedModel", head: Head, tokenizer: "PreTrainedTokenizerBase | None") -> "FolderParts":
+        """Return these parts for a loaded model."""
         config = copy.deepcopy(model.config)
         config.use_cache = True  # training needs no key/value cache, but generation from the folder does
         return cls(head, config, model.generation_config if head == "lm" else None, tokenizer)
 
     @classmethod
-    def read(cls, folder: Path, head: Head, trust_remote_code: bool) -> "ModelCard":
-        """Read the card that `write` wrote. Raises ModelError if it cannot be read."""
+    def read(cls, folder: Path, head: Head, trust_remote_code: bool) -> "FolderParts":
+        """Read what `write` wrote. Raises ModelError if it cannot be read."""
         from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
         generation = tokenizer = None

@@ -1,6 +1,9 @@
 """Compute log-probs of given tokens, and the entropy, from logits, in chunks.
 
 Only the gradient of the logits (in their own dtype) is as large as they are. V is the size of the vocabulary.
+
+torch's log_softmax does the work. The passes of `rlx.models.head_log_probs` are written for a compiler: uncompiled, on a CPU with
+150,000 tokens in the vocabulary, they take about twice the time and hold 1.4 to 3 times the memory.
 """
 
 import math

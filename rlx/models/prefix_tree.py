@@ -180,7 +180,7 @@ def joined(spans: Sequence[Span]) -> tuple[Span, ...]:
 
 
 class TreeRows(NamedTuple):
-    """TreeRows of tokens laid out as a tree.
+    """Rows of tokens laid out as a tree.
 
     Args:
         tree: their segments; roots come first, then their children, and so on.

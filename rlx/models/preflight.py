@@ -26,7 +26,7 @@ SHARDS_BYTES = "2.13"  # of torch, https://github.com/pytorch/pytorch/issues/185
 def faults_of(
     model: ModelConfig,
     head: Head,
-    together: Collection[int] = (),
+    sizes: Collection[int] = (),
     processes: int = 1,
     needs_experts: bool = False,
     sampler: str | None = None,
@@ -38,23 +38,23 @@ def faults_of(
     Args:
         model: as configured; may be `builtin:tiny`.
         head: the kind of output it needs.
-        together: numbers of processes that share each of its sequences, over the roles that use the model.
+        sizes: numbers of processes that share each of its sequences, over the roles that use the model.
         processes: all of the run.
         needs_experts: whether a key asks for something of its experts.
         sampler: that takes its weights, as `rollout.name` says; None: none does.
     """
     if model.path == TINY:  # it has no folder before the warm start
-        if _asks_nothing(model) and not needs_experts and max(together, default=1) == 1:
+        if _asks_nothing(model) and not needs_experts and max(sizes, default=1) == 1:
             return []  # before transformers imports a model, which takes a second
         with TemporaryDirectory() as folder:
             make_tiny_config(model.tiny, make_tiny_tokenizer()).save_pretrained(Path(folder))
-            return faults_of(replace(model, path=folder), head, together, processes, needs_experts, sampler)
+            return faults_of(replace(model, path=folder), head, sizes, processes, needs_experts, sampler)
     faults = [*_of_attention(model.attn_implementation), *_of_bytes_in_shards(model)]
     try:
         _, config = class_and_config(model, head)
         faults += _of_capped_scores(model.attn_implementation, config.get_text_config())
         faults += _of_chosen_keys(config.get_text_config())
-        shared = (why_not_shared(size, processes, config.get_text_config()) for size in sorted(together) if size > 1)
+        shared = (why_not_shared(size, processes, config.get_text_config()) for size in sorted(sizes) if size > 1)
         faults += filter(None, shared)
         # This machine may lack kernels that the workers have.
         here = model.attn_implementation if model.attn_implementation == "sdpa" else "eager"

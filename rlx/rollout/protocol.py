@@ -189,7 +189,7 @@ class Rollout(Protocol):
         ...
 
     def sleep(self) -> None:
-        """Free device memory until the next call. If the weights are lost with it, `version` becomes None.
+        """Free the device memory that the sampler can take back at the next call; if weights are lost, `version` becomes None.
 
         Raises:
             ValueError: requests are in flight.

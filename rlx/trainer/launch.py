@@ -48,7 +48,7 @@ def start_workers(config: PPOConfig) -> "WorkerGroup":
     device = accelerator() if trainer.device == "auto" else trainer.device
     placement = Placement.reserve(trainer.nnodes, trainer.n_gpus_per_node, device)
     # A tensor-parallel group of processes generates the same samples, and a sequence-parallel one gets the same rows.
-    together = {role.name: role.together for role in sharded_roles(config)}
+    together = {role.name: role.sequence_parallel_size for role in sharded_roles(config)}
     together["rollout"] = config.actor_rollout_ref.rollout.tensor_model_parallel_size
     meshes = {role: Mesh.of(len(placement.slots), ranks) for role, ranks in together.items()}
     return WorkerGroup(placement, f"{WORKERS}:Worker", meshes, hang_timeout_s=trainer.hang_timeout_s)

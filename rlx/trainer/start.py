@@ -193,10 +193,10 @@ def _faults_of_models(config: PPOConfig) -> Iterator[str]:
     for role in roles:
         if role.name in HEADS:
             model = replace(role.model, tiny=policy.tiny) if role.model.path == TINY else role.model
-            shared = {each.together for each in roles if each.model_key == role.model_key}
+            sizes = {each.sequence_parallel_size for each in roles if each.model_key == role.model_key}
             experts = role.name == "actor" and asks_for_experts(config.actor_rollout_ref)
             sampler = config.actor_rollout_ref.rollout.name if role.name == "actor" else None
-            faults = faults_of(model, HEADS[role.name], shared, count, experts, sampler)
+            faults = faults_of(model, HEADS[role.name], sizes, count, experts, sampler)
             yield from (f"{role.model_key}: {fault}" for fault in faults)
 
 

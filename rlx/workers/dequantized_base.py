@@ -36,6 +36,8 @@ class DequantizedBase:
         paths: list[str] = [""] * len(machines)
         if self._folder is not None:
             with storing(Path(self._folder.name)):
-                engine.card.write_with_weights(Path(self._folder.name), weights, engine.model_config.trust_remote_code)
+                engine.folder_parts.write_with_weights(
+                    Path(self._folder.name), weights, engine.model_config.trust_remote_code
+                )
         dist.all_gather_object(paths, self._folder.name if self._folder is not None else "")
         self.path = paths[machines.index(machine)]

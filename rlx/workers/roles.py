@@ -78,11 +78,11 @@ class TrainedRole(EngineRole):
 
     def is_written(self) -> bool:
         """Whether `finish_save` would not wait for this process's disk."""
-        return self.engine.saves.is_written
+        return self.engine.checkpoint_writer.is_written
 
     def finish_save(self) -> None:
         """Wait for the write, check it, and let the folder appear."""
-        self.engine.saves.finish()
+        self.engine.checkpoint_writer.finish()
 
     def load(self, folder: str) -> None:
         """Continue from a checkpoint."""
@@ -102,7 +102,7 @@ class TrainedRole(EngineRole):
             own = [
                 each for each in self.engine.root.parameters() if each not in streamed
             ]  # a save reads these in place
-            self.engine.saves.reserve([*own, *state])
+            self.engine.checkpoint_writer.reserve([*own, *state])
             self._has_reserved = True
         return {f"{self._name}/{key}": value for key, value in metrics.items()}
 
@@ -163,7 +163,7 @@ class RefRole(EngineRole):
             strategy=policy.actor.strategy,
             device=device,
             name="ref",
-            sequence_parallel=reference_role(config).together,
+            sequence_parallel=reference_role(config).sequence_parallel_size,
         )
         super().__init__(engine)
         self._temperature = policy.rollout.temperature
@@ -247,7 +247,7 @@ class RolloutRole:
             model = replace(model, path=self._base.path)
         self._build = partial(build_rollout, settings, model, device, context_length, seed)
         self.sampler = self._build()
-        self._sleeps = settings.name == "vllm" and settings.free_cache_engine
+        self._sleeps = settings.free_cache_engine
         self._takes_adapters = model.sends_adapters
         self._changes = ChangeCheck(sampler_dtype(settings, device))
         self._loads: list[dict[str, float]] = []  # of calls for training since `take_load`
@@ -357,6 +357,6 @@ def _largest(number: int) -> int:
 
 def stop_tokens(tokenizer: "PreTrainedTokenizerBase", engine: Engine) -> tuple[int, ...]:
     """Return the tokens that end a response: the tokenizer's EOS and those of the model's generation config."""
-    listed = engine.card.generation.eos_token_id if engine.card.generation else None
+    listed = engine.folder_parts.generation.eos_token_id if engine.folder_parts.generation else None
     more = [listed] if isinstance(listed, int) else listed or []
     return tuple(sorted({int(tokenizer.eos_token_id), *(int(token) for token in more)}))

@@ -139,9 +139,9 @@ def saved_beside_training(folder, strategy, out, offload):
     engine.to_host()
     engine.save(out + "/at_once", ALL)
     held_up = threading.Event()
-    engine.saves._thread.submit(held_up.wait)
+    engine.checkpoint_writer._thread.submit(held_up.wait)
     engine.begin_save(out + "/beside", ALL, in_background=True)
-    assert not engine.saves.is_written
+    assert not engine.checkpoint_writer.is_written
     least, residency.SHORT_SHARE = residency.SHORT_SHARE, 0.0
     engine.log_probs(share(), ROWS, 1.0)
     engine.to_host()
@@ -150,7 +150,7 @@ def saved_beside_training(folder, strategy, out, offload):
     engine.to_host()
     residency.SHORT_SHARE = least
     assert not os.path.exists(out + "/beside"), "it appears when it is whole"
-    engine.saves.finish()
+    engine.checkpoint_writer.finish()
     host = host_arena(pinned=False).holders()
     assert not host.get("model_checkpoint"), "the staging is free again"
     if offload:
@@ -176,7 +176,7 @@ def with_masters(folder, strategy, out, in_background):
         else:
             engine.update(share(), ROWS, policy())
             engine.begin_save(out, ALL, in_background)
-            engine.saves.finish()
+            engine.checkpoint_writer.finish()
         assert {value.dtype for state in engine.optimizer.state.values() for value in state.values()} == {torch.float32}
         metrics = [engine.update(share(), ROWS, policy()) for _ in range(2)]
         found.append((metrics, weights_of(engine)))
@@ -238,6 +238,6 @@ def fills_the_disk(folder, out, left_bytes, in_background):
     dist.barrier()
     try:
         engine.begin_save(out, ALL, in_background)
-        engine.saves.finish()
+        engine.checkpoint_writer.finish()
     except StorageError as error:
         return str(error)

@@ -25,7 +25,7 @@ def written(engine, folder):
     """Write the base of an engine as a model folder, on every rank the same one."""
     weights = {name: tensor.cpu() for name, tensor in engine.base_weights()}
     if dist.get_rank() == 0:
-        dataclasses.replace(engine.card, head="lm").write_with_weights(Path(folder), weights, False)
+        dataclasses.replace(engine.folder_parts, head="lm").write_with_weights(Path(folder), weights, False)
     dist.barrier()
     return folder
 

@@ -2,15 +2,13 @@
 
 import gc
 import logging
-import socket
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from rlx.config.host_memory import HostMemory
 from rlx.config.schema import (
@@ -43,53 +41,19 @@ PARKED = {"param_offload": True, "optimizer_offload": True}
 
 
 @pytest.fixture(scope="module")
-def gpu() -> Iterator[torch.device]:
-    """A process group of one, with collectives on both kinds of memory."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
-    dist.init_process_group("cpu:gloo,cuda:nccl", init_method=address, rank=0, world_size=1)
-    yield torch.device("cuda", 0)
-    dist.destroy_process_group()
-
-
-@pytest.fixture(scope="module")
-def large(tmp_path_factory: pytest.TempPathFactory) -> str:
+def large(tiny_folder: Callable[..., str]) -> str:
     """A Qwen3 wide enough that its attention takes the kernels that real models take."""
-    from rlx.config.schema import TinyModelConfig
-    from rlx.models.tiny import make_tiny
-
-    folder = tmp_path_factory.mktemp("large")
-    shape = TinyModelConfig(
+    return tiny_folder(
         hidden_size=512, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=2
     )
-    for part in make_tiny(shape):
-        part.save_pretrained(folder)
-    return str(folder)
 
 
 @pytest.fixture(scope="module")
-def wide(tmp_path_factory: pytest.TempPathFactory) -> str:
+def wide(tiny_folder: Callable[..., str]) -> str:
     """Half a GB of fp32 parameters, beside which what CUDA's libraries keep is little."""
-    from rlx.config.schema import TinyModelConfig
-    from rlx.models.tiny import make_tiny
-
-    folder = tmp_path_factory.mktemp("wide")
-    shape = TinyModelConfig(
+    return tiny_folder(
         hidden_size=1024, intermediate_size=4096, num_hidden_layers=8, num_attention_heads=8, num_key_value_heads=2
     )
-    for part in make_tiny(shape):
-        part.save_pretrained(folder)
-    return str(folder)
-
-
-@pytest.fixture
-def deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """CUDA kernels that give the same bits twice."""
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def ragged(rows: int = 32) -> Batch:

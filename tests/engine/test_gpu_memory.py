@@ -1,11 +1,9 @@
 """Out of memory in an update on a GPU, by the allocator itself: repeated with less, or refused where FSDP cannot begin anew."""
 
 import gc
-import socket
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 from rlx.config.schema import (
@@ -15,46 +13,34 @@ from rlx.config.schema import (
     MixedPrecisionConfig,
     ModelConfig,
     OptimConfig,
-    TinyModelConfig,
 )
 from rlx.data.batch import Batch
 from rlx.engine.engine import Engine
 from rlx.engine.micro_batch import MicroBatchRule
 from rlx.engine.objectives import PolicyObjective
-from rlx.models.tiny import make_tiny
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.usefixtures("deterministic"),
 ]
 FP32 = FSDPConfig(mixed_precision=MixedPrecisionConfig(param_dtype="fp32"))
 ROWS, PROMPT, RESPONSE = 16, 64, 1984
 
 
-@pytest.fixture
-def gpu(monkeypatch):
-    """A process group of one, and kernels that give the same bits twice."""
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
-    dist.init_process_group("cpu:gloo,cuda:nccl", init_method=address, rank=0, world_size=1)
-    torch.use_deterministic_algorithms(True)
-    yield torch.device("cuda", 0)
-    torch.use_deterministic_algorithms(False)
+@pytest.fixture(autouse=True)
+def whole_device():
+    """After a test the process may use all of the device's memory again."""
+    yield
     torch.cuda.set_per_process_memory_fraction(1.0)
-    dist.destroy_process_group()
 
 
-@pytest.fixture
-def deep(tmp_path):
+@pytest.fixture(scope="module")
+def deep(tiny_folder):
     """Layers whose activations are far larger than their weights."""
-    shape = TinyModelConfig(
+    return tiny_folder(
         hidden_size=256, intermediate_size=1024, num_hidden_layers=16, num_attention_heads=4, num_key_value_heads=2
     )
-    for part in make_tiny(shape):
-        part.save_pretrained(tmp_path / "deep")
-    return str(tmp_path / "deep")
 
 
 def batch():

@@ -8,16 +8,9 @@ pytest.importorskip("bitsandbytes", reason="NF4 needs bitsandbytes (rlx[nf4])")
 
 
 @pytest.fixture(scope="module")
-def wide_folder(tmp_path_factory):
+def wide_folder(tiny_folder):
     """A two-layer Qwen3 whose widths are multiples of 64."""
-    from rlx.config.schema import TinyModelConfig
-    from rlx.models.tiny import make_tiny
-
-    folder = tmp_path_factory.mktemp("wide")
-    shape = TinyModelConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2)
-    for part in make_tiny(shape):
-        part.save_pretrained(folder)
-    return str(folder)
+    return tiny_folder(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2)
 
 
 def assert_all_same(ones, others):

@@ -175,7 +175,7 @@ def test_a_lent_block_keeps_its_bytes_until_the_reader_has_ended(room, monkeypat
     offload._account.free(offload._account.allocate(3 * MIB))
     offload.offload([tensor])
     (lent,) = offload.host_bytes(0, 3 * MIB)
-    offload.lend(reader)
+    offload.keep_until(reader)
     offload.prefetch(None)
     tensor.add_(1)
     if not room:

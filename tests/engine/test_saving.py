@@ -20,7 +20,7 @@ def reserved(monkeypatch):
     def make(limit=None):
         arena = HostArena(pinned=False)
         arena.limit(limit)
-        saving.Saves(arena, "actor", torch.device("cpu")).reserve(STATE)
+        saving.CheckpointWriter(arena, "actor", torch.device("cpu")).reserve(STATE)
         assert arena.held_bytes == 0, "others may use it until then"
         return arena
 

@@ -44,9 +44,9 @@ def test_a_name_that_is_mistyped_is_named(folders, options, starts, hint):
 
 def test_processes_that_share_sequences_divide_the_heads(folders):
     tiny = ModelConfig(path="builtin:tiny")
-    assert faults_of(tiny, "lm", together=(1, 2), processes=4) == []
+    assert faults_of(tiny, "lm", sizes=(1, 2), processes=4) == []
     for shared, heads, allowed in ((tiny, 4, "1 or 2 or 4"), (model(folders), 2, "1 or 2")):
-        (fault,) = faults_of(shared, "lm", together=[8], processes=8)
+        (fault,) = faults_of(shared, "lm", sizes=[8], processes=8)
         assert f"got 8 with 8 processes and {heads} attention heads" in fault and fault.endswith(f"set it to {allowed}")
 
 

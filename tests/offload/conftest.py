@@ -2,9 +2,11 @@ import copy
 import gc
 import math
 import os
+import sys
 import uuid
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +16,8 @@ from rlx.offload import OffloadOptions, enable_activation_offloading
 from rlx.offload.recompute import saved_slots as slots
 from rlx.offload.storage.arena import host_arena
 from rlx.offload.storage.spill_file import extent_files
+
+sys.path.insert(0, str(Path(__file__).parent))  # for own_attention
 
 # What is kept for backward, and where: tests that take `saving` run for each of the first, those that take `mode` for all.
 SAVES = ("boundary", "attention", "all")
@@ -375,12 +379,3 @@ def compare_layer(request, compare):
         return compare(model, request.param, expected=plain(forward, request.param), **saving)
 
     return run
-
-
-@pytest.fixture
-def deterministic(monkeypatch):
-    """CUDA kernels that give the same bits twice."""
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)

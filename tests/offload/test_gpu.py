@@ -93,7 +93,7 @@ def test_gradients_of_a_transformer_are_equal(compare, saving, attention, dtype)
     compare(model, lambda m: m(input_ids=ids, labels=ids).loss, **saving)
 
 
-def test_a_step_on_a_stream_of_the_users(compare, decoder, saving):
+def test_a_step_on_a_stream_of_the_users(compare, decoder, mode):
     def on_a_side_stream(m):
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
@@ -103,7 +103,7 @@ def test_a_step_on_a_stream_of_the_users(compare, decoder, saving):
         torch.cuda.current_stream().wait_stream(side)
         return loss.detach()
 
-    compare(decoder, on_a_side_stream, **saving)
+    compare(decoder, on_a_side_stream, **mode)
 
 
 def test_graphs_dropped_while_bytes_fly_harm_nobody(enable, toys, decoder, saving):

@@ -157,20 +157,6 @@ def test_many_steps_and_dropped_graphs_with_one_file(enable, toys, model, tmp_pa
 
 
 @MODES
-def test_a_step_on_a_stream_of_the_users(compare, model, tmp_path, enable_ckpt):
-    def on_a_side_stream(m):
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            loss = step(m)
-            loss.backward()
-        torch.cuda.current_stream().wait_stream(side)
-        return loss.detach()
-
-    compare(model, on_a_side_stream, enable_ckpt, tier="disk", directory=str(tmp_path))
-
-
-@MODES
 @pytest.mark.parametrize("what", ["write", "read"])
 def test_a_failing_disk_is_an_error_in_backward_and_the_next_step_is_clean(
     enable, toys, model, tmp_path, enable_ckpt, what

@@ -9,7 +9,7 @@ import pytest
 from rlx.rollout import flight
 from rlx.rollout.flight import FirstRank, SamplerLoad, aborting, joined_loads
 from rlx.rollout.hf import HFRollout
-from rlx.rollout.protocol import Completion, EngineError, Request, Sampling
+from rlx.rollout.protocol import Completion, EngineError, Request, Rollout, Sampling
 
 SAMPLED = Sampling(12, stop_token_ids=(1, 2, 3, 4))
 
@@ -211,6 +211,7 @@ def test_the_sampler_of_the_docs_completes_requests_in_the_order_given(asked):
     names = {"RequestsInFlight": flight.RequestsInFlight, "Completion": Completion, "EngineError": EngineError}
     exec(code, names)
     rollout = names["ServerRollout"](Client(), max_num_seqs=4)
+    assert {name for name in vars(Rollout) if not name.startswith("_")} <= {*dir(rollout)}
     rollout.version = 1
     assert [completion.token_ids for completion in rollout.generate(asked)] == [[request.seed] for request in asked]
     numbers = [rollout.add_request(request) for request in asked[:3]]

@@ -185,18 +185,3 @@ def test_a_name_sent_twice_is_refused(make_model, make_rollout):
     model = make_model()
     with pytest.raises(ValueError, match="got it twice"):
         make_rollout(model).update_weights([*model.state_dict().items()] * 2, version=2)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-def test_sleep_gives_device_memory_back(make_model, make_rollout, prompts):
-    model = make_model()
-    start = torch.cuda.memory_allocated()
-    rollout = make_rollout(model, device="cuda")
-    awake = torch.cuda.memory_allocated()
-    before = rollout.generate(requests_of(prompts, GREEDY))
-    rollout.sleep()
-    assert torch.cuda.memory_allocated() - start < (awake - start) / 10
-    rollout.update_weights(model.state_dict().items(), version=2)
-    after = rollout.generate(requests_of(prompts, GREEDY))
-    assert [c.token_ids for c in after] == [c.token_ids for c in before]

@@ -5,7 +5,7 @@ from collections import defaultdict
 
 import pytest
 from test_run import results, resume_from
-from test_run_environment import VLLM, check, read_transcripts
+from test_run_environment import OWN, VLLM, check, read_transcripts
 from transformers import AutoTokenizer
 
 pytestmark = pytest.mark.e2e
@@ -17,20 +17,6 @@ SHORTENS = (
     "{{ '<|' + m.role + '|>' + said }}{%- if m.role == 'assistant' -%}{{ eos_token }}{%- endif -%}"
     "{%- endfor -%}{%- if add_generation_prompt -%}{{ '<|assistant|>' }}{%- endif -%}"
 )
-OWN = """
-from rlx.environments.protocol import Observation
-
-class Echo:
-    def reset(self, row):
-        self.seed = row["seed"]
-        return row["prompt"]
-
-    def step(self, turn):
-        if turn.index == 1 and self.seed % 7 == 0:
-            raise ValueError("unlucky")
-        reward = len(set(turn.text)) / 16 * (turn.index + 1)
-        return Observation([{"role": "user", "content": str(self.seed % 10)}], reward, turn.index == 2)
-"""
 
 
 @pytest.fixture

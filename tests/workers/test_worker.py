@@ -10,6 +10,7 @@ from rlx.cluster.group import WorkerGroup
 from rlx.cluster.placement import Placement
 from rlx.data.batch import Batch
 from rlx.export import export
+from rlx.rollout.protocol import Request, Sampling
 from rlx.workers.worker import Worker
 
 ROLES = ["actor", "rollout", "ref", "critic"]
@@ -158,3 +159,11 @@ def test_a_worker_that_cannot_be_built_says_why(environment, config, device, rol
 def test_a_role_that_the_process_does_not_host_is_named(environment, config):
     with pytest.raises(ValueError, match=r"got 'critic', expected one of"):
         Worker(config, ["actor"]).call("critic", "begin_save", "/nowhere")
+
+
+def test_a_sampler_of_any_name_sleeps_while_another_role_works(environment, config):
+    worker = Worker(config, ["actor", "rollout"])
+    worker.call("rollout", "sync", 0)
+    worker.roles["rollout"].sampler.add_request(Request((1, 2), 0, Sampling(3)))
+    with pytest.raises(ValueError, match="sleep: got 1 requests in flight"):
+        worker.call("actor", "log_probs", None)

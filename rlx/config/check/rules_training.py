@@ -49,12 +49,12 @@ def sequence_groups_are_whole(s: CheckContext) -> Faults:
     """Processes that share sequences form whole groups and pack them. The model's heads are checked when it is loaded."""
     count = processes(s.config)
     for role in sharded_roles(s.config):
-        key, together = f"{role.key}.{ULYSSES}", role.together
-        if count % together and s.value(key) is not None:
-            what, got = "the processes do not form whole groups", f"{key}={together}, {count} process(es)"
+        key, size = f"{role.key}.{ULYSSES}", role.sequence_parallel_size
+        if count % size and s.value(key) is not None:
+            what, got = "the processes do not form whole groups", f"{key}={size}, {count} process(es)"
             expected, remedy = "a divisor of the number of processes", f"change {key}, or {PROCESSES}"
             yield s.fault(what, expected, remedy, key, PROCESSES, got=got)
-        if together > 1:
+        if size > 1:
             yield from _is_packed(s, role, key, f"{key} shares packed sequences, in rlx's own attention")
 
 
@@ -80,10 +80,10 @@ def tokens_hold_the_longest_row(s: CheckContext) -> Faults:
     """A micro-batch cut by tokens holds at least the longest row, which a group of processes may share."""
     lengths = ("data.max_prompt_length", "data.max_response_length")
     longest = sum(map(s.value, lengths))
-    together = {role.key: role.together for role in sharded_roles(s.config)}
-    together["actor_rollout_ref.rollout"] = together["actor_rollout_ref.actor"]
+    sizes = {role.key: role.sequence_parallel_size for role in sharded_roles(s.config)}
+    sizes["actor_rollout_ref.rollout"] = sizes["actor_rollout_ref.actor"]
     for key, rows, flag in MICRO_KEYS:
-        tokens, sharing = f"{key}.{rows.replace('micro_batch_size', 'max_token_len')}", together.get(key, 1)
+        tokens, sharing = f"{key}.{rows.replace('micro_batch_size', 'max_token_len')}", sizes.get(key, 1)
         limit = s.value(tokens) * sharing
         if s.value(f"{key}.{flag}") and limit < longest and (key != "critic" or has_critic(s.config)):
             got = f"{limit} tokens; the longest row has {longest} ({' + '.join(lengths)})"

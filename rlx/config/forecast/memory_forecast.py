@@ -250,7 +250,7 @@ class MemoryForecast:
             disk_bytes_per_s=DISK_BYTES_PER_S * disk,
             hardware=replace(self._hardware, host_bytes=host_room + moving),
         )
-        plan = scenario.plan(_mode(role.model), tokens * role.together)
+        plan = scenario.plan(_mode(role.model), tokens * role.sequence_parallel_size)
         offloaded = min(plan.prediction.host_bytes, host_room)
         peaks = scenario.phases(plan)._asdict()
         for where in ("forward", "head", "backward"):
@@ -270,7 +270,9 @@ class MemoryForecast:
         states, others = own.on_device(own.forward), self._idle(own) + self._sampler.at_rest
         held = states._replace(optimizer=own.staying_state)
         scenario = self._scenario(own, logits)._replace(states=held, other_bytes=others, optimizer_on_host=False)
-        parts = _parts(own, states, others, scenario.without_backward(tokens * own.role.together), is_gathered=True)
+        parts = _parts(
+            own, states, others, scenario.without_backward(tokens * own.role.sequence_parallel_size), is_gathered=True
+        )
         return self._phase(name, parts, self._on_host(own))
 
     def _rollout(self, length: int, is_least: bool) -> Phase:
@@ -319,15 +321,15 @@ class MemoryForecast:
         return self.machine.hardware or PROFILES["h200"]
 
     def _scenario(self, own: RoleMemory, logits: int) -> Scenario:
-        model, together = own.role.model, own.role.together
+        model, shared_by = own.role.model, own.role.sequence_parallel_size
         tile = None if model.tiled_mlp == 0 else 0 if model.tiled_mlp == "auto" else int(model.tiled_mlp)
         return Scenario(
             decoder=own.decoder,
             hardware=self._hardware,
-            logit_tokens=logits * together,
+            logit_tokens=logits * shared_by,
             is_head_trained=model.lora_rank == 0,
             tile=tile,
-            shared_by=together,
+            shared_by=shared_by,
             optimizer_on_host=own.moving_state > 0,
             element=own.element,
         )

@@ -94,7 +94,9 @@ def _role_memory(role: ModelRole, decoder: Decoder, config: PPOConfig, machine: 
     element = (2 if on_device else stored) if precision == "auto" else BYTES[precision]
     shards = fsdp.fsdp_size if fsdp.fsdp_size > 0 else processes(config)
     reduced = BYTES[fsdp.mixed_precision.reduce_dtype]
-    rows = role.mini_batch_prompts * config.actor_rollout_ref.rollout.n * role.together // processes(config)
+    rows = (
+        role.mini_batch_prompts * config.actor_rollout_ref.rollout.n * role.sequence_parallel_size // processes(config)
+    )
     rows *= most_rows_of_a_sample(config)
     takes_one = role.micro.rows is not None and role.micro.rows >= rows  # nothing is summed over micro-batches
     rank = role.model.lora_rank if role.trained else 0
@@ -207,14 +209,14 @@ def load(memory: RoleMemory, config: PPOConfig, micro: MicroSize, prompts: int, 
     """
     role, rollout, data = memory.role, config.actor_rollout_ref.rollout, config.data
     samples = prompts * rollout.n * (1 if is_least else most_rows_of_a_sample(config))
-    share = -(-samples * role.together // processes(config))
+    share = -(-samples * role.sequence_parallel_size // processes(config))
     rows = share if micro.rows is None else min(share, micro.rows)
     if is_least and micro.rows is not None and role.model.use_remove_padding and role.name != "reward":
         rows = 1
     unique = _unique_tokens(role.model, rows, rollout.n, length, data)
-    tokens = -(-unique // role.together)
+    tokens = -(-unique // role.sequence_parallel_size)
     if micro.tokens is not None:
-        tokens = max(-(-length // role.together), min(tokens, micro.tokens))
+        tokens = max(-(-length // role.sequence_parallel_size), min(tokens, micro.tokens))
     if role.name not in ("actor", "ref"):
         return Load(tokens, 0)
     responses = rows * length * data.max_response_length

@@ -41,7 +41,7 @@ class ModelRole(NamedTuple):
     mini_batch_prompts: int
     micro: MicroSize  # size of a forward on one process
     trained: bool  # whether it has gradients and an optimizer
-    together: int = 1  # processes that share each sequence
+    sequence_parallel_size: int = 1  # processes that share each sequence
     optimizer_bytes: float | None = None  # of its state for a weight; None: two numbers of the weight's type
 
     @property
@@ -152,7 +152,7 @@ def _trained_role(
         mini_batch_prompts=settings.ppo_mini_batch_size,
         micro=update_size(settings),
         trained=True,
-        together=settings.ulysses_sequence_parallel_size or 1,
+        sequence_parallel_size=settings.ulysses_sequence_parallel_size or 1,
         optimizer_bytes=_optimizer_bytes(settings.optim, fsdp, model),
     )
 
@@ -180,7 +180,8 @@ def reference_role(config: PPOConfig) -> ModelRole:
         fsdp=ref.fsdp_config,
         micro=log_prob_size(ref, config.actor_rollout_ref.actor),
         trained=False,
-        together=ref.ulysses_sequence_parallel_size or config.actor_rollout_ref.actor.ulysses_sequence_parallel_size,
+        sequence_parallel_size=ref.ulysses_sequence_parallel_size
+        or config.actor_rollout_ref.actor.ulysses_sequence_parallel_size,
     )
 
 
