@@ -40,15 +40,8 @@ def export(checkpoint: Path, out: Path, trust_remote_code: bool = False, only_ad
             partial.mkdir(exist_ok=True)
             write_adapters(partial, adapters, kind)
         return
-<<<<<<< HEAD
     weights = read_weights(checkpoint)  # first, because it checks all files
-    card = ModelCard.read(checkpoint / "card", read_description(checkpoint).head, trust_remote_code)
-=======
-    weights = read_weights(checkpoint, trust_checkpoint)  # first, because it checks all files
-    folder_parts = FolderParts.read(
-        checkpoint / "card", read_description(checkpoint, trust_checkpoint).head, trust_remote_code
-    )
->>>>>>> m3
+    folder_parts = FolderParts.read(checkpoint / "card", read_description(checkpoint).head, trust_remote_code)
     with storing(out), replacing(out) as partial:
         folder_parts.write_with_weights(partial, weights, trust_remote_code)
 

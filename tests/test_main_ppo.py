@@ -153,6 +153,18 @@ def test_faults_are_numbered_and_exit_with_2(capsys: pytest.CaptureFixture[str],
     )
 
 
+def test_a_model_that_the_hub_does_not_give_is_a_fault_of_the_run_and_a_warning_of_a_check(capsys, run_is, monkeypatch):
+    run_is(fails(AssertionError("a run with faults starts")))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    command = ["actor_rollout_ref.model.path=rlx-tests/nowhere", "data.train_files=missing.jsonl"]
+    assert main(command) == 2
+    error = capsys.readouterr().err
+    assert "2 fault(s)" in error and "hf download rlx-tests/nowhere" in error and "missing.jsonl" in error
+    assert main([*command, "--check"]) == 2
+    error = capsys.readouterr().err
+    assert "1 fault(s)" in error and "hf download rlx-tests/nowhere" in error[: error.index("fault(s)")]
+
+
 @pytest.mark.parametrize("check", [[], ["--check"]])
 def test_code_of_the_users_own_is_tried_before_anything_starts(capsys, run_is, check: list[str], tmp_path: Path):
     run_is(fails(AssertionError("must not run")))

@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from rlx.config.faults import Fault
 from rlx.config.schema import ModelConfig, PPOConfig, TinyModelConfig
 from rlx.config.schema.roles import TINY, sharded_roles
 from rlx.offload.plan.decoder import Decoder, read_decoder
@@ -79,7 +80,7 @@ def tiny_shape(tiny: TinyModelConfig) -> dict[str, Any]:
     }
 
 
-def fetch_configs(config: PPOConfig) -> list[str]:
+def fetch_configs(config: PPOConfig) -> list[Fault]:
     """Download the config.json of each hub model that is not on this machine, and return a fault for each that cannot be had.
 
     The run needs it anyway, but transformers would try for 80 s until it said so.
@@ -109,11 +110,16 @@ def fetch_configs(config: PPOConfig) -> list[str]:
     return faults
 
 
-def _fault_of_hub(key: str, path: str, reason: str, patience_s: float) -> str:
-    return (
-        f"{key}: {path} is no folder and no cached model of this machine, and the hub did not give its config.json within "
-        f"{patience_s:g} s ({reason}). Check the name, the network and, for a private model, `hf auth login`; or download it elsewhere "
-        f"(`hf download {path} --local-dir DIR`) and set the path to DIR. HF_HUB_ETAG_TIMEOUT=60 waits longer"
+def _fault_of_hub(key: str, path: str, reason: str, patience_s: float) -> Fault:
+    return Fault(
+        what=f"{key} is no folder and no cached model of this machine, and the hub did not give its config.json within {patience_s:g} s",
+        got=f"{key}={path} ({reason})",
+        expected="a folder with config.json, or a name of the hub",
+        remedy=(
+            "check the name, the network and, for a private model, `hf auth login`; or download it elsewhere "
+            f"(`hf download {path} --local-dir DIR`) and set {key}=DIR. HF_HUB_ETAG_TIMEOUT=60 waits longer"
+        ),
+        keys=(key,),
     )
 
 
