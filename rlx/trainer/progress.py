@@ -47,6 +47,18 @@ def change(before: float, after: float) -> str:
     return f"{before:.1%} -> {after:.1%} ({100 * (after - before):+.1f} points)"
 
 
+def held_out(found: Sequence[tuple[float | None, float]]) -> str:
+    """Format the accuracies of validations, each with its step, None if that is not known: 31.0% -> 84.5% (+53.5 points), step 0 -> 40.
+
+    A single one: 31.0% at step 0, before training.
+    """
+    steps = ["?" if step is None else f"{step:.0f}" for step, _ in found]
+    (_, before), (_, after) = found[0], found[-1]
+    if len(found) == 1:
+        return f"{after:.1%} at step {steps[0]}{', before training' if steps[0] == '0' else ''}"
+    return f"{change(before, after)}, step {steps[0]} -> {steps[-1]}"
+
+
 def reward_change(rewards: Sequence[float]) -> str:
     """Say how the rewards of steps changed, for the summary and the report: `sampled reward, mean of 5 steps: 0.375 -> 0.412`."""
     steps = max(1, min(STEPS_PER_MEAN, len(rewards) // 2))
@@ -250,14 +262,9 @@ class Progress:
         is_resumed = self._first_step is not None and self._first_step > 1
         part = f", from step {self._first_step} on" if is_resumed else ""
         if last_validation:
-            before, after = first_validation["val/accuracy"], last_validation["val/accuracy"]
             is_one = first_validation is last_validation
-            of = [f"{each['step']:.0f}" for each in (first_validation, last_validation) if "step" in each]
-            facts["held-out accuracy"] = (
-                f"{after:.1%} at step {of[-1]}{', before training' if of[-1] == '0' else ''}"
-                if is_one
-                else f"{change(before, after)}, step {' -> '.join(of)}"
-            )
+            both = [last_validation] if is_one else [first_validation, last_validation]
+            facts["held-out accuracy"] = held_out([(each.get("step"), each["val/accuracy"]) for each in both])
         if len(self._rewards) > 1:
             label, _, values = reward_change(self._rewards).partition(": ")
             facts[label] = values + part
