@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import gc
 from collections import OrderedDict, deque
 
 import pytest
@@ -153,3 +154,91 @@ def test_transforms_of_functions_inside_a_layer(enable, given, toys, save, trans
     enable(model, save != "all", save=save, cache_directory=None)
     for _ in range(3):
         expected.assert_equal(toys.grade(model, step))
+
+
+def test_a_packed_sequence(compare, toys, mode):
+    def step(model):
+        x = nn.utils.rnn.pack_padded_sequence(model.embed(toys.tokens()), torch.tensor([6, 4]), batch_first=True)
+        return through(model, x).data.sum()
+
+    def forward(self, x):
+        return nn.utils.rnn.PackedSequence(self.lstm(x)[0].data + self.lin(x.data), *x[1:])
+
+    model = toys.of(forward, width=16)
+    for block in model.layers:
+        block.lstm = nn.LSTM(16, 16)
+    compare(model, step, **mode)
+
+
+@dataclasses.dataclass
+class State:
+    x: torch.Tensor
+    routing: torch.Tensor = dataclasses.field(init=False)
+
+
+def test_a_dataclass_with_a_field_that_is_not_set(compare, given, toys, mode):
+    def step(model):
+        return through(model, State(model.embed(toys.tokens()))).x.sum()
+
+    compare(given(lambda block, state: State(block.mlp(state.x))), step, **mode)
+
+
+@pytest.mark.parametrize("make", [dict, OrderedDict], ids=lambda make: make.__name__)
+def test_one_container_in_two_arguments(compare, given, toys, mode, make):
+    def forward(block, x, shared, same, again):
+        assert shared is same is again[0]
+        shared["seen"] = block.mlp.norm(x)
+        return block.mlp(x * same["seen"])
+
+    def step(model):
+        shared = make()
+        return through(model, model.embed(toys.tokens()), shared, same=shared, again=[shared]).sum()
+
+    compare(given(forward), step, **mode)
+
+
+@pytest.mark.parametrize("make", [dict, OrderedDict], ids=lambda make: make.__name__)
+def test_a_container_that_contains_itself(enable, given, toys, mode, make):
+    """Its copy is a cycle too, so that it lives until Python collects it."""
+
+    def forward(block, x, state):
+        return block.mlp(x * state["itself"]["itself"]["scale"])
+
+    def step(model):
+        state = make(scale=model.table[0] * 2)
+        state["itself"] = state
+        return through(model, model.embed(toys.tokens()), state).sum()
+
+    model = given(forward)
+    expected = toys.grade(copy.deepcopy(model), step)
+    handle = enable(model, **mode)
+    expected.assert_equal(toys.grade(model, step))
+    gc.collect()
+    assert handle.stats().held_bytes == 0
+
+
+def test_a_queue_that_layers_pass_on(compare, given, toys, mode):
+    def forward(block, x, queue):
+        y = block.mlp(x + queue.pop() if queue else x)
+        queue.append(y)
+        return y
+
+    def step(model):
+        return through(model, model.embed(toys.tokens()), deque()).sum()
+
+    compare(given(forward), step, **mode)
+
+
+def test_a_configuration_that_must_not_be_written_to(compare, given, toys, mode):
+    from omegaconf import OmegaConf
+
+    config = OmegaConf.create({"scale": 2.0, "missing": "???", "inner": {"wrong": "${nowhere}", "shift": 1.0}})
+    OmegaConf.set_readonly(config, True)
+
+    def forward(block, x, config):
+        return block.mlp(x * config.scale + config.inner.shift)
+
+    def step(model):
+        return through(model, model.embed(toys.tokens()), config).sum()
+
+    compare(given(forward), step, **mode)

@@ -141,7 +141,7 @@ class LayerInputs:
             if alias is not None:
                 base = tensor._base
                 alias_by_base[id(tensor if base is None else base)] = alias
-        self._args, self._kwargs = replace_leaves(args, by_id), replace_leaves(kwargs, by_id)
+        self._arguments = replace_leaves((args, kwargs), by_id)
 
     @property
     def has_grad_leaves(self) -> bool:
@@ -168,7 +168,8 @@ class LayerInputs:
         for kept, _ in self._constants:
             if kept.requires_grad:
                 tensors[id(kept)] = kept.detach()
-        return replace_leaves(self._args, tensors), replace_leaves(self._kwargs, tensors), list(tensors.values())
+        args, kwargs = replace_leaves(self._arguments, tensors)
+        return args, kwargs, list(tensors.values())
 
 
 def release_leaf_memory(tensor: Tensor) -> None:
