@@ -21,13 +21,7 @@ _LEAVES = _EMPTY | {Tensor, Parameter}
 
 def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
     """Return a copy of nested values with `function` applied once to each leaf; not to numbers, strings and None."""
-    if type(value) in _LEAVES:
-        return value if type(value) in _EMPTY else function(value)
-    tensors: list[Any] = []
-    others: list[Any] = []
-    sort_leaves((value,), tensors, others)
-    leaves = {id(leaf): leaf for leaf in (*tensors, *others)}
-    return replace_leaves(value, {key: function(leaf) for key, leaf in leaves.items()})
+    return function(value) if type(value) is Tensor else _replace(value, {}, [], function)
 
 
 def replace_leaves(value: Any, by_id: Mapping[int, Any]) -> Any:
@@ -36,46 +30,62 @@ def replace_leaves(value: Any, by_id: Mapping[int, Any]) -> Any:
     Lists, deques, dicts and dataclasses are copied in any case, since a layer may write to them. Other mappings are copied
     if a leaf in them is replaced: a read-only configuration of OmegaConf stays itself.
     """
-    return _replace(value, dict(by_id), [])
+    return _replace(value, dict(by_id), [], None)
 
 
-def _replace(value: Any, by_id: dict[int, Any], held: list[Any]) -> Any:
-    """As `replace_leaves`; adds containers' copies to `by_id` and the containers to `held`, so that no other gets their id."""
-    kind = type(value)
-    if id(value) in by_id:
-        return by_id[id(value)]
-    if kind in _LEAVES or (items := _items(value)) is None:
+def _replace(value: Any, by_id: dict[int, Any], held: list[Any], function: Callable[[Any], Any] | None) -> Any:
+    """As `map_leaves`, or without a function as `replace_leaves`.
+
+    Adds each result to `by_id`, and the object that it replaces to `held`, so that no other object gets the same id.
+    """
+    kind, key = type(value), id(value)
+    same: Any
+    if kind in _EMPTY:
         return value
+    if key in by_id:
+        return by_id[key]
+    if kind is tuple:
+        held.append(value)
+        copies = [by_id[id(item)] if id(item) in by_id else _replace(item, by_id, held, function) for item in value]
+        by_id[key] = same = tuple(copies)
+        return same
+    # Of containers that may contain themselves the copy is made before those of the items.
+    if kind is dict or kind is list:
+        held.append(value)
+        same = by_id[key] = kind(value)
+        for name, item in value.items() if kind is dict else enumerate(value):
+            if type(item) not in _EMPTY:
+                same[name] = by_id[id(item)] if id(item) in by_id else _replace(item, by_id, held, function)
+        return same
+    if kind in _LEAVES or (items := _items(value)) is None:
+        if function is None:
+            return value
+        held.append(value)
+        same = by_id[key] = function(value)
+        return same
     held.append(value)
     if isinstance(value, tuple):
-        copies = [item if type(item) in _EMPTY else _replace(item, by_id, held) for item in value]
-        # Without its own __new__: that of PackedSequence checks what it is given.
-        same = by_id[id(value)] = tuple.__new__(kind, copies)
-        if kind is not tuple:
-            getattr(same, "__dict__", {}).update(getattr(value, "__dict__", {}))
+        # Without its own __new__: that of PackedSequence checks the items.
+        same = by_id[key] = tuple.__new__(kind, [_replace(item, by_id, held, function) for _, item in items])
+        getattr(same, "__dict__", {}).update(getattr(value, "__dict__", {}))
         return same
     is_config = isinstance(value, MutableMapping) and not isinstance(value, dict | UserDict)
-    same = by_id[id(value)] = value if is_config else copy.copy(value)  # before its items: it may contain itself
-    for key, item in items:
-        new = item if type(item) in _EMPTY else _replace(item, by_id, held)
+    same = by_id[key] = value if is_config else copy.copy(value)
+    for name, item in items:
+        new = _replace(item, by_id, held, function)
         if new is item:
             continue
         if same is value:
-            same = by_id[id(value)] = copy.copy(value)
+            same = by_id[key] = copy.copy(value)
         if isinstance(same, list | deque | MutableMapping):
-            same[key] = new
+            same[name] = new
         else:
-            object.__setattr__(same, key, new)  # a frozen dataclass
+            object.__setattr__(same, name, new)  # a frozen dataclass
     return same
 
 
 def _items(value: Any) -> Iterable[tuple[Any, Any]] | None:
-    """Return the items of a container by their index, key or name; None for a leaf."""
-    kind = type(value)
-    if kind is tuple or kind is list:
-        return enumerate(value)
-    if kind is dict:
-        return value.items()  # type: ignore[no-any-return]
+    """Return the items of a container other than a plain tuple or dict, by their index, key or name; None for a leaf."""
     if isinstance(value, Tensor):
         return None
     if isinstance(value, list | deque) or (isinstance(value, tuple) and hasattr(value, "_fields")):
@@ -84,9 +94,8 @@ def _items(value: Any) -> Iterable[tuple[Any, Any]] | None:
         return _readable_items(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         names = (field.name for field in dataclasses.fields(value))
-        return (
-            (name, getattr(value, name)) for name in names if hasattr(value, name)
-        )  # `field(init=False)` may be unset
+        # One with `field(init=False)` may be unset.
+        return ((name, getattr(value, name)) for name in names if hasattr(value, name))
     return None
 
 
