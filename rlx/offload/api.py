@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.parameter import is_lazy
 
 from rlx.offload.autotune.controller import PlanController
 from rlx.offload.autotune.pass_profile import PassProfile
@@ -76,7 +77,8 @@ class LayerForward(ForwardOverride):
             self._check_empty(caches, module)
             args = tuple(_without_caches(value) for value in args)
             kwargs = {name: _without_caches(value) for name, value in kwargs.items()}
-        repeatable = Repeatable(module, forward, self._recompute_context)
+            others = [leaf for leaf in others if not is_cache(leaf)]
+        repeatable = Repeatable(module, forward, self._recompute_context, others)
         return self.handle.runner.run(self._layer, repeatable, args, kwargs, tensors)
 
     def _check_empty(self, caches: Sequence[Any], module: nn.Module) -> None:
@@ -252,8 +254,8 @@ def enable_activation_offloading(
 
     Raises:
         TypeError: if `model` is no module, such as a trainer.
-        ValueError: if no layer is found, if the options contradict `enable_ckpt`, or if the model is already enabled
-            with other options or layers.
+        ValueError: if no layer is found, or one is compiled by torch.jit or lazy and without shapes yet, if the options
+            contradict `enable_ckpt`, or if the model is already enabled with other options or layers.
         DiskError: if the disk tier is asked for and its directory cannot be used.
     """
     if not isinstance(model, nn.Module):
@@ -278,12 +280,27 @@ def enable_activation_offloading(
         )
     on_accelerator = any(p.device.type != "cpu" for p in model.parameters()) or torch.accelerator.is_available()
     options.log_without_effect(on_accelerator)
+    for name, module in found:
+        _check_layer(name, module, SAVE_MODES[save].recomputes)
     if len(found) < 3:
         text = "activation offloading: %s has %d layers only; little is gained"
         logger.warning(text, type(model).__name__, len(found))
     handle = ActivationOffloading(options, save)
     handle._wrap(model, found)
     return handle
+
+
+def _check_layer(name: str, module: nn.Module, recomputes: bool) -> None:
+    if any(map(is_lazy, (*module.parameters(), *module.buffers()))):
+        raise ValueError(
+            f"layer {name} has parameters or buffers that get their shapes in its first forward (lazy modules); run one batch "
+            "through the model, then enable activation offloading"
+        )
+    if recomputes and isinstance(module, torch.jit.ScriptModule):
+        raise ValueError(
+            f"layer {name} is compiled by torch.jit, which saves other tensors from run to run, so that it cannot be "
+            "recomputed; enable the model before it is compiled, leave the layer out of layers=, or use enable_ckpt=False"
+        )
 
 
 def _differences(handle: ActivationOffloading, options: OffloadOptions, save: str) -> list[str]:

@@ -160,4 +160,7 @@ def _is_on_one_stream(layer: RecomputedLayer, home: torch.Stream | None) -> bool
 
 
 def _unused(packed: None) -> Tensor:
-    raise AssertionError("nothing is unpacked while a layer is recomputed")
+    raise RecomputeError(
+        "backward has reached a tensor that a layer made while it was recomputed: the layer keeps it in an object outside of its "
+        "modules, and a loss was made of it after a backward pass; make that loss before, or use enable_ckpt=False"
+    )

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
 import operator
 import weakref
-from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 from torch import Tensor, nn
+from torch.jit import ScriptModule
 from torch.nn import Parameter
 
-_SMALL_BYTES = 1 << 20
+from rlx.offload.recompute.attribute_state import ModuleAttributes, first_attribute
+from rlx.offload.runtime.layers import is_fsdp1
+
 _VERSION, _REQUIRES_GRAD = operator.attrgetter("_version"), operator.attrgetter("requires_grad")
 Site = tuple[weakref.ref[nn.Module], str, str]  # module, attribute, and the attribute's path from the layer
 
 
 class TensorSites:
-    """The parameters and buffers of a layer as `Site`s, with weak references to the modules.
+    """The modules of a layer, and its parameters as `Site`s, with weak references to the modules.
 
     Slots check the parameters that autograd saves. `ModuleState` checks the others (biases), which is slow. So this class
     remembers which parameters the last forward saved.
@@ -26,48 +28,82 @@ class TensorSites:
     def __init__(self, layer: nn.Module) -> None:
         self._layer = weakref.ref(layer)
         self.find()
-        # Parameters that the last forward did not save, and ids of those that it saved. One tuple, so that threads replace both.
-        self.unsaved: tuple[list[Site], list[int]] = (self.parameters, [])
 
     def find(self) -> None:
         """Search the layer again: adapters may have been added to it since."""
-        self.parameters: list[Site] = []
-        self.buffers: list[Site] = []
         layer = self._layer()
-        for path, module in layer.named_modules() if layer is not None else ():
+        assert layer is not None
+        self.parameters: list[Site] = []
+        found: list[nn.Module] = []
+        for path, module in layer.named_modules():
             reference, prefix = weakref.ref(module), f"{path}." if path else ""
             # Tied ones twice, since `torch.func.functional_call` replaces both.
             for name, _ in module.named_parameters(recurse=False, remove_duplicate=False):
                 self.parameters.append((reference, name, prefix + name))
-            for name, _ in module.named_buffers(recurse=False, remove_duplicate=False):
-                self.buffers.append((reference, name, prefix + name))
-
-
-class _BufferState(NamedTuple):
-    module: weakref.ref[nn.Module]
-    name: str
-    path: str
-    tensor: Any
-    version: int
-    value: Tensor | None  # a buffer's, before forward
+            found.append(module)
+        unlisted = (inner for module in tuple(found) for listed in _listed(module) for inner in listed.modules())
+        found = list({id(module): module for module in (*found, *unlisted)}.values())
+        self._scripted = [weakref.ref(module) for module in found if isinstance(module, ScriptModule)]
+        others = [module for module in found if not isinstance(module, ScriptModule) and not is_fsdp1(module)]
+        self._modules = [weakref.ref(module) for module in others]
+        self._starts = list(map(first_attribute, others))
+        self._children = _children(others)
+        # Parameters that the last forward did not save, and ids of those that it saved. One tuple, so that threads replace both.
+        self.unsaved: tuple[list[Site], list[int]] = (self.parameters, [])
 
     @property
-    def is_as_before(self) -> bool:
-        """Whether the same tensor is there, and nothing has written to it."""
-        tensor, version = _tensor_at(self.module, self.name)
-        return tensor is self.tensor and version == self.version
+    def is_scripted(self) -> bool:
+        """Whether a part of the layer is compiled by TorchScript."""
+        return bool(self._scripted)
+
+    def attributes(self, given: Sequence[nn.Module]) -> ModuleAttributes:
+        """Return what the layer's modules hold now, and those that it was `given` as arguments."""
+        modules: list[Any] = [reference() for reference in self._modules]
+        try:
+            is_same = _children(modules) == self._children
+        except AttributeError:  # one is gone
+            is_same = False
+        if not is_same:
+            self.find()
+            modules = [reference() for reference in self._modules]
+        starts = list(zip(modules, self._starts, strict=True))
+        if given:
+            ids = set(map(id, modules))
+            others = (m for m in given if id(m) not in ids and not isinstance(m, ScriptModule) and not is_fsdp1(m))
+            starts += [(module, first_attribute(module)) for module in others]
+        scripted = (module for reference in self._scripted if (module := reference()) is not None)
+        return ModuleAttributes(starts, scripted)
+
+
+def _children(modules: Iterable[nn.Module]) -> list[int]:
+    return [id(child) for module in modules for child in module._modules.values()]
+
+
+def _listed(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the modules in plain lists, tuples and dicts of a module."""
+    for value in tuple(vars(module).values()):
+        if type(value) in (list, tuple, dict):
+            yield from (
+                item for item in (value.values() if type(value) is dict else value) if isinstance(item, nn.Module)
+            )
 
 
 class ModuleState:
-    """Parameters and buffers of a layer at the start of one forward call.
+    """Parameters, buffers and attributes of a layer at the start of one forward call.
 
     A parameter that has changed since then is an error, because its old value is lost. One in whose place another tensor
     is now comes back during the recomputation. Example: `torch.func.functional_call(model, weights, inputs)` puts `weights`
     in their places for the forward alone. Small buffers (running statistics, counters, scales) get their old values back
-    during the recomputation, without a new version: graphs may have saved them.
+    during the recomputation, and so do attributes (`ModuleAttributes`).
+
+    Args:
+        sites: of the layer.
+        given: modules among the arguments of the call.
     """
 
-    def __init__(self, sites: TensorSites) -> None:
+    def __init__(self, sites: TensorSites, given: Sequence[nn.Module] = ()) -> None:
+        self._attributes = sites.attributes(given)
+        self.restored = self._attributes.restored
         self._sites = sites
         self._unsaved_sites, self._saved_ids = sites.unsaved
         self._parameters = _at(self._unsaved_sites)
@@ -75,17 +111,6 @@ class ModuleState:
         self._saved: list[Any] = []
         self._registered: list[tuple[Site, Tensor]] = []  # parameters, at the end of forward
         self._required_grad: list[bool] = []
-        self._buffers: list[_BufferState] = []
-        self._large_buffers: list[_BufferState] = []
-        for module, name, path in sites.buffers:
-            buffer = _BufferState(module, name, path, *_tensor_at(module, name), None)
-            # One with a gradient comes from `functional_call`.
-            is_constant = isinstance(buffer.tensor, Tensor) and not buffer.tensor.requires_grad
-            if is_constant and buffer.tensor.nbytes < _SMALL_BYTES:
-                # Always copied, since batch normalisation changes its statistics without increasing the version.
-                self._buffers.append(buffer._replace(value=buffer.tensor.detach().clone()))
-            else:
-                self._large_buffers.append(buffer)
 
     def end_forward(self, saved: Iterable[Parameter]) -> None:
         """Note which parameters autograd has saved in forward; RuntimeError if forward changed a large buffer."""
@@ -97,12 +122,7 @@ class ModuleState:
         sites = self._sites.parameters
         registered = zip(sites, map(_registered, sites), strict=True)
         self._registered = [(site, now) for site, now in registered if now is not None]
-        if buffer := next((each for each in self._large_buffers if not each.is_as_before), None):
-            raise RuntimeError(
-                f"a layer's forward changes its buffer {buffer.name!r}, of which no copy was made because it has "
-                f"{buffer.tensor.nbytes} bytes (limit {_SMALL_BYTES}); recomputation would change it a second time. "
-                "Leave the layer out of layers=, or use enable_ckpt=False"
-            )
+        self._attributes.end_forward()
 
     def _watch_unsaved(self, saved_ids: list[int]) -> None:
         sites = self._sites
@@ -137,37 +157,14 @@ class ModuleState:
         for (_, name, _), was in self._replaced():
             if not was.is_inference() and was.untyped_storage().nbytes() == 0 < was.nbytes:  # FSDP2 has made new ones
                 return f"its parameter {name!r} has been replaced, and its memory is free"
-        for buffer in self._large_buffers:
-            if _version_of(buffer.tensor) != buffer.version:
-                return f"its buffer {buffer.name!r} has been modified"
-        return None
+        return self._attributes.changed()
 
     def _replaced(self) -> list[tuple[Site, Tensor]]:
         return [(site, was) for site, was in self._registered if _registered(site) is not was]
 
     def replaced(self) -> dict[str, Tensor]:
-        """Return the tensors of forward in whose places others are now, by their names in the layer."""
-        moved = {buffer.path: buffer.tensor for buffer in self._large_buffers if not buffer.is_as_before}
-        return {path: was for (_, _, path), was in self._replaced()} | moved
-
-    def restored(self) -> contextlib.AbstractContextManager[None] | None:
-        """Return a context in which small buffers have their values from before forward; None if there are none."""
-        return self._restored() if self._buffers else None
-
-    @contextlib.contextmanager
-    def _restored(self) -> Iterator[None]:
-        with contextlib.ExitStack() as stack:
-            for buffer in self._buffers:
-                module = buffer.module()
-                assert module is not None and buffer.value is not None
-                now = getattr(module, buffer.name)
-                stack.callback(setattr, module, buffer.name, now)
-                if now is buffer.tensor:
-                    stack.callback(now.data.copy_, now.detach().clone())
-                    now.data.copy_(buffer.value)
-                else:
-                    setattr(module, buffer.name, buffer.value.clone())
-            yield
+        """Return the parameters of forward in whose places others are now, by their names in the layer."""
+        return {path: was for (_, _, path), was in self._replaced()}
 
 
 def _at(sites: list[Site]) -> list[Any]:
@@ -177,7 +174,11 @@ def _at(sites: list[Site]) -> list[Any]:
 def _registered(site: Site) -> Tensor | None:
     """Return the parameter of a site, None if there is none: FSDP1 sets views as attributes, others in each pass."""
     module = site[0]()
-    return None if module is None else module._parameters.get(site[1])
+    if module is None:
+        return None
+    parameters = module._parameters
+    # TorchScript's mapping has no `get`.
+    return parameters[site[1]] if site[1] in parameters else None  # noqa: SIM401
 
 
 def _versions(tensors: list[Any]) -> list[int]:
@@ -185,12 +186,3 @@ def _versions(tensors: list[Any]) -> list[int]:
         return list(map(_VERSION, tensors))
     except (AttributeError, RuntimeError):  # None, or a tensor made in inference mode: they have no version
         return [tensor._version if tensor is not None and not tensor.is_inference() else 0 for tensor in tensors]
-
-
-def _tensor_at(module: weakref.ref[nn.Module], name: str) -> tuple[Any, int]:
-    tensor = getattr(module(), name, None)
-    return tensor, _version_of(tensor)
-
-
-def _version_of(tensor: Any) -> int:
-    return tensor._version if isinstance(tensor, Tensor) and not tensor.is_inference() else 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
 import weakref
@@ -19,7 +20,8 @@ class ForwardOverride:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self.__signature__ = inspect.signature(module.forward)
+        with contextlib.suppress(ValueError):  # a forward that torch.jit.trace made has none
+            self.__signature__ = inspect.signature(module.forward)
         self.own_forward = vars(module).get("forward")
         self.module = weakref.ref(module)  # the module holds this object
         module.forward = self

@@ -1,0 +1,355 @@
+"""What objects hold at the start of a layer's forward, besides parameters: buffers, attributes and hooks of modules.
+
+A recomputation sees the same, and leaves no trace: afterwards each object holds what it held before the recomputation.
+
+Note [attributes]
+A forward also reads plain attributes: `layer.mask = mask`, set by the model before each forward, or `weight`, which the
+hook of a spectral normalisation sets. Tensors and simple values (numbers, strings, None) are noted. Lists and objects in
+attributes of modules are not: they may hold a graph, which holds the layer's call. For the same reason a tensor with a
+gradient is noted as an alias without its graph. A large one that forward itself replaces is dropped when forward has ended:
+mostly it is the last result, kept for a look at it, and would take memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from itertools import islice
+from operator import is_
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from rlx.offload.recompute.stash import StashedTensor
+from rlx.offload.storage.regions import is_parameter, size_bytes
+
+SMALL_BYTES = 1 << 20
+_NOTED = frozenset({Tensor, type(None), bool, int, float, str})
+# Names that torch gives each module, before all others; none of them is noted, so that most modules take no time.
+_OF_TORCH = list(vars(nn.Module()))
+# Modules whose forward reads no simple attributes, or that have no forward.
+_WITHOUT = (
+    nn.Linear,
+    nn.Identity,
+    nn.SiLU,
+    nn.ModuleList,
+    nn.ModuleDict,
+    nn.Sequential,
+    nn.ParameterList,
+    nn.ParameterDict,
+)
+_HOOKS = (
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+)
+_FILLED = (list, dict)
+_MISSING = object()
+_NOTHING: dict[str, Any] = {}
+
+
+def first_attribute(module: nn.Module) -> int:
+    """Return how many of a module's attributes come before the first that is noted."""
+    own = vars(module)
+    if type(module) in _WITHOUT and Tensor not in map(type, own.values()):
+        return len(own)  # one that is set later comes after them
+    count = len(_OF_TORCH)
+    return count if list(islice(own, count)) == _OF_TORCH else 0
+
+
+class _Copied(NamedTuple):
+    """A small tensor without a gradient, and its value: batch normalisation writes to its statistics past their version."""
+
+    tensor: Tensor
+    value: Tensor
+
+    def restore(self, place: dict[str, Any], name: str, undo: list[Callable[[], Any]]) -> None:
+        """Put the value in place: into the same tensor, if possible, without a new version, since graphs may have saved it."""
+        now = place.get(name)
+        if now is self.tensor and _can_be_written(now, self.value):
+            before = now.detach().clone()
+            undo.append(lambda: now.data.copy_(before))
+            now.data.copy_(self.value)
+        else:
+            place[name] = self.value.clone()
+
+
+class _Kept(NamedTuple):
+    """A buffer that is large, has a gradient (from `functional_call`), or has no strided layout."""
+
+    tensor: Tensor
+    version: int
+
+    def restore(self, place: dict[str, Any], name: str, undo: list[Callable[[], Any]]) -> None:
+        """Put the tensor in place."""
+        place[name] = self.tensor
+
+
+class _Aliased(NamedTuple):
+    """An attribute that is large or has a gradient."""
+
+    tensor: weakref.ref[Tensor]
+    alias: StashedTensor
+
+    @property
+    def is_large(self) -> bool:
+        """Whether it takes memory that counts."""
+        return size_bytes(self.alias.version_alias) >= SMALL_BYTES
+
+    def restore(self, place: dict[str, Any], name: str, undo: list[Callable[[], Any]]) -> None:
+        """Put a tensor with the same value in place; RuntimeError if it was overwritten."""
+        if place.get(name) is not self.tensor() or not self.alias.is_untouched:
+            place[name] = self.alias.tensor()
+
+
+_RESTORED = (_Copied, _Kept, _Aliased)
+
+
+class ModuleAttributes:
+    """Buffers, attributes and hooks of modules at the start of a layer's forward (Note [attributes]).
+
+    Args:
+        modules: the modules, and of each what `first_attribute` returns. The first is the layer, whose own hooks run
+            outside of its recomputation.
+        scripted: modules of TorchScript. Their small buffers get their values back; they have no Python attributes.
+    """
+
+    def __init__(self, modules: Sequence[tuple[nn.Module, int]], scripted: Iterable[nn.Module]) -> None:
+        self._places = [(module.__dict__, start) for module, start in modules]
+        self._attributes: list[dict[str, Any]] = []
+        self._buffers: dict[int, dict[str, Any]] = {}
+        self._hooks: list[tuple[dict[int, Any], dict[int, Any]]] = []  # a module's dict, and what it held
+        for index, (place, start) in enumerate(self._places):
+            attributes = _NOTHING
+            if len(place) > start:
+                own = islice(place.items(), start, None)
+                attributes = {name: value for name, value in own if type(value) in _NOTED}
+                if Tensor in map(type, attributes.values()):
+                    attributes = {
+                        name: _attribute(value) if type(value) is Tensor else value
+                        for name, value in attributes.items()
+                        if not _is_sharded(value)
+                    }
+            self._attributes.append(attributes)
+            if place["_buffers"]:
+                self._buffers[index] = {name: _buffer(tensor) for name, tensor in place["_buffers"].items()}
+            if (place["_forward_pre_hooks"] or place["_forward_hooks"]) and index:
+                self._hooks.extend((place[name], dict(place[name])) for name in _HOOKS if place[name])
+        self._scripted = [
+            (name, noted)
+            for module in scripted
+            for name, tensor in module._buffers.items()
+            if isinstance(noted := _buffer(tensor), _Copied)
+        ]
+
+    def _kept(self) -> Iterator[tuple[Any, str, _Kept]]:
+        """Yield a module's dict of buffers, a name in it and the buffer, for those of which there is no copy."""
+        for index, buffers in self._buffers.items():
+            for name, buffer in buffers.items():
+                if type(buffer) is _Kept:
+                    yield self._places[index][0]["_buffers"], name, buffer
+
+    def end_forward(self) -> None:
+        """Forward has ended; RuntimeError if it changed a buffer of which there is no copy."""
+        for buffers, name, (tensor, version) in self._kept():
+            if buffers.get(name) is not tensor or _version_of(tensor) != version:
+                why = f"it has {size_bytes(tensor)} bytes (limit {SMALL_BYTES})"
+                raise RuntimeError(
+                    f"a layer's forward changes its buffer {name!r}, of which no copy was made because "
+                    f"{why if size_bytes(tensor) >= SMALL_BYTES else 'its layout is not strided'}; recomputation would change "
+                    "it a second time. Leave the layer out of layers=, or use enable_ckpt=False"
+                )
+        for (place, _), attributes in zip(self._places, self._attributes, strict=True):
+            if _Aliased in map(type, attributes.values()):
+                for name, noted in list(attributes.items()):
+                    if type(noted) is _Aliased and noted.is_large and place.get(name) is not noted.tensor():
+                        del attributes[name]
+
+    def changed(self) -> str | None:
+        """Describe a buffer that has changed since forward and of which there is no copy; None if there is none."""
+        for _, name, (tensor, version) in self._kept():
+            if _version_of(tensor) != version:
+                return f"its buffer {name!r} has been modified"
+        return None
+
+    @contextlib.contextmanager
+    def restored(self) -> Iterator[None]:
+        """Enclose a recomputation: the modules hold what they held at the start of forward."""
+        places = [(place, start, _from(place, start)) for place, start in self._places]
+        registered = [(place["_buffers"], 0, _from(place["_buffers"], 0)) for place, _ in self._places]
+        undo: list[Callable[[], Any]] = []
+        try:
+            for (place, _, before), noted in zip(places, self._attributes, strict=True):
+                if noted or before:
+                    _restore(place, before, noted, undo)
+                    undo.extend(
+                        [partial(_refill, held, held.copy()) for held in before.values() if type(held) in _FILLED]
+                    )
+            for index, (place, _, before) in enumerate(registered):
+                if before:
+                    _restore(place, before, self._buffers.get(index, _NOTHING), undo)
+            for name, buffer in self._scripted:
+                buffer.restore({name: buffer.tensor}, name, undo)
+            for hooks, had in self._hooks:
+                _restore_hooks(hooks, had, undo)
+            yield
+        finally:
+            for place, start, before in (*places, *registered):
+                _put_back(place, start, before)
+            for function in undo:
+                function()
+
+
+class ArgumentObjects:
+    """Arguments of a layer that are neither tensors nor numbers: modules, and objects of the user's own classes.
+
+    A layer may replace the tensors in an object: `state.x = y`. So their attributes count as inputs, with the tensors in
+    lists, tuples and dicts among them, and so do the elements of a deque.
+    """
+
+    def __init__(self, leaves: Iterable[Any]) -> None:
+        unique = {id(leaf): leaf for leaf in leaves}.values()
+        given = (leaf for leaf in unique if isinstance(leaf, nn.Module))
+        self.modules = list({id(module): module for leaf in given for module in leaf.modules()}.values())
+        self._objects = [leaf for leaf in unique if _is_object(leaf)]
+
+    def contents(self) -> list[Any]:
+        """Return what the objects hold."""
+        return [
+            list(held)
+            if isinstance(held, deque)
+            else {
+                name: value for name, value in vars(held).items() if _may_hold_tensors(value) or type(value) in _NOTED
+            }
+            for held in self._objects
+        ]
+
+    @contextlib.contextmanager
+    def restored(self, contents: list[Any]) -> Iterator[None]:
+        """Enclose a recomputation: the objects hold what `contents` returned."""
+        before: list[Any] = [list(held) if isinstance(held, deque) else dict(vars(held)) for held in self._objects]
+        try:
+            for held, was, noted in zip(self._objects, before, contents, strict=True):
+                if isinstance(held, deque):
+                    _fill(held, noted)
+                else:
+                    _restore(vars(held), was, noted, [])
+            yield
+        finally:
+            for held, was in zip(self._objects, before, strict=True):
+                _fill(held if isinstance(held, deque) else vars(held), was)
+
+
+def _is_object(leaf: Any) -> bool:
+    if isinstance(leaf, deque):
+        return True
+    return not isinstance(leaf, nn.Module | ModuleType | type) and type(getattr(leaf, "__dict__", None)) is dict
+
+
+def _may_hold_tensors(value: Any) -> bool:
+    """Whether a value is an empty list, tuple or dict, or has a tensor in it."""
+    if type(value) not in (list, tuple, dict):
+        return False
+    items = value.values() if type(value) is dict else value
+    return not value or any(isinstance(item, Tensor) for item in items)
+
+
+def _fill(held: Any, content: Any) -> None:
+    """Let a list, deque or dict hold what it held before."""
+    held.clear()
+    if isinstance(held, dict):
+        held.update(content)
+    else:
+        held.extend(content)
+
+
+def _refill(held: Any, content: Any) -> None:
+    """The same if it holds another number of things now; most do not."""
+    if len(held) != len(content):
+        _fill(held, content)
+
+
+def _from(place: dict[str, Any], start: int) -> dict[str, Any]:
+    """Return the items of a dict from number `start` on."""
+    return dict(islice(place.items(), start, None)) if len(place) > start else _NOTHING
+
+
+def _restore(
+    place: dict[str, Any], before: dict[str, Any], noted: dict[str, Any], undo: list[Callable[[], Any]]
+) -> None:
+    """Let a dict of attributes or buffers, which holds `before`, hold what was noted of it, and no other tensors."""
+    for name, was in noted.items():
+        if type(was) in _RESTORED:
+            was.restore(place, name, undo)
+        elif before.get(name, _MISSING) is not was:
+            place[name] = was
+    if Tensor in map(type, before.values()):
+        for name, value in before.items():
+            if type(value) is Tensor and name not in noted and not _is_sharded(value):
+                del place[name]
+
+
+def _put_back(place: dict[str, Any], start: int, before: dict[str, Any]) -> None:
+    """Let a dict hold the items that `_from` returned."""
+    if len(place) == start and not before:
+        return
+    if len(place) == start + len(before) and all(map(is_, islice(place.values(), start, None), before.values())):
+        return
+    for name in [name for name in islice(place, start, None) if name not in before]:
+        if not _is_sharded(place[name]):
+            del place[name]
+    for name, value in before.items():
+        if place.get(name, _MISSING) is not value and not _is_sharded(value):
+            place[name] = value
+
+
+def _restore_hooks(hooks: dict[int, Any], noted: dict[int, Any], undo: list[Callable[[], Any]]) -> None:
+    """Give a module back the hooks that were removed since forward. The dict stays the same: handles remove hooks from it."""
+    if hooks.keys() >= noted.keys():
+        return
+    before = dict(hooks)
+    undo.append(partial(_fill, hooks, before))
+    _fill(hooks, noted | before)
+
+
+def _is_sharded(value: Any) -> bool:
+    """Whether a value is a parameter or a view of one: FSDP1 sets views as attributes, others in each pass."""
+    return isinstance(value, Tensor) and is_parameter(value)
+
+
+def _is_small(tensor: Tensor) -> bool:
+    is_strided = tensor.layout is torch.strided and not tensor.is_nested
+    return is_strided and not tensor.requires_grad and tensor.nbytes < SMALL_BYTES
+
+
+def _buffer(tensor: Any) -> _Copied | _Kept | None:
+    if not isinstance(tensor, Tensor):
+        return None
+    return _Copied(tensor, tensor.detach().clone()) if _is_small(tensor) else _Kept(tensor, _version_of(tensor))
+
+
+def _attribute(tensor: Tensor) -> _Copied | _Aliased:
+    if _is_small(tensor):
+        return _Copied(tensor, tensor.detach().clone())
+    return _Aliased(weakref.ref(tensor), StashedTensor(tensor, None))
+
+
+def _can_be_written(tensor: Tensor, value: Tensor) -> bool:
+    """Whether `value` can be copied into a tensor: not into an expanded one, nor into one that was resized."""
+    return (
+        tensor.shape == value.shape
+        and tensor.dtype == value.dtype
+        and not tensor.is_inference()
+        and (0 not in tensor.stride() or tensor.is_contiguous())
+    )
+
+
+def _version_of(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version

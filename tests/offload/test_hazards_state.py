@@ -1,0 +1,433 @@
+"""What a layer reads besides its inputs and parameters: buffers, attributes, hooks, objects. All is as plain autograd leaves it."""
+
+import collections
+import copy
+import types
+
+import pytest
+import torch
+from torch import nn
+from torch.ao.quantization import FakeQuantize, MovingAveragePerChannelMinMaxObserver
+
+from rlx.offload.recompute.collector import RecomputeError
+
+
+class Layer(nn.Module):
+    """A block with what `prepare(layer)` gives it; runs `run(layer, x, ...)`."""
+
+    def __init__(self, block, prepare, run):
+        super().__init__()
+        self.block = block
+        self.run = run
+        prepare(self)
+
+    def forward(self, x, *more):
+        return self.run(self, x, *more)
+
+
+@pytest.fixture
+def stack(toys):
+    """`stack(run, prepare)`: three such layers."""
+    return lambda run, prepare=lambda layer: None: toys.stack(lambda: Layer(toys.block(), prepare, run))
+
+
+def one_graph(toys, model):
+    return toys.step(model)
+
+
+def two_graphs(toys, model):
+    first, second = toys.step(model), model(toys.batch(seed=2))
+    second.backward()
+    first.backward()
+    return second.detach()
+
+
+def mean_of(x):
+    with torch.no_grad():
+        return x.mean(0)
+
+
+def mean_is_none(m):
+    m.register_buffer("mean", None)
+
+
+def fills_its_buffer(m, x):
+    m.mean = mean_of(x) if m.mean is None else 0.9 * m.mean + 0.1 * mean_of(x)
+    return m.block(x * (1 + m.mean))
+
+
+def registers_a_buffer(m, x):
+    if not hasattr(m, "mean"):
+        m.register_buffer("mean", torch.ones(8))
+    with torch.no_grad():
+        m.mean.mul_(0.9).add_(0.1 * mean_of(x))
+    return m.block(x * (1 + m.mean.clone()))
+
+
+def expanded(m):
+    m.register_buffer("scale", torch.tensor(1.5).expand(8))
+
+
+def scaled(m, x):
+    return m.block(x * m.scale)
+
+
+def replaces_an_expanded_one(m, x):
+    m.scale = m.scale * 1.5
+    return m.block(x * m.scale)
+
+
+def quantised(m):
+    m.fake = FakeQuantize(
+        MovingAveragePerChannelMinMaxObserver,
+        quant_min=-128,
+        quant_max=127,
+        dtype=torch.qint8,
+        qscheme=torch.per_channel_symmetric,
+        ch_axis=0,
+    )
+
+
+def with_quantised_weights(m, x):
+    return x + torch.tanh(m.block(x)) @ m.fake(m.block.up.weight[:8])
+
+
+def in_a_list(m):
+    m.hidden = [nn.BatchNorm1d(8)]
+
+
+def with_statistics_in_a_list(m, x):
+    return m.block(m.hidden[0](x))
+
+
+def scale_of_one(m):
+    m.scale = 1.0
+
+
+def sets_it_and_sets_it_back(m, x):
+    x = x * m.scale
+    m.scale = 2.0
+    y = torch.tanh(m.block(x)) * m.scale
+    m.scale = 1.0
+    return y
+
+
+def no_mean(m):
+    m.mean = None
+
+
+def counts(m):
+    m.calls, m.seen = 0, []
+
+
+def counted(m, x):
+    m.calls += 1
+    m.seen.append(m.calls)
+    return m.block(x) * m.calls
+
+
+LAYERS = {
+    "a buffer that is None at first": (fills_its_buffer, mean_is_none),
+    "an attribute that is None at first": (fills_its_buffer, no_mean),
+    "a buffer that forward registers": (registers_a_buffer, lambda m: None),
+    "an expanded buffer": (scaled, expanded),
+    "an expanded buffer that is replaced": (replaces_an_expanded_one, expanded),
+    "buffers that grow": (with_quantised_weights, quantised),
+    "statistics in a list": (with_statistics_in_a_list, in_a_list),
+    "an attribute that is set and set back": (sets_it_and_sets_it_back, scale_of_one),
+    "a counter and a list": (counted, counts),
+}
+
+
+def state_of(model):
+    """Return all that the layers hold besides parameters and modules."""
+    found = []
+    for layer in model.layers:
+        hidden = [bn.state_dict() for bn in getattr(layer, "hidden", ())]
+        attributes = {name: layer.__dict__.get(name) for name in ("scale", "mean", "calls", "seen")}
+        found.append((dict(layer.named_buffers()), hidden, attributes))
+    return found
+
+
+@pytest.mark.parametrize("step", [one_graph, two_graphs], ids=lambda step: step.__name__)
+@pytest.mark.parametrize("name", LAYERS)
+def test_state_of_modules(enable, toys, stack, mode, name, step):
+    model = stack(*LAYERS[name])
+    plain = copy.deepcopy(model)
+    enable(model, **mode)
+    for _ in range(2):
+        expected = toys.grade(plain, lambda model: step(toys, model))
+        expected.assert_equal(toys.grade(model, lambda model: step(toys, model)))
+        torch.testing.assert_close(state_of(model), state_of(plain), rtol=0, atol=0)
+
+
+def test_buffers_and_modules_that_come_after_the_first_step(enable, toys, stack, mode):
+    def forward(m, x):
+        if hasattr(m, "mean"):
+            x = x * (1 + m.mean)
+            m.mean = 0.9 * m.mean + 0.1 * mean_of(x)
+        return m.block(x if m.norm is None else m.norm(x))
+
+    def prepare(m):
+        m.norm = None
+
+    model = stack(forward, prepare)
+    plain = copy.deepcopy(model)
+    enable(model, **mode)
+    for number in range(3):
+        for layer in (*model.layers, *plain.layers) if number else ():
+            layer.register_buffer("mean", torch.zeros(8))
+            del layer.norm
+            layer.norm = nn.BatchNorm1d(8)
+        toys.grade(plain, toys.step).assert_equal(toys.grade(model, toys.step))
+
+
+def test_a_sparse_buffer(enable, toys, stack, mode):
+    def prepare(m):
+        m.register_buffer("links", torch.eye(8).to_sparse())
+
+    def forward(m, x):
+        return m.block(torch.sparse.mm(m.links, x.t()).t())
+
+    model = stack(forward, prepare)
+    plain = copy.deepcopy(model)
+    enable(model, **mode)
+    for parameters in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(*parameters)
+    for each in (model, plain):
+        toys.step(each).backward()
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(mine.grad, theirs.grad)
+
+
+def test_a_sparse_buffer_that_forward_replaces_is_refused(enable, toys, stack):
+    def prepare(m):
+        m.register_buffer("links", torch.eye(8).to_sparse())
+
+    def forward(m, x):
+        m.links = m.links * 0.5
+        return m.block(torch.sparse.mm(m.links, x.t()).t())
+
+    model = stack(forward, prepare)
+    enable(model, True)
+    with pytest.raises(RuntimeError, match="its layout is not strided"):
+        toys.step(model)
+
+
+class SetsMasks(nn.Module):
+    """A model that gives its layers a mask as a plain attribute before each forward."""
+
+    def __init__(self, inner, size):
+        super().__init__()
+        self.inner, self.layers, self.size = inner, inner.layers, size
+
+    def forward(self, x):
+        for layer in self.layers:
+            layer.mask = (x.mean() * torch.ones(self.size)).requires_grad_(self.size == 9)
+        return self.inner(x)
+
+
+@pytest.mark.parametrize("size", [8, 9, 1 << 18])  # small, with a gradient, large
+def test_an_attribute_that_the_model_sets(enable, toys, stack, mode, size):
+    model = SetsMasks(stack(lambda m, x: m.block(x * m.mask[:8])), size)
+    plain = copy.deepcopy(model)
+    expected = toys.grade(plain, lambda model: two_graphs(toys, model))
+    enable(model, **mode)
+    expected.assert_equal(toys.grade(model, lambda model: two_graphs(toys, model)))
+
+
+def test_a_large_attribute_that_is_written_to_is_refused(enable, toys, stack):
+    model = stack(lambda m, x: m.block(x * m.mask[:8].clone()))
+    for layer in model.layers:
+        layer.mask = torch.ones(1 << 18)
+    enable(model, True)
+    loss = toys.step(model)
+    model.layers[1].mask.zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_spectral_normalisation_of_a_layer(enable, toys, mode):
+    """The hook of the layer sets its weight as an attribute, before the layer's forward."""
+    model = toys.stack(lambda: torch.nn.utils.spectral_norm(nn.Linear(8, 8)))
+    expected = toys.grade(copy.deepcopy(model), lambda model: two_graphs(toys, model))
+    enable(model, **mode)
+    expected.assert_equal(toys.grade(model, lambda model: two_graphs(toys, model)))
+
+
+def test_an_attribute_that_keeps_the_last_result_holds_no_graph(enable, toys, stack, saving):
+    def forward(m, x):
+        m.last = m.block(x)
+        return m.last
+
+    model = stack(forward)
+    handle = enable(model, **saving)
+    for _ in range(3):
+        loss = toys.step(model)
+        for layer in model.layers:
+            layer.last = None
+        assert handle.stats().held_bytes > 0
+        del loss
+        assert handle.stats().held_bytes == 0
+
+
+@pytest.mark.parametrize("kind", ["attribute", "list"])
+def test_a_loss_that_layers_keep(enable, toys, stack, mode, kind):
+    """It is read after a backward pass, which has recomputed the layers."""
+
+    def prepare(m):
+        m.aux = [] if kind == "list" else None
+
+    def forward(m, x):
+        h = m.block.norm(x)
+        if kind == "list":
+            m.aux.append(h.exp().mean())
+        else:
+            m.aux = h.exp().mean()
+        return m.block(h)
+
+    def step(model):
+        loss = toys.step(model)
+        loss.backward(retain_graph=True)
+        kept = [layer.aux if kind == "attribute" else sum(layer.aux) for layer in model.layers]
+        sum(kept).backward()
+        return loss.detach()
+
+    model = stack(forward, prepare)
+    expected = toys.grade(stack(forward, prepare), step)
+    enable(model, **mode)
+    expected.assert_equal(toys.grade(model, step))
+
+
+def test_a_loss_of_a_recomputation_is_refused(enable, toys, stack):
+    losses = []
+
+    def forward(m, x):
+        h = m.block.norm(x)
+        losses.append(h.exp().mean())
+        return m.block(h)
+
+    model = stack(forward)
+    enable(model, True)
+    toys.step(model).backward(retain_graph=True)
+    with pytest.raises(RecomputeError, match="made while it was recomputed"):
+        sum(losses).backward()
+    losses.clear()  # the graph holds the layer, whose forward holds the list
+
+
+@pytest.mark.parametrize("kept", ["pre", "post"])
+def test_hooks_that_are_removed_before_backward(enable, toys, stack, mode, kept):
+    def step(model):
+        loss = 0
+        for factor in (1.5, 0.5):
+            norms = [layer.block.norm for layer in model.layers]
+            if kept == "pre":
+                hooks = [norm.register_forward_pre_hook(lambda m, args, f=factor: (args[0] * f + f,)) for norm in norms]
+            else:
+                hooks = [
+                    norm.register_forward_hook(lambda m, args, kwargs, out, f=factor: out * f, with_kwargs=True)
+                    for norm in norms
+                ]
+            loss = loss + toys.step(model)
+            for hook in hooks:
+                hook.remove()
+        return loss
+
+    model = stack(lambda m, x: m.block(x))
+    expected = toys.grade(copy.deepcopy(model), step)
+    enable(model, **mode)
+    expected.assert_equal(toys.grade(model, step))
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_a_norm_as_an_argument(enable, toys, stack, mode):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = stack(lambda m, x, bn: m.block(bn(x)))
+            self.layers = self.inner.layers
+            self.bn = nn.Sequential(nn.BatchNorm1d(8))
+
+        def forward(self, x):
+            x = self.inner.embed(x)
+            for layer in self.layers:
+                x = layer(x, self.bn)
+            return x.sum()
+
+    model = Model()
+    plain = copy.deepcopy(model)
+    enable(model, **mode)
+    for _ in range(2):
+        toys.grade(plain, toys.step).assert_equal(toys.grade(model, toys.step))
+
+
+def in_an_attribute(m, x, state):
+    state.x = m.block(state.x) * len(state.names)
+    state.names = [*state.names, "layer"]
+    return x * 0.5
+
+
+def in_a_list_of_an_object(m, x, state):
+    state.kept.append(m.block(state.kept.pop() if state.kept else x))
+    return x * 0.5 + state.kept[-1]
+
+
+def in_a_deque(m, x, state):
+    if state:
+        return m.block(x + state.pop())
+    state.append(m.block(x))
+    return state[0] * 0.5
+
+
+OBJECTS = {
+    in_an_attribute: lambda x: types.SimpleNamespace(x=x, names=["first"]),
+    in_a_list_of_an_object: lambda x: types.SimpleNamespace(kept=[]),
+    in_a_deque: lambda x: collections.deque(),
+}
+
+
+@pytest.mark.parametrize("forward", OBJECTS, ids=lambda forward: forward.__name__)
+def test_state_in_an_object(enable, toys, stack, mode, forward):
+    def step(model):
+        x = model.embed(toys.batch())
+        state = OBJECTS[forward](x)
+        for layer in model.layers:
+            x = layer(x, state)
+        held = list(state) if forward is in_a_deque else [state.x] if forward is in_an_attribute else state.kept
+        return x.sum() + sum(tensor.square().sum() for tensor in held)
+
+    model = stack(forward)
+    expected = toys.grade(copy.deepcopy(model), step)
+    handle = enable(model, **mode)
+    expected.assert_equal(toys.grade(model, step))
+    assert handle.stats().held_bytes == 0
+
+
+def test_a_part_in_torchscript(enable, toys, stack, mode):
+    def prepare(m):
+        m.part = torch.jit.script(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)))
+
+    def forward(m, x):
+        return m.part(m.block(x))
+
+    model, plain = stack(forward, prepare), stack(forward, prepare)
+    enable(model, **mode)
+    toys.grade(plain, toys.step).assert_equal(toys.grade(model, toys.step))
+
+
+@pytest.mark.parametrize("make", [torch.jit.script, lambda module: torch.jit.trace(module, torch.ones(2, 8))])
+def test_layers_in_torchscript(enable, toys, make):
+    model = toys.stack(lambda: make(nn.Sequential(nn.Linear(8, 8), nn.Tanh())))
+    with pytest.raises(ValueError, match=r"layer layers.0 is compiled by torch.jit"):
+        enable(model, True)
+    toys.grade(model, toys.step)
+
+
+def test_lazy_layers_are_refused_before_their_first_batch(enable, toys, saving):
+    model = toys.stack(lambda: nn.Sequential(nn.LazyLinear(8), nn.LazyBatchNorm1d(), nn.Linear(8, 8)))
+    with pytest.raises(ValueError, match="run one batch through the model"):
+        enable(model, **saving)
+    toys.step(model)
+    expected = toys.grade(copy.deepcopy(model), toys.step)
+    enable(model, **saving)
+    expected.assert_equal(toys.grade(model, toys.step))
