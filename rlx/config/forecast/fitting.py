@@ -73,11 +73,11 @@ def _candidates(forecast: MemoryForecast) -> Iterator[Change]:
     over = forecast.oversized()
     roles = sharded_roles(forecast.config)
     if not all(phase.fits_device() for phase in over):
-        yield from _of_share(forecast)
         for role in roles:
             yield from _of_activations(forecast, role)
         if forecast.on_device:
             yield from _of_states(forecast, roles)
+            yield from _of_share(forecast)
     else:  # the host's memory is too small
         names = ("param_offload", "optimizer_offload", "offload_policy")
         flags = (f"{role.fsdp_key}.{name}" for role in roles for name in names)
@@ -91,15 +91,12 @@ def _candidates(forecast: MemoryForecast) -> Iterator[Change]:
 
 
 def _of_share(forecast: MemoryForecast) -> Iterator[Change]:
-    """Yield larger shares of vLLM if its share holds no sequence: the usual one, then the least that holds one."""
-    most = max((phase.parts["sampler"] + phase.lacking for phase in forecast.phases() if phase.lacking), default=0.0)
-    if not forecast.on_device or not most or forecast.memory_bytes is None:
-        return
-    least = ceil(100 * most / forecast.memory_bytes) / 100
-    if least < USUAL_SHARE:
-        yield Change(SHARE, USUAL_SHARE)
-    if least < 1:
-        yield Change(SHARE, least)
+    """Yield a larger share of vLLM if its share holds no sequence."""
+    for phase in forecast.phases():
+        if phase.lacking and forecast.memory_bytes is not None:
+            least = ceil(100 * (phase.parts["sampler"] + phase.lacking) / forecast.memory_bytes) / 100
+            if least < 1:
+                yield Change(SHARE, max(least, USUAL_SHARE))
 
 
 def _of_activations(forecast: MemoryForecast, role: ModelRole) -> Iterator[Change]:

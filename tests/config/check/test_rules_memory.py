@@ -98,10 +98,12 @@ def test_a_share_too_small_for_a_sequence_is_raised(predict: Predict):
     named = changes(fault.remedy)
     assert f"{ROLLOUT}.gpu_memory_utilization=0.8" in named
     assert predict(*options, *named, device_gb=24).faults == ()
-    # Below the usual share and above it: the least that holds one sequence.
+    # Where the usual share is too small as well, it is the least that holds one sequence.
     (alone,) = predict(*options, f"{ACTOR}.fsdp_config.param_offload=True", device_gb=18).faults
     assert changes(alone.remedy) == [f"{ROLLOUT}.gpu_memory_utilization=0.86"]
-    assert predict(*options, f"{ACTOR}.fsdp_config.param_offload=True", *changes(alone.remedy), device_gb=18).faults == ()
+    assert (
+        predict(*options, f"{ACTOR}.fsdp_config.param_offload=True", *changes(alone.remedy), device_gb=18).faults == ()
+    )
 
 
 def test_where_nothing_is_enough_that_is_said(predict: Predict):
