@@ -744,6 +744,16 @@ def test_a_folder_without_permission_is_a_fault(verdict, read_only: Path, below:
     assert fault.got == f"trainer.default_local_dir={read_only / below}: {read_only} is not writable"
 
 
+def test_a_key_that_is_given_twice_is_a_warning(verdict):
+    warnings = verdict(["trainer.seed=1", "experiment=calculator", "trainer.seed=2", "experiment=arithmetic"]).warnings
+    (unused,) = [warning for warning in warnings if warning.startswith("set without effect:")]
+    assert unused.splitlines()[1:] == [
+        "    trainer.seed=1: trainer.seed=2 comes after it",
+        "    experiment=calculator: experiment=arithmetic comes after it",
+    ]
+    assert not any("comes after it" in warning for warning in verdict(["trainer.seed=1"]).warnings)
+
+
 @pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="needs /proc")
 def test_a_folder_that_cannot_be_made_is_a_fault_for_root_too(verdict):
     (fault,) = verdict(["trainer.default_local_dir=/proc/new/runs", *OTHER_MODEL]).faults
