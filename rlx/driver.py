@@ -72,12 +72,14 @@ class DriverOptions(NamedTuple):
     """What the command line asks for beside the configuration.
 
     Args:
-        check: only check, and predict memory.
+        check: only check, and predict memory; `on` does without being asked.
+        is_asked: whether the command line itself asks for a check.
         tree: print the whole configuration too.
         on: the machine to check for instead of this one.
     """
 
     check: bool
+    is_asked: bool
     tree: bool
     on: Machine | None
 
@@ -93,7 +95,7 @@ def read_options(arguments: Sequence[str]) -> tuple[DriverOptions, list[str]]:
     except argparse.ArgumentError as error:
         raise ValueError(f"{error}, such as --on 8xh100") from None
     on = None if found.on is None else named_machine(found.on)
-    return DriverOptions(found.check or on is not None, found.tree, on), overrides
+    return DriverOptions(found.check or on is not None, found.check, found.tree, on), overrides
 
 
 def _check_and_run(overrides: Sequence[str], options: DriverOptions) -> int:
@@ -131,6 +133,8 @@ def _check_and_run(overrides: Sequence[str], options: DriverOptions) -> int:
                 flush=True,
             )
         if options.check:
+            if not options.is_asked:
+                print("nothing was started: --on only checks")
             print(f"rlx check: {_verdict(composed, machine, len(faults))}")
         if faults or options.check:
             return FAULTY if faults else DONE
@@ -152,8 +156,8 @@ def _print_plan(composed: Composed, machine: Machine) -> None:
     if not _is_meant_for(composed, machine):
         print(
             wrapped(
-                f"This machine has no GPU. Name the one that is meant: {program('check')} --on 8xh100 ...; or run on this CPU: "
-                "trainer.device=cpu"
+                f"This machine has no GPU: {program('train')} runs this command on the CPU, and trainer.device=cpu predicts the "
+                f"memory for that. If another machine is meant, name it: {program('check')} --on 8xh100 ..."
             ),
             flush=True,
         )
@@ -169,7 +173,7 @@ def _verdict(composed: Composed, machine: Machine, faults: int) -> str:
     if composed.faults:
         return found
     if not _is_meant_for(composed, machine):
-        return f"{found}; no GPU to predict for"
+        return f"{found}; runs on the CPU of this machine; no GPU memory to predict"
     elsewhere = "; its packages are not checked" if machine.name else ""
     return f"{found}; {verdict_text(MemoryForecast.of(composed.config, machine))}{elsewhere}"
 

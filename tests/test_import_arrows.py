@@ -121,6 +121,7 @@ ONLY = {
         "rlx.errors",
     },
     "rlx.config.forecast": {
+        "rlx.config.faults",
         "rlx.config.forecast",
         "rlx.config.machine",
         "rlx.config.schema",

@@ -87,6 +87,8 @@ def test_check_plans_for_a_machine_that_is_named(capsys: pytest.CaptureFixture[s
     assert "trainer.n_gpus_per_node=8" in printed and "of a device: 80.0 GB" in printed
     verdict = r"rlx check: valid; fits 8 GPU\(s\): \w+ takes [\d.]+ of 7\d.\d GB; its packages are not checked"
     assert re.fullmatch(verdict, printed.splitlines()[-1])
+    assert "\nnothing was started: --on only checks\n" in printed
+    assert main(["--check", *command]) == 0 and "nothing was started" not in capsys.readouterr().out
     assert main(["--on", "8xh1000"]) == 2
     told = capsys.readouterr().err
     assert "expected a number and one of a100-40" in told and "such as 8xh100 or 1x24gb" in told
@@ -148,8 +150,9 @@ def test_check_does_not_plan_the_memory_of_a_host_for_gpus(
     assert main(command) == 0
     printed = capsys.readouterr().out
     assert (
-        "Name the one that is meant: python -m rlx.main_ppo --check --on 8xh100" in printed
-        and "trainer.device=cpu" in printed
+        "name it: python -m rlx.main_ppo --check --on 8xh100" in " ".join(printed.split())
+        and "python -m rlx.main_ppo runs this command on the CPU, and trainer.device=cpu" in " ".join(printed.split())
+        and printed.endswith("rlx check: valid; runs on the CPU of this machine; no GPU memory to predict\n")
         and "memory of the host" not in printed
     )
 

@@ -1,5 +1,6 @@
 """docs/start.md: its data and reward work, its commands can be given, its figures are those of the recipes."""
 
+import json
 import os
 import re
 import shlex
@@ -14,14 +15,15 @@ from rlx.config.check.validate import check
 from rlx.config.choices import PROMPTS, chosen
 from rlx.config.compose.command_line import compose
 from rlx.config.machine import named_machine
-from rlx.config.schema import DataConfig
+from rlx.config.schema import ArithmeticConfig, DataConfig
+from rlx.data.arithmetic import make_problems
 from rlx.data.prompts import PromptDataset
 from rlx.models.tiny import make_tiny_tokenizer
 from rlx.trainer.data_check import training_rows
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs/start.md").read_text()
-(ROWS,) = re.findall(r"```json\n(.*?)```", PAGE, re.DOTALL)
+ROWS, ROWS_FOR_TINY = re.findall(r"```json\n(.*?)```", PAGE, re.DOTALL)
 (REWARD,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 COMMANDS_OF_PAGE = [line for block in re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL) for line in block.splitlines()]
 MODEL = "actor_rollout_ref.model.path"
@@ -65,9 +67,26 @@ def test_a_command_can_be_given(command: str, folder: Path, monkeypatch: pytest.
 
 
 def test_the_table_has_every_recipe_with_its_highest_phase():
-    rows = dict(re.findall(r"^\| .* \| `([\w.]+gb)` \| ([\d.]+) GB", PAGE, re.M))
+    rows = re.findall(r"^\| .* \| `([\w.]+gb)` \| ([\d.]+) GB(?:, and ([\d.]+) GB of host memory)? \|$", PAGE, re.M)
     recipes = {file.stem: file.read_text() for file in (ROOT / "configs/experiment").glob("*_*x*gb.yaml")}
-    assert rows == {name: max(re.findall(r"([\d.]+) of", text), key=float) for name, text in recipes.items()}
+    host = {name: re.search(r"host memory ([\d.]+)\.$", text, re.M)[1] for name, text in recipes.items()}
+    assert {name: (device, on_host or "0.00") for name, device, on_host in rows} == {
+        name: (max(re.findall(r"([\d.]+) of", text), key=float), host[name]) for name, text in recipes.items()
+    }
+
+
+def test_the_problems_of_the_tiny_model_are_those_of_its_warm_start():
+    stories, sums = (
+        {row["prompt"][0]["content"]: row for row in make_problems(ArithmeticConfig(level, train_size=4), "train")}
+        for level in (1, 4)
+    )
+    rows = [json.loads(line) for line in ROWS_FOR_TINY.splitlines()]
+    assert {row["prompt"]: row["answer"] for row in rows}.items() <= {
+        question: row["reward_model"]["ground_truth"] for question, row in stories.items()
+    }.items()
+    working, answer = stories[rows[0]["prompt"]]["extra_info"]["answer"].splitlines()
+    assert f"`{working}`, then `{answer}` on a line of its own" in PAGE
+    assert re.search(r"such as `(What is \d[^`]*)`", PAGE)[1] in sums
 
 
 @pytest.mark.slow

@@ -45,32 +45,39 @@ class RowFaults:
     """Collects the faults of rows, so that a user learns of all at once."""
 
     def __init__(self) -> None:
-        self._found: dict[str, list[tuple[int, str]]] = {}
+        self._found: dict[str, list[tuple[int, str, str]]] = {}
         self._remedies: dict[str, None] = {}
 
     def add(self, file: str, rows: "Rows", index: int, fault: RowFault) -> None:
         """Note why the row at `index` of a file cannot be used."""
-        self._found.setdefault(file, []).append((index, f"{rows.place(index)}: {fault.what}"))
+        self._found.setdefault(file, []).append((index, f"{rows.place(index)}: {fault.what}", fault.remedy))
         self._remedies[fault.remedy] = None
 
     def end(self) -> None:
         """Raise a DataError with the number of faults and the first MOST_SHOWN, if there are any."""
         count = sum(map(len, self._found.values()))
         if count == 1:
-            ((file, ((_, fault),)),) = self._found.items()
-            raise DataError(f"{file}, {fault}; {next(iter(self._remedies))}")
+            ((file, ((_, fault, remedy),)),) = self._found.items()
+            raise DataError(f"{file}, {fault}; {remedy}")
         if count:
             raise DataError("\n".join(self._lines(count)))
 
     def _lines(self, count: int) -> list[str]:
-        lines, room = [], MOST_SHOWN
+        """Return a line for each row shown, and the remedies: one at the end, of several each behind its rows."""
+        lines, room, unsaid = [], MOST_SHOWN, dict(self._remedies)
         for file, faults in self._found.items():
-            shown = [fault for _, fault in sorted(faults)[:room]]
-            room -= len(shown)
+            first = sorted(faults)[:room]
+            room -= len(first)
+            shown = [fault for _, fault, _ in first]
+            if len(self._remedies) > 1:
+                shown = [f"{fault}; {remedy}" for _, fault, remedy in first]
+                for _, _, remedy in first:
+                    unsaid.pop(remedy, None)
             lines.append(f"{file}: rows that cannot be used: {len(faults):,}; lines and rows are counted from 1")
             lines += [f"    {fault}" for fault in shown]
         lines += [f"    and {count - MOST_SHOWN:,} more"] * (count > MOST_SHOWN)
-        return lines + [f"    remedy: {remedy}" for remedy in self._remedies]
+        of_others = " of other rows" if len(self._remedies) > 1 else ""
+        return lines + [f"    remedy{of_others}: {remedy}" for remedy in unsaid]
 
 
 class Rows(Protocol):

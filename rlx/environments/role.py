@@ -61,8 +61,8 @@ class ConversationSampler:
         self._pad_token_id = int(tokenizer.pad_token_id)
         first_rank = FirstRank(rollout.tensor_model_parallel_size)
         self._chat = Chat(tokenizer, rollout.multi_turn.on_rewritten_history)
-        # Calls of rlx's own tools are demonstrated to the tiny model, whose template shows no tools.
-        self._may_hide_tools = own.path is not None
+        # Calls of the calculator are demonstrated to the tiny model, whose template shows no tools.
+        self._may_hide_tools = own.path is not None or own.name != "calculator"
         self._pool = None
         if first_rank.is_this:
             self._pool = EnvironmentPool(environment_spec(config), own.processes, own.memory_limit_gb)
@@ -96,7 +96,7 @@ class ConversationSampler:
         return batch_of(ran, rows, self._pad_token_id, width, version, sampling.with_log_probs)
 
     def _tell_hidden_tools(self, conversations: Iterable[Conversation]) -> None:
-        """Warn once if the model cannot know of the tools of an environment of one's own."""
+        """Warn once if the model cannot know of the environment's tools."""
         tools = next((each.tools for each in conversations if each.tools), [])
         if not self._may_hide_tools or not tools:
             return

@@ -291,6 +291,8 @@ def _interrupted(number: int, facts: dict[str, Any]) -> str:
 def what_is_left(overrides: Sequence[str], folder: str | None, step: int) -> str | None:
     """Return which steps of an interrupted run are saved, with the command that continues it; None if it had no step.
 
+    The command is a line of its own, so that one can paste it.
+
     Args:
         overrides: of the command line, without secrets.
         folder: of the run.
@@ -306,7 +308,7 @@ def what_is_left(overrides: Sequence[str], folder: str | None, step: int) -> str
     given = [each for each in overrides if not each.startswith("trainer.resume_")]
     where = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={saved[newest]}"]
     again = f"{program('train')} {shlex.join([*given, *where])}"
-    return f"ended; newest checkpoint: step {newest}{lost}; to continue from it: {again}"
+    return f"ended; newest checkpoint: step {newest}{lost}; to continue from it:\n{again}"
 
 
 def _where(end: End) -> str:

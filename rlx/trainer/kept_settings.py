@@ -106,8 +106,9 @@ def changes(folder: Path, step: int, text: str) -> list[ChangedKey]:
     ]
     if refused:
         raise ResumeError(
-            f"cannot go on in {folder} with another value of {'; '.join(refused)}. Set them back. A new run that begins with "
-            f"the trained weights needs an exported checkpoint: {program('export')}"
+            f"cannot go on in {folder} with another value of {'; '.join(refused)}. Set them back, or start a "
+            "new run: trainer.experiment_name=NAME, or trainer.resume_mode=disable. One that begins with the trained weights "
+            f"needs an exported checkpoint: {program('export')}"
         )
     return found
 

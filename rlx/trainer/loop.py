@@ -295,11 +295,6 @@ class Trainer:
         self.skipped_steps += int(skipped)
         if skipped:
             self.progress.notice(f"step {step}: {skipped:.0f} optimizer step(s) skipped: the gradient was not finite")
-        if not batch["advantages"].any():
-            self.progress.notice(
-                f"step {step}: all advantages are zero, because all answers of a prompt got the same reward; raise "
-                "data.train_batch_size or actor_rollout_ref.rollout.n, or take easier or harder prompts (docs/watch.md)"
-            )
         usage = self.workers.broadcast("process", "usage")
         return {
             "train/skipped_steps": float(self.skipped_steps),
@@ -339,9 +334,10 @@ class Trainer:
         if shown:
             self.progress.generations(shown)
             self.tracker.generations(shown, self.finished_steps)
-        self.last_validation = validation.summarise(batch, scores) | validation.over_samples(batch, scores, samples)
+        measured = validation.summarise(batch, scores) | validation.over_samples(batch, scores, samples)
+        self.last_validation = measured | {"step": float(self.finished_steps)}
         self.first_validation = self.first_validation or self.last_validation
-        return self.last_validation
+        return measured
 
     def load(self, checkpoint: Path, falls_back: bool = False) -> None:
         """Continue from a checkpoint that `Saver` wrote; a run that does so equals one that never stopped.

@@ -47,6 +47,18 @@ def change(before: float, after: float) -> str:
     return f"{before:.1%} -> {after:.1%} ({100 * (after - before):+.1f} points)"
 
 
+def held_out(found: Sequence[tuple[float | None, float]]) -> str:
+    """Format the accuracies of validations, each with its step, None if that is not known: 31.0% -> 84.5% (+53.5 points), step 0 -> 40.
+
+    A single one: 31.0% at step 0, before training.
+    """
+    steps = ["?" if step is None else f"{step:.0f}" for step, _ in found]
+    (_, before), (_, after) = found[0], found[-1]
+    if len(found) == 1:
+        return f"{after:.1%} at step {steps[0]}{', before training' if steps[0] == '0' else ''}"
+    return f"{change(before, after)}, step {steps[0]} -> {steps[-1]}"
+
+
 def reward_change(rewards: Sequence[float]) -> str:
     """Say how the rewards of steps changed, for the summary and the report: `sampled reward, mean of 5 steps: 0.375 -> 0.412`."""
     steps = max(1, min(STEPS_PER_MEAN, len(rewards) // 2))
@@ -130,6 +142,7 @@ class Progress:
         self._optional: set[str] = set()  # columns of ONLY_WITH that have had a value
         self._memory = MemoryTable() if verbose else None
         self._rewards: list[float] = []
+        self._steps_without_advantage = 0
 
     def __enter__(self) -> "Progress":
         self._bar.start()
@@ -180,6 +193,8 @@ class Progress:
         """
         if "reward/mean" in metrics:
             self._rewards.append(metrics["reward/mean"])
+            if metrics.get("train/zero_advantage_share") == 1:
+                self._without_advantage(step)
             if self._table:
                 self._table_row(metrics, step)
         if "val/accuracy" in metrics:
@@ -187,6 +202,16 @@ class Progress:
             if "val/reward" in metrics:
                 text += f", reward {metrics['val/reward']:.3f}"
             self._line(text, "bold green")
+
+    def _without_advantage(self, step: int) -> None:
+        """Say what to do at the first such step; a weak model has many, which the summary counts."""
+        self._steps_without_advantage += 1
+        if self._steps_without_advantage == 1:
+            self.notice(
+                f"step {step}: all advantages are zero, because all answers of a prompt got the same reward; raise "
+                "data.train_batch_size or actor_rollout_ref.rollout.n, take easier or harder prompts, or give partial credit in "
+                "the reward function (docs/watch.md). The summary at the end counts such steps"
+            )
 
     def _table_row(self, metrics: Mapping[str, float], step: int) -> None:
         new = {title for title, name in ONLY_WITH.items() if metrics.get(name)} - self._optional
@@ -229,19 +254,24 @@ class Progress:
     ) -> None:
         """Show the closing panel with results and duration, and below it the folders of run and report and the next commands.
 
-        Validations are metrics with `val/accuracy`; one object after a single validation, empty after none. `restarts` are the
-        reasons why the run was restarted, the first one first.
+        Validations are metrics with `val/accuracy` and the `step` that they are of, which checkpoints of older versions lack; one
+        object after a single validation, empty after none. `restarts` are the reasons why the run was restarted, the first one
+        first.
         """
         facts: dict[str, str] = {}
+        is_resumed = self._first_step is not None and self._first_step > 1
+        part = f", from step {self._first_step} on" if is_resumed else ""
         if last_validation:
-            before, after = first_validation["val/accuracy"], last_validation["val/accuracy"]
             is_one = first_validation is last_validation
-            facts["held-out accuracy"] = f"{after:.1%}" if is_one else change(before, after)
+            both = [last_validation] if is_one else [first_validation, last_validation]
+            facts["held-out accuracy"] = held_out([(each.get("step"), each["val/accuracy"]) for each in both])
         if len(self._rewards) > 1:
             label, _, values = reward_change(self._rewards).partition(": ")
-            facts[label] = values
+            facts[label] = values + part
+        if self._steps_without_advantage:
+            facts["all advantages zero"] = f"in {self._steps_without_advantage} of {len(self._rewards)} steps{part}"
         facts |= {f"restart {number}": reason for number, reason in enumerate(restarts, start=1)}
-        facts["wall time"] = duration(time.perf_counter() - self._started)
+        facts["wall time"] = duration(time.perf_counter() - self._started) + part
         self._panel(facts, "summary")
         # Below the box, which would break long paths.
         places = {"run": folder} | ({} if picture is None else {"report": picture})

@@ -17,7 +17,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 
 from rlx.program import program
 from rlx.trainer.phases import PHASES
-from rlx.trainer.progress import change, reward_change
+from rlx.trainer.progress import held_out, reward_change
 from rlx.trainer.tracking import METRICS_FILE, TrackingError, read_metrics
 
 INK, GREY, GRID = "#1f2933", "#7b8794", "#e4e7eb"
@@ -52,14 +52,12 @@ def write_report(metrics_jsonl: Path, out_png: Path) -> Path:
 
 
 def _headline(metrics: Metrics) -> str:
-    (_, accuracy), (_, reward), (_, step_s) = (
+    accuracy, (_, reward), (_, step_s) = (
         _series(metrics, name) for name in ("val/accuracy", "reward/mean", "timing_s/step")
     )
     parts = []
-    if len(accuracy) > 1:
-        parts.append(f"held-out accuracy {change(accuracy[0], accuracy[-1])}")
-    elif accuracy:
-        parts.append(f"held-out accuracy {accuracy[0]:.1%}")
+    if accuracy[0]:
+        parts.append(f"held-out accuracy {held_out([*zip(*accuracy, strict=True)])}")
     if reward:
         parts.append(reward_change(reward))
     if step_s:

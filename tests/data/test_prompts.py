@@ -144,7 +144,7 @@ def test_faults_of_plain_columns(tokenizer, write_jsonl, row, reason):
         load(tokenizer, write_jsonl([row]), answer_key="answer")
 
 
-def test_all_faulty_rows_come_at_once_each_by_its_line_and_the_remedies_once(tokenizer, tmp_path):
+def test_all_faulty_rows_come_at_once_each_by_its_line_and_with_its_remedy(tokenizer, tmp_path):
     good = '{"prompt": "1 + 1", "answer": "2"}'
     bad = [
         '{"prompt": "%s", "answer": "2"}' % ("x" * 99),
@@ -169,10 +169,18 @@ def test_all_faulty_rows_come_at_once_each_by_its_line_and_the_remedies_once(tok
         "answer is missing",
     ]
     assert all(part in line for part, line in zip(said, lines[:5], strict=True)), lines
-    remedies = [line.strip() for line in lines[11:]]
-    assert lines[10].strip() == "and 3 more" and len(remedies) == 2
-    assert any("filter_overlong_prompts" in remedy for remedy in remedies), remedies
-    assert "remedy: correct the row or remove it" in remedies
+    assert [line.strip() for line in lines[10:]] == ["and 3 more"]
+    assert "filter_overlong_prompts" in lines[0], "two remedies: each is beside its lines"
+    assert all(line.endswith("; correct the row or remove it") for line in lines[1:10])
+
+
+def test_a_remedy_of_rows_that_are_not_shown_is_said_too(tokenizer, tmp_path):
+    lines = ['{"prompt": "%s"}' % ("x" * 99), *['{"prompt": ""}'] * 11]
+    (tmp_path / "rows.jsonl").write_text("\n".join(f'{line[:-1]}, "answer": "2"}}' for line in reversed(lines)))
+    with pytest.raises(DataError) as caught:
+        load(tokenizer, str(tmp_path / "rows.jsonl"), answer_key="answer", max_prompt_length=64)
+    *_, more, last = str(caught.value).splitlines()
+    assert more.strip() == "and 2 more" and last.startswith("    remedy of other rows: ") and "filter_overlong" in last
 
 
 def test_official_gsm8k_file(tokenizer, gsm8k_file):

@@ -30,6 +30,7 @@ def test_a_template_shows_tools_if_it_writes_anything_about_them(tokenizer):
     [
         ({"path": "tools.py", "name": "TOOLS"}, None, True),
         ({"path": "tools.py", "name": "TOOLS"}, SHOWS, False),
+        ({"name": "python"}, None, True),
         ({"name": "calculator"}, None, False),  # calls are demonstrated to the tiny model
     ],
 )

@@ -271,8 +271,8 @@ def test_the_command_that_goes_on_from_the_newest_checkpoint(tmp_path):
         f"trainer.resume_from_path={tmp_path}/checkpoints/global_step_10"
     )
     saved = "ended; newest checkpoint: step 10"
-    assert what_is_left(overrides, str(tmp_path), 11) == f"{saved}; to continue from it: {command}"
-    lost = f"{saved}; {LOST}: 3; to continue from it: {command}"
+    assert what_is_left(overrides, str(tmp_path), 11) == f"{saved}; to continue from it:\n{command}"
+    lost = f"{saved}; {LOST}: 3; to continue from it:\n{command}"
     assert what_is_left(overrides, str(tmp_path), 14) == lost
 
 

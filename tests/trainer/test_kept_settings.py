@@ -109,6 +109,7 @@ def test_what_the_saved_state_belongs_to_is_refused_and_all_at_once(run: Path, c
     message = str(refused.value)
     assert f"{key}: " in message and f" -> {value} ({why}" in message and "kl_ctrl.type: fixed -> adaptive" in message
     assert "save_freq" not in message and "python -m rlx.export" in message
+    assert "trainer.experiment_name=NAME, or trainer.resume_mode=disable" in message
 
 
 def test_a_damaged_file_is_named(run: Path):

@@ -29,6 +29,7 @@ from rlx.trainer.loop import Trainer
 from rlx.trainer.progress import Progress
 from rlx.trainer.run import located, with_steps
 from rlx.trainer.sample_selection import SelectionError
+from rlx.trainer.steps import zero_advantage_share
 
 
 def test_folders_of_offloaded_bytes_are_the_same_in_a_worker_that_runs_elsewhere(tmp_path, monkeypatch):
@@ -129,6 +130,7 @@ def test_a_skipped_step_and_equal_rewards_are_counted_and_shown(tmp_path):
     assert metrics == {"actor/skipped": 1.0, "actor/grad_norm": 2.0, "actor/loss": 1.0}
     assert trainer.account(1, batch, metrics)["train/skipped_steps"] == 1.0
     assert "1 optimizer step(s) skipped" in stream.getvalue()
+    progress.row({"reward/mean": 0.0, "train/zero_advantage_share": zero_advantage_share(batch)}, 1)
     said = " ".join(stream.getvalue().split())
     assert (
         "advantages are zero, because all answers of a prompt got the same reward; raise data.train_batch_size" in said

@@ -239,9 +239,10 @@ def test_the_summary_tells_what_was_reached_and_where_things_lie(tmp_path: Path)
     progress, stream = plain()
     for step, reward in enumerate((0.1, 0.3, 0.4, 0.6), 1):
         progress.row({"reward/mean": reward}, step)
-    progress.summary({"val/accuracy": 0.3}, {"val/accuracy": 0.45}, tmp_path, tmp_path / "report.png")
+    first, last = {"val/accuracy": 0.3, "step": 0.0}, {"val/accuracy": 0.45, "step": 4.0}
+    progress.summary(first, last, tmp_path, tmp_path / "report.png")
     text = stream.getvalue()
-    assert "30.0% -> 45.0% (+15.0 points)" in text
+    assert "30.0% -> 45.0% (+15.0 points), step 0 -> 4" in text and "from step" not in text
     assert "mean of 2 steps" in text and "0.200 -> 0.500" in text
     assert f"run          {tmp_path}\n" in text and f"metrics      {tmp_path / 'metrics.jsonl'}\n" in text
     assert "checkpoints" not in text
@@ -293,10 +294,34 @@ def test_after_a_run_the_next_commands_are_named(tmp_path: Path):
 
 def test_the_summary_of_a_run_that_only_validated(tmp_path: Path):
     progress, stream = plain(0)
-    only = {"val/accuracy": 0.3}
+    only = {"val/accuracy": 0.3, "step": 0.0}
     progress.summary(only, only, tmp_path, tmp_path / "report.png")
     assert "held-out accuracy" in stream.getvalue() and "->" not in stream.getvalue()
+    assert "30.0% at step 0, before training" in stream.getvalue()
     progress.summary({}, {}, tmp_path, tmp_path / "report.png")
+
+
+def test_the_summary_of_a_resumed_run_says_which_numbers_are_of_its_last_part(tmp_path: Path):
+    progress, stream = plain(10)
+    for step in (6, 7):
+        with progress.step(step):
+            pass
+        progress.row({"reward/mean": step / 10}, step)
+    progress.summary({"val/accuracy": 0.3}, {"val/accuracy": 0.5, "step": 7.0}, tmp_path, None)
+    text = stream.getvalue()
+    assert "(+20.0 points), step ? -> 7" in text, "older versions kept no step of the first validation"
+    assert "0.600 -> 0.700, from step 6 on" in text and re.search(r"wall time +\S+s, from step 6 on", text)
+
+
+def test_steps_without_an_advantage_are_explained_once_and_then_counted(tmp_path: Path):
+    progress, stream = plain(4, console=False)
+    for step, share in enumerate((0.5, 1.0, 1.0, 0.9), 1):
+        progress.row({"reward/mean": 0.1, "train/zero_advantage_share": share}, step)
+    assert stream.getvalue().count("advantages are zero") == 1
+    said = " ".join(stream.getvalue().split())
+    assert said.startswith("! step 2: all advantages are zero") and "give partial credit" in said
+    progress.summary({}, {}, tmp_path, None)
+    assert re.search(r"all advantages zero +in 2 of 4 steps ", stream.getvalue())
 
 
 def test_a_terminal_gets_a_bar_with_the_phase_and_is_left_clean(monkeypatch: pytest.MonkeyPatch):

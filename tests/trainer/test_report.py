@@ -58,12 +58,17 @@ def test_steps_that_a_resumed_run_replaces_are_dropped_and_equal_steps_are_merge
 @pytest.mark.parametrize("rewards", [(0.3, 0.675), (0.3, 0.4, 0.35, 0.375, 0.5, 0.4, 0.3, 0.35, 0.55, 0.675)])
 def test_the_picture_names_the_rewards_that_the_console_names(tmp_path: Path, rewards: tuple[float, ...]):
     rows = [{"step": step, "reward/mean": reward} for step, reward in enumerate(rewards, 1)]
+    first, last = ({"step": step, "val/accuracy": value} for step, value in ((0, 0.25), (len(rewards), 0.5)))
+    rows = [first, *rows[:-1], rows[-1] | last]
     said = _headline(read_metrics(write(tmp_path / "m.jsonl", rows)))
     console = Progress(len(rows), stream=(stream := io.StringIO()))
     for row in rows:
         console.row(row, int(row["step"]))
-    console.summary({}, {}, tmp_path, None)
-    assert " -> " in said and all(part in stream.getvalue() for part in said.split(": "))
+    console.summary(first, last, tmp_path, None)
+    held_out, reward = said.split("   ·   ")
+    parts = [held_out.removeprefix("held-out accuracy "), *reward.split(": ")]
+    assert " -> " in reward and all(part in stream.getvalue() for part in parts)
+    assert held_out.endswith(f"(+25.0 points), step 0 -> {len(rewards)}")
 
 
 @pytest.mark.parametrize("line", ["{", '{"a": 1}', "[1]", '{"step": null}'])

@@ -170,7 +170,7 @@ def data_files_exist(s: CheckContext) -> Faults:
                 if folder.name == "gsm8k":
                     remedy = f"run `{program('gsm8k')} --out {folder}`, or {remedy}"
             elif Path(file).suffix not in DATA_KINDS:
-                what, remedy = "a data file is of an unknown kind", "convert it to Parquet or JSON lines"
+                what, remedy = "a data file is of an unknown kind", "convert it to Parquet or JSON lines (docs/data.md)"
             else:
                 continue
             yield s.fault(what, expected, remedy, key, got=f"{key}={file}")

@@ -163,6 +163,7 @@ REMEDIES: dict[str, str | Renamed] = {
     "lora.target_modules": Renamed("target_modules"),
     "use_unpad": Renamed("model.use_remove_padding"),
     "use_prefix_grouper": Renamed("model.use_shared_prefix"),
+    "rollout.swap_space": "remove it: vLLM has no swap space, and computes a sequence again whose cache it gave away",
     "rollout.mode": "remove it: rollout and training take turns",
     "rollout.load_format": "remove it: the actor's weights are sent before the first rollout",
     "rollout.layered_summon": "remove it: rlx always sends weights one by one",

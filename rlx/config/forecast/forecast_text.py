@@ -118,10 +118,10 @@ def _host(forecast: MemoryForecast, phases: list[Phase]) -> list[str]:
     if not most.host:
         return []
     count, whole = forecast.config.trainer.n_gpus_per_node, forecast.machine.host_bytes
-    of = "" if whole is None else f" of {gb(whole)}"
+    of_machine = "memory" if whole is None else f"{gb(whole)} GB"
     return [
-        f"host memory: {count} process(es) of a machine hold up to {gb(count * most.host)}{of} GB there in {most.name}, "
-        "in addition to the memory of Python, torch and CUDA"
+        f"host memory: in {most.name}, the fullest phase, {count} process(es) keep {gb(count * most.host)} GB of weights, states "
+        f"and activations in the {of_machine} of their machine; Python, torch and CUDA take more"
     ]
 
 

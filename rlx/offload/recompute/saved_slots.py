@@ -71,9 +71,11 @@ class SavedSlots:
         # write to it (Note [who may write to a saved tensor]).
         self.aliases: list[weakref.ref[Tensor]] = []
         self._kept_aliases: list[Tensor] = []  # those that live as long as the slots
-        self.parameters: dict[int, Parameter] = {}  # by slot: the parameter that the slot's tensor is, or is a view of
+        # By slot: the parameter that the slot's tensor is, or is a view of. If an input of the layer is such a view, the
+        # views of this parameter are not here: recomputation reads a detached input.
+        self.parameters: dict[int, Parameter] = {}
         self._others: list[int] = []  # the slots of all other tensors
-        self._views: list[int] = []  # those of them whose tensor is a view
+        self._views: list[int] = []  # those of them whose tensor is a view, but not of a parameter
         self.specs = TensorSpecs([], [])  # of the tensors of `_others`
         # While forward runs: the alias for a tensor and its views, by the id of their base. The layer's inputs are
         # entered before forward ends, and live as long.
@@ -103,13 +105,13 @@ class SavedSlots:
             if base is None:
                 base = tensor
             version = versions[index]
-            if type(base) is Parameter and version is not None:
+            if type(base) is Parameter and version is not None and (base is tensor or id(base) not in by_base):
                 self.parameters[index] = base
                 aliases.append(weakref.ref(base))
                 continue
             self._others.append(index)
             others.append(tensor)
-            if base is not tensor:
+            if base is not tensor and type(base) is not Parameter:
                 self._views.append(index)
             if type(tensor) is not Tensor or version is None:
                 reference = None
@@ -142,6 +144,8 @@ class SavedSlots:
         weight = self.parameters.get(last - 1 if other == last else last)  # autograd saves the two in either order
         factor = shapes[-1] if shapes and other >= last - 1 else None
         if weight is None or weight.dim() != 2 or not factor or not factor[-1]:
+            return True
+        if any(type(length) is not int for length in factor):  # a dimension of a jagged tensor
             return True
         if 2 * factor.numel() * weight.numel() // factor[-1] >= MIN_SKIPPED_FLOPS:
             return True

@@ -24,14 +24,16 @@ class StashedTensor:
     Args:
         tensor: the tensor.
         offloaded: its offloaded bytes; None: they are on the device.
-        is_result: an operation of the layer computed it. It is then no leaf if it requires a gradient.
+        is_result: an operation of the layer computed it. It is then no leaf if it requires a gradient, and the layer itself
+            sets its attributes.
     """
 
-    __slots__ = ("_is_leaf", "_layout", "_offloaded", "_requires_grad", "_version", "version_alias")
+    __slots__ = ("_attributes", "_is_leaf", "_layout", "_offloaded", "_requires_grad", "_version", "version_alias")
 
     def __init__(self, tensor: Tensor, offloaded: OffloadedRange | None, is_result: bool = False) -> None:
         self._requires_grad = tensor.requires_grad
         self._is_leaf = tensor.is_leaf and not (is_result and self._requires_grad)
+        self._attributes = None if is_result or not vars(tensor) else dict(vars(tensor))  # `mask.scale = 1.5` set one
         self._offloaded = offloaded
         self._layout: TensorLayout | None = None
         self._version: int | None
@@ -61,7 +63,8 @@ class StashedTensor:
     def tensor(self) -> Tensor:
         """Return the tensor, ready for the current stream; RuntimeError if it was overwritten. Call it in gradient mode only.
 
-        It requires a gradient if the original did, and is a leaf if the original was one: a layer may ask for both.
+        It requires a gradient if the original did, and is a leaf if the original was one: a layer may ask for both. It has
+        the attributes that the original had when it was stashed.
         """
         if self._offloaded is not None and self._layout is not None:
             tensor = self._layout.restore(*self._offloaded.on_device())
@@ -72,15 +75,28 @@ class StashedTensor:
         else:
             tensor = self.version_alias.detach()
         tensor.requires_grad_(self._requires_grad)
-        # expand_as makes a view with the same strides, also for a dimension of length 1.
-        return tensor if self._is_leaf else tensor.expand_as(tensor)
+        if not self._is_leaf:
+            tensor = _view(tensor)
+        if self._attributes is not None:
+            # A subclass may keep its parts as attributes; the restored tensor has its own.
+            parts = {name: part for name, part in vars(tensor).items() if isinstance(part, Tensor)}
+            vars(tensor).update(self._attributes | parts)
+        return tensor
+
+
+def _view(tensor: Tensor) -> Tensor:
+    """Return a tensor with the same strides, also for a dimension of length 1, that is no leaf."""
+    try:
+        return tensor.expand_as(tensor)
+    except RuntimeError:  # sparse and nested layouts
+        return tensor.clone()
 
 
 class LayerInputs:
     """The arguments of one layer call, until the layer is recomputed.
 
-    A tensor that requires a gradient is stashed. Any other (a mask, a rotary table) is kept on the device: layers
-    mostly share it, so that it stays alive anyway.
+    A tensor that requires a gradient or has attributes is stashed. Any other (a mask, a rotary table) is kept on the
+    device: layers mostly share it, so that it stays alive anyway.
 
     Args:
         args, kwargs: the call's arguments.
@@ -106,13 +122,15 @@ class LayerInputs:
             if id(tensor) in by_id:
                 continue
             alias: Tensor | None = None
-            if tensor.requires_grad:
-                stashed = by_id[id(tensor)] = StashedTensor(tensor, None if is_parameter(tensor) else offload(tensor))
+            if not tensor.requires_grad:
+                counters.kept_bytes += size_bytes(tensor)
+            if tensor.requires_grad or vars(tensor):
+                offloaded = offload(tensor) if tensor.requires_grad and not is_parameter(tensor) else None
+                stashed = by_id[id(tensor)] = StashedTensor(tensor, offloaded)
                 self._stashed.append(stashed)
-                if type(tensor) is Tensor and not is_parameter(tensor) and not tensor.is_inference():
+                if type(tensor) is Tensor and not tensor.is_inference():
                     alias = stashed.version_alias
             else:
-                counters.kept_bytes += size_bytes(tensor)
                 kept = by_id[id(tensor)] = tensor
                 if tensor.is_inference():
                     continue
@@ -123,7 +141,7 @@ class LayerInputs:
             if alias is not None:
                 base = tensor._base
                 alias_by_base[id(tensor if base is None else base)] = alias
-        self._args, self._kwargs = replace_leaves(args, by_id), replace_leaves(kwargs, by_id)
+        self._arguments = replace_leaves((args, kwargs), by_id)
 
     @property
     def has_grad_leaves(self) -> bool:
@@ -150,7 +168,8 @@ class LayerInputs:
         for kept, _ in self._constants:
             if kept.requires_grad:
                 tensors[id(kept)] = kept.detach()
-        return replace_leaves(self._args, tensors), replace_leaves(self._kwargs, tensors), list(tensors.values())
+        args, kwargs = replace_leaves(self._arguments, tensors)
+        return args, kwargs, list(tensors.values())
 
 
 def release_leaf_memory(tensor: Tensor) -> None:

@@ -47,6 +47,7 @@ class Recorder(OpMode):
         self.attention_slots: int | None = None  # slots up to the end of the map after the last attention
         self.refusal: str | None = None  # why attention was not cached
         self._recording = recording
+        self._producers = Producers()  # of the results of cached ops
         # By op index: a result that waits to be stashed, and the node of the graph that made it.
         self._pending: dict[int, tuple[Any, Node | None]] = {}
         self._wants_next = False
@@ -91,11 +92,20 @@ class Recorder(OpMode):
         if refusal is None:
             saved = sources_of(seen, arguments, results, lambda tensor: self._stash(op, tensor), is_attention)
             if saved is not None:
+                for tensor in results:
+                    self._producers.note(tensor, op)
                 return result, CachedOp(function, first_slot, arguments, saved, result)
             refusal = "saves more than a fused kernel of attention does: its scores, or copies"
         if is_attention:
             self.refusal = refusal
         return result, None
+
+    def note_unsafe_split(self, arguments: list[Tensor]) -> None:
+        """See `OpMode.note_unsafe_split`; the split result is not cached."""
+        for tensor in filter(is_plain, arguments):
+            op = self._producers.of(tensor)
+            if op is not None:
+                self.cached_ops[op] = None
 
     def _note_cached_op(self, op: int, cached_op: CachedOp | None, result: Any, is_attention: bool) -> None:
         """Stash the result of attention and of the map after it; let others wait (Note [when a result is stashed])."""

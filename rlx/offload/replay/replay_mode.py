@@ -15,7 +15,7 @@ Note [when a cached op is right]
 * Under autocast the casts of activations are made before the call, so that the casts are its arguments. Casts of weights
   are made again: autocast shares them between calls.
 * If the layer writes to a result before its forward ends, the result is not cached: the offloaded bytes may be those from
-  before or after the write.
+  before or after the write. Nor is a result that `torch.unsafe_chunk` splits, since writes to the parts go unnoticed.
 * Random numbers that the call drew are skipped: the generators are set to their state after the call.
 """
 
@@ -51,6 +51,12 @@ if hasattr(F, "grouped_mm"):
     _IS_ATTENTION[F.grouped_mm] = False
 # Those of them whose arguments autocast casts.
 _CAST: frozenset[Any] = frozenset({F.linear, torch.addmm, torch.mm, F.scaled_dot_product_attention})
+# They return parts of a tensor with version counters of their own, so that a write to a part goes unnoticed.
+_UNSAFE_SPLITS: frozenset[Any] = frozenset(
+    getattr(home, name)
+    for home in (torch, Tensor)
+    for name in ("unsafe_chunk", "unsafe_split", "unsafe_split_with_sizes")
+)
 _WRAPPED: set[type] = set()  # autograd Functions whose `apply` asks for the active OpMode
 # Modules with attention kernels that are an autograd Function and so no torch function: flash-attn 2, 3 and 4.
 _KERNEL_MODULES = {"flash_attn.flash_attn_interface", "flash_attn_interface", "flash_attn.cute.interface"}
@@ -131,9 +137,14 @@ class OpMode(TorchFunctionMode):
         is_attention = _IS_ATTENTION.get(function)  # every operation of the layer comes here
         if is_attention is not None:
             return self.run(function, args, kwargs or {}, is_attention)
+        if function in _UNSAFE_SPLITS:
+            self.note_unsafe_split(tensors_in((args, kwargs)))
         if not self.sees_all or self._is_inside or type(function) is GETTER or torch.compiler.is_compiling():
             return function(*args, **kwargs) if kwargs else function(*args)
         return self.run_other(function, args, kwargs or {})
+
+    def note_unsafe_split(self, arguments: list[Tensor]) -> None:
+        """A function of `_UNSAFE_SPLITS` is called."""
 
     def run_other(self, function: Any, args: Any, kwargs: Any) -> Any:
         """Run or replay a function other than attention and linear maps; called only if `sees_all`."""

@@ -1,10 +1,15 @@
-"""Nested arguments and results of layers: the leaves of tuples, lists, mappings and dataclasses."""
+"""Nested arguments and results of layers: the leaves of tuples, lists, deques, mappings and dataclasses.
+
+Containers keep their type and identity: one dict that is passed twice is one dict in the copy as well.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections import UserDict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 from torch import Tensor
@@ -15,71 +20,119 @@ _LEAVES = _EMPTY | {Tensor, Parameter}
 
 
 def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
-    """Return a copy of nested tuples, lists, mappings and dataclasses with `function` applied to each leaf."""
-    kind = type(value)
-    if kind in _LEAVES:
-        return function(value)
-    if kind is tuple or kind is list:
-        return kind([map_leaves(function, item) for item in value])
-    if kind is dict:
-        return {key: map_leaves(function, item) for key, item in value.items()}
-    if isinstance(value, Tensor):
-        return function(value)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return kind(*(map_leaves(function, item) for item in value))
-    if isinstance(value, MutableMapping):  # OrderedDict, transformers' ModelOutput and BatchEncoding
-        copied = copy.copy(value)
-        for key in value:
-            copied[key] = map_leaves(function, value[key])
-        return copied
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        same: Any = copy.copy(value)
-        for field in dataclasses.fields(value):
-            object.__setattr__(same, field.name, map_leaves(function, getattr(value, field.name)))
-        return same
-    return function(value)
+    """Return a copy of nested values with `function` applied once to each leaf; not to numbers, strings and None."""
+    return function(value) if type(value) is Tensor else _replace(value, {}, [], function)
 
 
 def replace_leaves(value: Any, by_id: Mapping[int, Any]) -> Any:
-    """Return a copy of nested values in which leaves are replaced by their id; faster than `map_leaves` if few are."""
-    kind = type(value)
-    if kind is tuple or kind is list:
-        items = list(value)
-        for index, item in enumerate(items):
-            if id(item) in by_id:
-                items[index] = by_id[id(item)]
-            elif type(item) not in _LEAVES:
-                items[index] = replace_leaves(item, by_id)
-        return items if kind is list else tuple(items)
-    if kind is dict:
-        named = dict(value)
-        for key, item in value.items():
-            if id(item) in by_id:
-                named[key] = by_id[id(item)]
-            elif type(item) not in _LEAVES:
-                named[key] = replace_leaves(item, by_id)
-        return named
-    return map_leaves(lambda leaf: by_id.get(id(leaf), leaf), value)
+    """Return a copy of nested values in which leaves are replaced by their id.
+
+    Lists, deques, dicts and dataclasses are copied in any case, since a layer may write to them. Other mappings are copied
+    if a leaf in them is replaced: a read-only configuration of OmegaConf stays itself.
+    """
+    return _replace(value, dict(by_id), [], None)
+
+
+def _replace(value: Any, by_id: dict[int, Any], held: list[Any], function: Callable[[Any], Any] | None) -> Any:
+    """As `map_leaves`, or without a function as `replace_leaves`.
+
+    Adds each result to `by_id`, and the object that it replaces to `held`, so that no other object gets the same id.
+    """
+    kind, key = type(value), id(value)
+    same: Any
+    if kind in _EMPTY:
+        return value
+    if key in by_id:
+        return by_id[key]
+    if kind is tuple:
+        held.append(value)
+        copies = [by_id[id(item)] if id(item) in by_id else _replace(item, by_id, held, function) for item in value]
+        by_id[key] = same = tuple(copies)
+        return same
+    # Of containers that may contain themselves the copy is made before those of the items.
+    if kind is dict or kind is list:
+        held.append(value)
+        same = by_id[key] = kind(value)
+        for name, item in value.items() if kind is dict else enumerate(value):
+            if type(item) not in _EMPTY:
+                same[name] = by_id[id(item)] if id(item) in by_id else _replace(item, by_id, held, function)
+        return same
+    if kind in _LEAVES or (items := _items(value)) is None:
+        if function is None:
+            return value
+        held.append(value)
+        same = by_id[key] = function(value)
+        return same
+    held.append(value)
+    if isinstance(value, tuple):
+        # Without its own __new__: that of PackedSequence checks the items.
+        same = by_id[key] = tuple.__new__(kind, [_replace(item, by_id, held, function) for _, item in items])
+        getattr(same, "__dict__", {}).update(getattr(value, "__dict__", {}))
+        return same
+    is_config = isinstance(value, MutableMapping) and not isinstance(value, dict | UserDict)
+    same = by_id[key] = value if is_config else copy.copy(value)
+    for name, item in items:
+        new = _replace(item, by_id, held, function)
+        if new is item:
+            continue
+        if same is value:
+            same = by_id[key] = copy.copy(value)
+        if isinstance(same, list | deque | MutableMapping):
+            same[name] = new
+        else:
+            object.__setattr__(same, name, new)  # a frozen dataclass
+    return same
+
+
+def _items(value: Any) -> Iterable[tuple[Any, Any]] | None:
+    """Return the items of a container other than a plain tuple or dict, by their index, key or name; None for a leaf."""
+    if isinstance(value, Tensor):
+        return None
+    if isinstance(value, list | deque) or (isinstance(value, tuple) and hasattr(value, "_fields")):
+        return enumerate(value)
+    if isinstance(value, MutableMapping):  # OrderedDict, transformers' ModelOutput and BatchEncoding
+        return _readable_items(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = (field.name for field in dataclasses.fields(value))
+        # One with `field(init=False)` may be unset.
+        return ((name, getattr(value, name)) for name in names if hasattr(value, name))
+    return None
+
+
+def _readable_items(value: MutableMapping[Any, Any]) -> Iterator[tuple[Any, Any]]:
+    for key in value:
+        with contextlib.suppress(Exception):  # OmegaConf raises for a value that is missing
+            yield key, value[key]
 
 
 def sort_leaves(values: Iterable[Any], tensors: list[Tensor], others: list[Any]) -> None:
     """Append the leaves of nested values to `tensors` or to `others`; skip numbers, strings and None."""
+    _sort(values, tensors, others, {})
+
+
+def _sort(values: Iterable[Any], tensors: list[Tensor], others: list[Any], seen: dict[int, Any]) -> None:
     for value in values:
         kind = type(value)
         if kind is Tensor or kind is Parameter:
             tensors.append(value)
         elif kind in _EMPTY:
             continue
-        elif kind is tuple or kind is list:
-            sort_leaves(value, tensors, others)
-        elif kind is dict:
-            sort_leaves(value.values(), tensors, others)
-        else:
-            map_leaves(lambda leaf: (tensors if isinstance(leaf, Tensor) else others).append(leaf), value)
+        elif kind is tuple:
+            _sort(value, tensors, others, seen)
+        elif id(value) not in seen:
+            seen[id(value)] = value  # held, since a mapping may make its values anew
+            if kind is dict:
+                _sort(value.values(), tensors, others, seen)
+            elif (items := _items(value)) is not None:
+                _sort((item for _, item in items), tensors, others, seen)
+            elif isinstance(value, Tensor):
+                tensors.append(value)
+            else:
+                others.append(value)
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """Return the tensors in nested tuples, lists, mappings and dataclasses."""
+    """Return the tensors in nested tuples, lists, deques, mappings and dataclasses."""
     tensors: list[Tensor] = []
     sort_leaves((value,), tensors, [])
     return tensors

@@ -4,7 +4,10 @@ Note [identity of a saved tensor]
 The engine copies a range of bytes of one storage at one version, not a tensor. A tensor and its transpose, or slices of one
 fused projection, are views of the same bytes and cost one copy. The address of a storage is no identity once the storage has
 died, for the allocator reuses it. So two ranges are the same only while the same storage object lives. A weak reference to
-the object shows that without keeping its memory (`OffloadedRange.has_storage_of`). Every write to the bytes raises the version.
+the object shows that without keeping its memory (`OffloadedRange.has_storage_of`). Every write through a tensor raises the
+version of the tensor, its views and its detached aliases. But the parts that `torch.unsafe_chunk` returns (`nn.GRU` calls it)
+have a version counter each. So a tensor that was written to has its own copy, shared only by tensors that are views of a tensor
+on the same bytes (`Region.written_span`).
 """
 
 from __future__ import annotations
@@ -22,13 +25,18 @@ TENSOR_ALIGN_BYTES = 512
 
 
 class Region(NamedTuple):
-    """`nbytes` from byte `start` of the storage at `address` on `device`, at version `version`."""
+    """`nbytes` from byte `start` of the storage at `address` on `device`, at version `version`.
+
+    `written_span` has the first byte of the tensor that owns the version counter and the one after its last, and None at
+    version 0: nothing was written through that counter.
+    """
 
     device: torch.device
     address: int
     start: int
     nbytes: int
     version: int
+    written_span: tuple[int, int] | None
 
 
 def span_bytes(tensor: Tensor) -> tuple[int, int]:
@@ -64,14 +72,16 @@ def region_of(tensor: Tensor) -> Region:
     if 2 * (stop - start) >= total:
         start, stop = 0, total
     start -= start % TENSOR_ALIGN_BYTES
-    return Region(tensor.device, storage.data_ptr(), start, stop - start, tensor._version)
+    version, base = tensor._version, tensor._base
+    written_span = span_bytes(tensor if base is None else base) if version else None
+    return Region(tensor.device, storage.data_ptr(), start, stop - start, version, written_span)
 
 
 def is_plain(tensor: Tensor) -> bool:
     """Return whether storage, offset, shape, stride and dtype describe a tensor completely.
 
-    They do not describe subclasses (DTensor, quantised weights), sparse and nested layouts, and tensors whose conjugate or
-    negative bit is set.
+    They do not describe subclasses (DTensor, quantised weights), sparse and nested layouts, tensors whose conjugate or
+    negative bit is set, and tensors without memory: those inside `torch.func.vmap` or `jvp`, and tangents that are all zeros.
     """
     kind = type(tensor)
     return (
@@ -82,7 +92,16 @@ def is_plain(tensor: Tensor) -> bool:
         and not tensor.is_conj()
         and not tensor.is_neg()
         and not tensor.is_inference()
+        and _has_storage(tensor)
     )
+
+
+def _has_storage(tensor: Tensor) -> bool:
+    try:
+        tensor.untyped_storage().data_ptr()  # 0 for meta tensors
+    except RuntimeError:
+        return False
+    return True
 
 
 def is_parameter(tensor: Tensor) -> bool:

@@ -1,6 +1,7 @@
 """The command that verl's users know works here, but for what the machine lacks."""
 
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -172,3 +173,20 @@ def test_a_size_in_samples_beside_a_size_in_tokens_is_only_warned_of(verdict):
     found = verdict(["experiment=arithmetic", *sizes, "trainer.device=cpu", "data.max_prompt_length=128"])
     assert whats(found) == []
     assert any(f"{ACTOR}.ppo_micro_batch_size_per_gpu=4: {ACTOR}.use_dynamic_bsz is True" in w for w in found.warnings)
+
+
+@pytest.mark.parametrize("end", ['"$@"', "$@", ""])
+@pytest.mark.parametrize("start", ["a=1 \\\n  ", ""], ids=["two lines", "one line"])
+def test_the_pages_sed_hands_the_scripts_arguments_to_its_command(tmp_path: Path, start: str, end: str):
+    (sed,) = re.findall(r"^sed .*$", VERL_PAGE, re.MULTILINE)
+    script = tmp_path / "script.sh"
+    script.write_text(f"echo before\necho python3 -m verl.trainer.main_ppo {start}b=2 {end}\necho behind\n")
+    subprocess.run(["bash", "-c", sed.replace("SCRIPT", str(script))], check=True)
+    done = subprocess.run(["bash", str(script), "--check"], capture_output=True, text=True, check=True)
+    given = "a=1 b=2" if start else "b=2"
+    assert done.stdout == f"before\npython3 -m rlx.main_ppo {given} --check\nbehind\n"
+
+
+def test_vllm_has_no_swap_space(verdict):
+    (fault,) = verdict([f"{ROLLOUT}.swap_space=4"]).faults
+    assert fault.remedy.startswith("remove it: vLLM has no swap space")

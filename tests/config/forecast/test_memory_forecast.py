@@ -500,7 +500,8 @@ def test_the_short_text_has_a_row_for_each_phase(forecast):
     longest = {row.split()[0]: row.split()[-1] for row in rows}
     assert longest["update_actor"] == f"{found.longest('update_actor'):,}" and longest["sync"] == "any"
     assert "memory of a device: 0.10 GB" in legend and "sequences of 16 tokens" in legend
-    assert host.startswith("host memory: 1 process(es) of a machine hold up to 0.00 of 0.02 GB")
+    assert host.startswith("host memory: in update_actor, the fullest phase, 1 process(es) keep 0.00 GB of weights, ")
+    assert " in the 0.02 GB of their machine; " in host
 
 
 def test_the_long_text_has_the_parts(forecast):

@@ -58,6 +58,15 @@ def test_a_write_makes_another_range():
     assert region_of(x) != before
 
 
+def test_parts_with_version_counters_of_their_own_are_other_ranges_once_written_to():
+    first, second = torch.randn(4, 8).unsafe_chunk(2, -1)
+    assert region_of(first) == region_of(second)
+    first.add_(1)
+    second.add_(1)
+    assert region_of(first) != region_of(second)
+    assert region_of(first) == region_of(first.t()) == region_of(first.detach())
+
+
 def test_a_probe_sees_writes_and_keeps_no_memory():
     x = torch.randn(100)
     probe = VersionProbe(x)
