@@ -15,7 +15,7 @@ from rlx.errors import ExplainedError, storing
 from rlx.models.adapter_folder import write_adapters
 from rlx.models.hf_folder import FolderParts
 from rlx.program import program
-from rlx.step_folders import steps_in
+from rlx.step_folders import step_of, steps_in
 
 
 def export(checkpoint: Path, out: Path, trust_remote_code: bool = False, only_adapters: bool = False) -> None:
@@ -57,6 +57,8 @@ def _local(checkpoint: str, role: str) -> Iterator[Path]:
                 f"{checkpoint}: holds checkpoints, expected one of them: {', '.join(map(str, steps.values()))}"
             )
         folder = Path(checkpoint) / role
+        if step_of(Path(checkpoint)) is not None and not folder.is_dir():
+            raise ValueError(_missing(folder))
         yield folder if folder.is_dir() else Path(checkpoint)
         return
     remote = RemoteFolder(checkpoint)
@@ -66,9 +68,13 @@ def _local(checkpoint: str, role: str) -> Iterator[Path]:
 
 
 def _missing(checkpoint: Path) -> str:
-    """Return the message for a folder that does not exist, with the steps that are beside it."""
-    there = ", ".join(step.name for step in steps_in(checkpoint.parent).values()) or "no folder global_step_N"
-    return f"{checkpoint}: does not exist; {checkpoint.parent} has {there}"
+    """Return the message for a folder that does not exist, with the roles or steps that are beside it."""
+    beside = checkpoint.parent
+    if step_of(beside) is not None and beside.is_dir():
+        roles = ", ".join(sorted(found.parent.name for found in beside.glob(f"*/{MANIFEST}")))
+        return f"{checkpoint}: does not exist; the run saved no {checkpoint.name}, {beside} has {roles or 'no role'}"
+    steps = ", ".join(step.name for step in steps_in(beside).values())
+    return f"{checkpoint}: does not exist; {f'{beside} has {steps}' if steps else 'name a global_step_N of a run'}"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -86,7 +92,7 @@ def main(arguments: list[str] | None = None) -> int:
         with _local(chosen.checkpoint, chosen.role) as folder:
             export(folder, chosen.out, chosen.trust_remote_code, chosen.adapters)
     except (ValueError, ExplainedError) as error:
-        print(f"rlx.export: {error}", file=sys.stderr)
+        print(f"{program('export')}: {error}", file=sys.stderr)
         return 2
     print(f"wrote {chosen.out}")
     return 0

@@ -39,7 +39,11 @@ def test_messages_name_the_program_as_it_was_called():
     for called, name in ((("-m", "rlx.cli", "report"), "rlx report"), (("-m", "rlx.trainer.report"), None)):
         done = python(*called, "no_such_folder")
         assert done.returncode == 2
-        assert done.stderr.startswith(f"usage: {name or 'python -m rlx.trainer.report'} ")
+        assert done.stderr.startswith(f"{name or 'python -m rlx.trainer.report'}: no_such_folder ")
+    for command, more in (("view", []), ("export", ["out"])):
+        done = python("-m", "rlx.cli", command, "no_such_folder", *more)
+        assert done.returncode == 2
+        assert done.stderr.startswith(f"rlx {command}: no_such_folder: ")
 
 
 def test_the_help_of_planning_names_the_command_as_it_was_called():
@@ -88,7 +92,7 @@ def test_a_command_starts_with_no_more_than_the_packages_that_it_needs(name: str
         f"runpy.run_module({module!r}, run_name='__main__')"
     )
     done = python("-c", program)
-    assert done.returncode in (1, 2) and "nowhere" in done.stderr and "Traceback" not in done.stderr, done.stderr
+    assert done.returncode == 2 and "nowhere" in done.stderr and "Traceback" not in done.stderr, done.stderr
 
 
 def test_every_command_needs_packages_of_its_extra():

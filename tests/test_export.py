@@ -13,6 +13,7 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
 
 from rlx.checkpoint.loading import load_all
+from rlx.checkpoint.manifest import MANIFEST
 from rlx.config.schema import FSDPConfig, ModelConfig, OptimConfig, TinyModelConfig
 from rlx.engine.engine import Engine
 from rlx.engine.units import local
@@ -197,6 +198,23 @@ def test_a_step_that_does_not_exist_is_named_with_those_that_do(tmp_path, capsys
         (tmp_path / f"global_step_{step}").mkdir()
     assert main([str(tmp_path / "global_step_30"), str(tmp_path / "out")]) == 2
     assert f"global_step_30: does not exist; {tmp_path} has global_step_20, global_step_100" in capsys.readouterr().err
+
+
+def test_a_role_that_was_not_saved_is_named_with_those_that_were(tmp_path, capsys):
+    step, out = tmp_path / "global_step_12", str(tmp_path / "out")
+    for role in ("actor", "reward"):
+        (step / role).mkdir(parents=True)
+        (step / role / MANIFEST).touch()
+    for arguments in ([str(step / "critic"), out], [str(step), out, "--role", "critic"]):
+        assert main(arguments) == 2
+        said = f"{step}/critic: does not exist; the run saved no critic, {step} has actor, reward\n"
+        assert capsys.readouterr().err == f"python -m rlx.export: {said}"
+
+
+def test_where_no_run_is_none_is_described(tmp_path, capsys):
+    for folder in (tmp_path / "nope", tmp_path / "nowhere" / "global_step_12" / "actor"):
+        assert main([str(folder), str(tmp_path / "out")]) == 2
+        assert f"{folder}: does not exist; name a global_step_N of a run\n" in capsys.readouterr().err
 
 
 def test_a_runs_folder_is_answered_with_its_checkpoints(tmp_path, capsys):

@@ -158,7 +158,7 @@ ONLY = {
 }
 # The offloading engine's command-line tools load these when they run, not when they are imported.
 LATE = {
-    "rlx.offload": {"transformers", "matplotlib", "trl", "peft", "bitsandbytes"},
+    "rlx.offload": {"transformers", "huggingface_hub", "matplotlib", "trl", "peft", "bitsandbytes"},
     "rlx.config.forecast": {"huggingface_hub"},
 }
 # The parts that a library belongs to.

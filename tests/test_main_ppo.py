@@ -90,7 +90,20 @@ def test_check_plans_for_a_machine_that_is_named(capsys: pytest.CaptureFixture[s
     assert "\nnothing was started: --on only checks\n" in printed
     assert main(["--check", *command]) == 0 and "nothing was started" not in capsys.readouterr().out
     assert main(["--on", "8xh1000"]) == 2
-    assert "expected a number and one of a100-40" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "expected a number and one of a100-40" in told and "such as 8xh100 or 1x24gb" in told
+
+
+def test_check_plans_for_a_card_that_is_named_by_its_memory(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    (tmp_path / "config.json").write_text(json.dumps(SHAPES["qwen2-7b"]))
+    command = [f"actor_rollout_ref.model.path={tmp_path}"]
+    assert main(["--on", "4x80GB", *command]) == 0
+    assert "of a device: 80.0 GB" in capsys.readouterr().out
+    assert main(["--on", "1x24gb", *command]) == 2
+    assert "does not fit 1 GPU(s)" in capsys.readouterr().out
+    assert main(["--on", "2x80gb", *command, "trainer.n_gpus_per_node=4"]) == 2
+    assert "plan for a machine with 4: --on 4x80gb" in " ".join(capsys.readouterr().err.split())
+    assert main(["--on", "1x0gb"]) == 2
 
 
 def test_check_plans_for_several_machines_and_tells_of_none_but_the_named_one(capsys, tmp_path: Path):

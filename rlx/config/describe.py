@@ -19,7 +19,7 @@ problems on this machine.
 
   --check      `rlx check`: compose, validate, predict the memory, and stop
   --tree       print the whole configuration, too
-  --on 8xh100  check for that machine instead of this one
+  --on 8xh100  check for that machine instead of this one; 1x24gb is any card of 24 GB
   --help       this text
 
 Exit code: 0 done; 1 the run failed, its first cause comes last; 2 faults in the configuration;

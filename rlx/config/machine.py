@@ -65,23 +65,28 @@ def inspect_machine(cluster: Cluster | None = None) -> Machine:
 
 
 def named_machine(text: str) -> Machine:
-    """Return a machine by name, such as `8xh100` or `rtx4090`, with every package that rlx can use.
+    """Return a machine by name, such as `8xh100`, `rtx4090` or `1x24gb`, with every package that rlx can use.
+
+    Of a card that is named by its memory nothing else is known, neither its rates nor its host.
 
     Raises:
         ValueError: there is no such accelerator in rlx/offload/plan/hardware.py.
     """
     count, name = re.fullmatch(r"(?:(\d+)x)?(.*)", text.lower()).groups()  # type: ignore[union-attr]  # it always matches
-    gpus = int(count or 1)
-    if name not in PROFILES or gpus < 1:
-        raise ValueError(f"--on: got {text!r}, expected a number and one of {', '.join(PROFILES)}, such as 8xh100")
-    card, lowest = PROFILES[name], ".".join(map(str, LOWEST))
+    gpus, lowest = int(count or 1), ".".join(map(str, LOWEST))
+    card, memory = PROFILES.get(name), re.fullmatch(r"([1-9]\d*)gb", name)
+    if (card is None and memory is None) or gpus < 1:
+        raise ValueError(
+            f"--on: got {text!r}, expected a number and one of {', '.join(PROFILES)}, or a number and the memory of another card, "
+            "such as 8xh100 or 1x24gb"
+        )
     return Machine(
         gpus,
         CORES_PER_GPU * gpus,
         frozenset(OPTIONAL_PACKAGES),
         vllm=vllm_version() or lowest,
-        device_bytes=int(card.device_bytes),
-        host_bytes=int(gpus * card.host_bytes),
+        device_bytes=int(card.device_bytes) if card else int(memory[1]) * 10**9,  # type: ignore[index]  # one of them is known
+        host_bytes=int(gpus * card.host_bytes) if card else None,
         hardware=card,
         name=f"{gpus}x{name}",
     )

@@ -22,8 +22,14 @@ from rlx.offload.recompute.checkpoint import Repeatable
 from rlx.offload.recompute.collector import RecomputedLayer
 from rlx.offload.runner import LayerRunner
 from rlx.offload.runtime.forward_override import ForwardOverride
-from rlx.offload.runtime.layers import CheckpointingFlags, find_layers, is_cache, is_checkpointed, is_filled
-from rlx.offload.runtime.options import SAVE_MODES, OffloadOptions
+from rlx.offload.runtime.layers import CheckpointingFlags, LayerName, find_layers, is_cache, is_checkpointed, is_filled
+from rlx.offload.runtime.options import (
+    SAVE_MODES,
+    OffloadOptions,
+    options_of,
+    refuses_loose_options,
+    require_switch,
+)
 from rlx.offload.runtime.pytree import map_leaves, sort_leaves
 from rlx.offload.runtime.session import OffloadSession
 from rlx.offload.save_all import RegionHooks, run_save_all, unpack
@@ -231,11 +237,12 @@ class ActivationOffloading:
         return ProfileCache(folder, self.options, lambda: self._model(), lambda: [each.name for each in session.layers])
 
 
+@refuses_loose_options
 def enable_activation_offloading(
     model: nn.Module,
     enable_ckpt: bool = True,
     options: OffloadOptions | None = None,
-    layers: Sequence[str | nn.Module] | None = None,
+    layers: Sequence[LayerName] | None = None,
 ) -> ActivationOffloading:
     """Offload the tensors that a model's layers save for backward, until backward needs them.
 
@@ -247,13 +254,13 @@ def enable_activation_offloading(
         enable_ckpt: offload the inputs of each layer and recompute the rest (this switches off transformers' own gradient
             checkpointing); else offload every saved tensor. `OffloadOptions.save` has more modes.
         options: see `OffloadOptions`; None: the defaults.
-        layers: modules, module names or class names; None: see `find_layers`.
+        layers: modules, module names, classes or class names; None: see `find_layers`.
 
     Returns:
         The handle; the existing one if the model is already enabled with equal options.
 
     Raises:
-        TypeError: if `model` is no module, such as a trainer.
+        TypeError: if `model` is no module, such as a trainer, or `options` no OffloadOptions.
         ValueError: if no layer is found, or one is compiled by torch.jit or lazy and without shapes yet, if the options
             contradict `enable_ckpt`, or if the model is already enabled with other options or layers.
         DiskError: if the disk tier is asked for and its directory cannot be used.
@@ -263,7 +270,8 @@ def enable_activation_offloading(
             "pass its attribute model" if isinstance(getattr(model, "model", None), nn.Module) else "pass the model"
         )
         raise TypeError(f"model: got {type(model).__name__}, expected a torch.nn.Module; {remedy}")
-    options = options or OffloadOptions()
+    require_switch(enable_ckpt)
+    options = options_of(options)
     save = options.resolve_save(enable_ckpt)
     found = find_layers(model, layers)
     wrappers = [forward for _, m in found if isinstance(forward := vars(m).get("forward"), LayerForward)]
@@ -310,6 +318,7 @@ def _differences(handle: ActivationOffloading, options: OffloadOptions, save: st
     return [f"{name}: {value!r}, now {now[name]!r}" for name, value in before.items() if value != now[name]]
 
 
+@refuses_loose_options
 @contextlib.contextmanager
 def offload_activations(options: OffloadOptions | None = None) -> Iterator[ActivationOffloading]:
     """Offload every tensor that autograd saves inside a block of code, until backward needs it.
@@ -321,10 +330,11 @@ def offload_activations(options: OffloadOptions | None = None) -> Iterator[Activ
         options: see `OffloadOptions`; `save` may only be `"all"` or None.
 
     Raises:
+        TypeError: if `options` is no OffloadOptions.
         ValueError: if `save` asks for recomputation, which needs layers.
         DiskError: if the disk tier is asked for and its directory cannot be used.
     """
-    options = options or OffloadOptions()
+    options = options_of(options, is_region=True)
     save = options.resolve_save(enable_ckpt=False)
     options.log_without_effect(torch.accelerator.is_available())
     handle = ActivationOffloading(options, save)

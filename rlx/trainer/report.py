@@ -5,6 +5,7 @@
 
 import argparse
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -226,19 +227,23 @@ PANELS = {
 }
 
 
-def main() -> None:
-    """Run the command."""
+def main() -> int:
+    """Run the command and return its exit code: 0, or 2 if the folder is not as expected."""
     parser = argparse.ArgumentParser(prog=program("report"), description="Draw report.png of a run.")
     parser.add_argument("run_dir", type=Path, help="the run's folder, which holds metrics.jsonl")
     run_dir: Path = parser.parse_args().run_dir
-    if not (run_dir / METRICS_FILE).is_file():
-        parser.error(f"{run_dir} holds no {METRICS_FILE}; name the folder of a run with `jsonl` in trainer.logger")
     try:
+        if not (run_dir / METRICS_FILE).is_file():
+            raise TrackingError(
+                f"{run_dir} holds no {METRICS_FILE}; name the folder of a run with `jsonl` in trainer.logger"
+            )
         write_report(run_dir / METRICS_FILE, run_dir / "report.png")
     except TrackingError as error:
-        parser.error(str(error))
+        print(f"{program('report')}: {error}", file=sys.stderr)
+        return 2
     print(run_dir / "report.png")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -15,7 +15,7 @@ DEFAULT_MB = 64
 
 
 def main(arguments: list[str]) -> int:
-    """Write the page, say where it is, and return the exit code."""
+    """Write the page, say where it is, and return the exit code: 0, or 2 if the folder is not as expected."""
     parser = argparse.ArgumentParser(
         prog=program("view"), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -38,7 +38,7 @@ def main(arguments: list[str]) -> int:
         page = write_page(options.run, out, first, last, int(options.max_mb * 1e6))
     except ExplainedError as error:
         print(f"{program('view')}: {error}", file=sys.stderr)
-        return 1
+        return 2
     print(f"{out}: {page.samples} samples of {page.steps} steps, {out.stat().st_size / 1e6:.1f} MB")
     if page.left_out:
         print(f"{page.left_out} samples are listed without tokens: raise --max-mb, or choose --steps")

@@ -113,7 +113,7 @@ def test_steps_may_be_chosen_and_those_that_do_not_exist_are_named(make_run, cap
     run = make_run(steps=5, groups=1, samples=2)
     assert main([str(run), "--steps", "2:3", "--out", str(run / "some.html")]) == 0
     assert "4 samples of 2 steps" in capsys.readouterr().out
-    assert main([str(run), "--steps", "7:"]) == 1
+    assert main([str(run), "--steps", "7:"]) == 2
     assert "expected some of the steps 1 to 5" in capsys.readouterr().err
     assert main([str(run), "--max-mb", "0.000001"]) == 0
     assert "10 samples are listed without tokens" in capsys.readouterr().out
@@ -124,7 +124,7 @@ def test_steps_may_be_chosen_and_those_that_do_not_exist_are_named(make_run, cap
 def test_a_damaged_line_of_the_metrics_is_named_without_a_traceback(make_run, capsys):
     run = make_run(steps=1, groups=1, samples=1)
     (run / "metrics.jsonl").write_text('{"step": 1}\nnonsense\n')
-    assert main([str(run)]) == 1
+    assert main([str(run)]) == 2
     assert "metrics.jsonl, line 2: expected a JSON object" in capsys.readouterr().err
 
 
@@ -149,9 +149,9 @@ def test_a_line_that_is_still_being_written_is_left_out_and_a_damaged_one_is_nam
 
 
 def test_a_run_without_transcripts_says_how_to_get_them(tmp_path, capsys):
-    assert main([str(tmp_path)]) == 1
+    assert main([str(tmp_path)]) == 2
     assert "trainer.transcripts=True" in capsys.readouterr().err
-    assert main([str(tmp_path / "nothing")]) == 1
+    assert main([str(tmp_path / "nothing")]) == 2
     assert f"{tmp_path}/nothing: no such folder" in capsys.readouterr().err
 
 

@@ -2,6 +2,7 @@
 
 import os
 import re
+import tempfile
 from pathlib import Path
 
 from rlx.config.schema import PPOConfig
@@ -30,10 +31,14 @@ def why_not_writable(folder: Path) -> str | None:
     nearest = next(each for each in (folder, *folder.parents) if os.path.lexists(each))
     if not nearest.is_dir():
         return f"{nearest} is no folder"
-    # The effective user counts, if the system can check it.
-    effective = os.access in os.supports_effective_ids
-    is_open = os.access(nearest, os.W_OK | os.X_OK, effective_ids=effective)
-    return None if is_open else f"{nearest} is not writable"
+    try:
+        # os.access grants root all that /proc and /sys refuse, so this makes a folder there and removes it.
+        os.rmdir(tempfile.mkdtemp(prefix=".rlx-", dir=nearest))
+    except PermissionError:
+        return f"{nearest} is not writable"
+    except OSError as error:
+        return f"{nearest} takes no new folder ({error.strerror})"
+    return None
 
 
 def correct_path(key: str) -> str:

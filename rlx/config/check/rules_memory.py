@@ -69,4 +69,6 @@ def _needs(phases: list[Phase]) -> str:
     of = ", ".join(f"{name} {gb(nbytes)}" for name, nbytes in parts if nbytes >= 0.01 * largest.peak)
     texts = [f"{largest.name} {gb(largest.peak)} GB ({of})", *(f"{phase.name} {gb(phase.peak)}" for phase in others)]
     lacking = (phase.lacking for phase in phases if phase.lacking)
-    return ", ".join([*texts, *(f"the sampler's share lacks {gb(nbytes)} to hold one sequence" for nbytes in lacking)])
+    return ", ".join(
+        [*texts, *(f"the sampler's share lacks {gb(nbytes)} GB to hold one sequence" for nbytes in lacking)]
+    )

@@ -1,6 +1,6 @@
 """Check whether a configuration can run on a machine; report all faults and warnings at once."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from rlx.config.check.context import CheckContext
@@ -38,7 +38,7 @@ def check(composed: Composed, machine: Machine, has_memory: bool = True) -> Verd
     """
     context, broken = CheckContext(composed.partial, composed.set_keys, machine), composed.broken
     faults = [fault for rule in RULES for fault in rule(context) if broken.isdisjoint(fault.keys)]
-    warnings = [*_warnings(context, broken)]
+    warnings = [*_warnings(context, broken, composed.repeated)]
     if has_memory and not composed.faults:
         # A prediction needs every value.
         faults += memory_suffices(context)
@@ -46,10 +46,11 @@ def check(composed: Composed, machine: Machine, has_memory: bool = True) -> Verd
     return Verdict((*composed.faults, *faults), tuple(warnings))
 
 
-def _warnings(s: CheckContext, broken: frozenset[str]) -> Iterator[str]:
-    unused = {key: why for key, why in unused_keys(s).items() if key not in broken}
+def _warnings(s: CheckContext, broken: frozenset[str], repeated: Mapping[str, str]) -> Iterator[str]:
+    unused = {f"{key}={s.value(key)}": why for key, why in unused_keys(s).items() if key not in broken}
+    unused |= {text: f"{later} comes after it" for text, later in repeated.items()}
     if unused:
-        yield "set without effect:" + "".join(f"\n    {key}={s.value(key)}: {why}" for key, why in unused.items())
+        yield "set without effect:" + "".join(f"\n    {text}: {why}" for text, why in unused.items())
     yield from algorithm_warnings(s)
     yield from offload_warnings(s)
     yield from rollout_warnings(s)

@@ -40,6 +40,8 @@ class Composed:
     set_keys: frozenset[str]  # dotted names of the keys that the command line sets (not the packaged YAML files)
     faults: tuple[Fault, ...]  # keys and overrides that could not be read
     from_environment: Mapping[str, Any] = field(default_factory=dict)  # key -> its text with `${oc.env:NAME}`
+    # Overrides whose key or group is given once more with another value, and that later override; without secrets.
+    repeated: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def config(self) -> PPOConfig:
@@ -89,9 +91,12 @@ def compose(overrides: Sequence[str]) -> Composed:
     faults: list[Fault] = []
     groups: dict[str, str | None] = {}
     values: list[Override] = []
+    given: dict[str, list[str]] = {}
     known_groups = group_choices()
     for text in _without_splits(overrides, faults):
         parsed = _parse(text, faults)
+        if parsed is not None and not isinstance(parsed.value(), dict):  # mappings are merged
+            given.setdefault(parsed.key_or_group, []).append(override_without_secrets(text))
         if parsed is not None and parsed.key_or_group in known_groups:
             groups |= _choose(parsed, faults)
         elif parsed is not None:
@@ -104,11 +109,12 @@ def compose(overrides: Sequence[str]) -> Composed:
     config, misfits = build(tree)
     broken = {key for fault in (*faults, *misfits) for key in fault.keys}
     read = {key: text for key, text in from_environment.items() if broken.isdisjoint(_leaf_keys(key, None))}
-    return Composed(config, set_keys, (*faults, *misfits), read)
+    repeated = {text: texts[-1] for texts in given.values() for text in texts if text != texts[-1]}
+    return Composed(config, set_keys, (*faults, *misfits), read, repeated)
 
 
 def _without_splits(overrides: Sequence[str], faults: list[Fault]) -> list[str]:
-    """Return the overrides without those that a shell has split at blanks; add a fault for each of those.
+    """Return the overrides without those that a shell has split at blanks, and with each missing `=`; add a fault for each of both.
 
     Examples: an unquoted $@ makes two arguments of a list, `data.train_files=['a',` and `'b']`; `key = 4` is three. None of
     them can be read.
@@ -118,6 +124,12 @@ def _without_splits(overrides: Sequence[str], faults: list[Fault]) -> list[str]:
         text = rest.pop(0)
         around = _pieces_around_equals(text, rest)
         further = around + _pieces_after("".join([text, *rest[:around]]), rest[around:])
+        if not further and _lacks_equals(text, rest):
+            whole.append(f"{text}={rest.pop(0)}")  # so that no other fault follows from it
+            joined = override_without_secrets(whole[-1])
+            got = joined.replace("=", " ", 1)
+            faults.append(Fault(f"{text}: there is no =", got, "key=value", f"write {joined}", (text,)))
+            continue
         if not further:
             whole.append(text)
             continue
@@ -139,6 +151,17 @@ def _pieces_around_equals(text: str, rest: Sequence[str]) -> int:
     if text.endswith("="):
         return int("=" not in rest[0] and not rest[0].startswith("--"))
     return min(2, len(rest)) if rest[0] == "=" else int(rest[0].startswith("="))
+
+
+def _lacks_equals(text: str, rest: Sequence[str]) -> bool:
+    """Whether an argument is a key or group, and the next one the value that belongs behind its `=`."""
+    if not rest or "=" in rest[0] or rest[0].startswith("--") or _is_name(rest[0]):
+        return False
+    return _is_name(text)
+
+
+def _is_name(text: str) -> bool:
+    return text in group_choices() or not LEAVES.keys().isdisjoint(_leaf_keys(text, None))
 
 
 def _pieces_after(text: str, rest: Sequence[str]) -> int:

@@ -2,6 +2,7 @@
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
+from math import ceil
 from typing import Any, NamedTuple
 
 from rlx.config.forecast.memory_forecast import LENGTH_STEP, MemoryForecast
@@ -13,6 +14,8 @@ from rlx.offload.plan.decoder import Decoder
 
 AT_MOST = 3  # remedies to name, of those that suffice alone
 ROLLOUT, REF = "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
+SHARE = f"{ROLLOUT}.gpu_memory_utilization"
+USUAL_SHARE = 0.8  # leaves vLLM room for many sequences where the weights alone take most of a device
 FOLDER = "FOLDER"  # of a local disk, which the user knows
 MORE = "more processes (trainer.n_gpus_per_node), shorter responses or a smaller model"
 
@@ -74,6 +77,7 @@ def _candidates(forecast: MemoryForecast) -> Iterator[Change]:
             yield from _of_activations(forecast, role)
         if forecast.on_device:
             yield from _of_states(forecast, roles)
+            yield from _of_share(forecast)
     else:  # the host's memory is too small
         names = ("param_offload", "optimizer_offload", "offload_policy")
         flags = (f"{role.fsdp_key}.{name}" for role in roles for name in names)
@@ -84,6 +88,15 @@ def _candidates(forecast: MemoryForecast) -> Iterator[Change]:
             if model.lora_rank and model.quantization is None and "bitsandbytes" in forecast.machine.packages:
                 yield Change(f"{key}.quantization", "nf4")
         yield from (Change(f"{key}.layer_offload_directory", FOLDER) for key in models)
+
+
+def _of_share(forecast: MemoryForecast) -> Iterator[Change]:
+    """Yield a larger share of vLLM if its share holds no sequence."""
+    for phase in forecast.phases():
+        if phase.lacking and forecast.memory_bytes is not None:
+            least = ceil(100 * (phase.parts["sampler"] + phase.lacking) / forecast.memory_bytes) / 100
+            if least < 1:
+                yield Change(SHARE, max(least, USUAL_SHARE))
 
 
 def _of_activations(forecast: MemoryForecast, role: ModelRole) -> Iterator[Change]:
@@ -153,7 +166,7 @@ def _sizes(forecast: MemoryForecast) -> Iterator[Size]:
     if rollout.name == "hf":
         yield Size(f"{ROLLOUT}.max_num_seqs", 1, rollout.max_num_seqs)
     elif forecast.on_device:
-        yield Size(f"{ROLLOUT}.gpu_memory_utilization", 5, int(100 * rollout.gpu_memory_utilization), 0.01)
+        yield Size(SHARE, 5, int(100 * rollout.gpu_memory_utilization), 0.01)
     longest = -(-forecast.length // LENGTH_STEP)
     for section in ("actor_rollout_ref.actor", "critic", ROLLOUT, REF):
         prefix = "log_prob" if section in (ROLLOUT, REF) else "ppo"

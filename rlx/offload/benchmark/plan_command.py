@@ -16,10 +16,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from rlx.offload.plan.decoder import read_decoder
 from rlx.offload.plan.explain import explain
@@ -32,6 +34,8 @@ from rlx.offload.plan.text_table import GB, aligned
 
 if TYPE_CHECKING:
     from rlx.offload.benchmark.layer_costs import MeasuredCosts  # loads torch
+
+ANSWER_S = 5.0  # for the hub to answer
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -81,10 +85,35 @@ def _called_as() -> str:
     return f"{called.rpartition(' ')[0]} plan" if called else "python -m rlx.offload.plan"
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser that reports all wrong values at once, and without the usage, which is longer than they are."""
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self._faults: list[str] = []
+
+    def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
+        try:
+            return super()._get_values(action, arg_strings)
+        except argparse.ArgumentError as error:
+            self._faults.append(str(error))
+            return action.default
+
+    def parse_known_args(self, *arguments: Any) -> tuple[argparse.Namespace, list[str]]:  # type: ignore[override]  # one of its forms
+        given, unknown = super().parse_known_args(*arguments)
+        if unknown:
+            self._faults.append(f"unrecognized arguments: {' '.join(unknown)}")
+        if self._faults:
+            self.error(self._faults.pop())
+        return given, unknown
+
+    def error(self, message: str) -> NoReturn:
+        faults = [*self._faults, message]
+        self.exit(2, "".join(f"{self.prog}: error: {fault}\n" for fault in faults))
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=_called_as(), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = _Parser(prog=_called_as(), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--model", required=True, help=f"{', '.join(SHAPES)}, or the path or hub name of a model of transformers")
     tokens = "tokens of a micro-batch on one GPU, or on all that share it; default: the longest that fits"
@@ -216,9 +245,34 @@ def _measured(given: argparse.Namespace, scenario: Scenario) -> MeasuredCosts:
 def _config(model: str) -> Any:
     if model in SHAPES:
         return SHAPES[model]
+    if problem := _why_no_model(model):
+        near = get_close_matches(model, SHAPES, n=1)
+        remedy = f"; did you mean {near[0]}?" if near else ""
+        expected = f"one of {', '.join(SHAPES)}, a folder with config.json, or a name of the hub"
+        raise ValueError(f"--model: got {model}, {problem}; expected {expected}{remedy}")
     from transformers import AutoConfig
 
     return AutoConfig.from_pretrained(model).get_text_config()
+
+
+def _why_no_model(model: str) -> str | None:
+    """Return why no config.json can be had for a model; None if it can. transformers alone would try for half a minute."""
+    folder = Path(model).expanduser()
+    if folder.exists():
+        return None if (folder / "config.json").is_file() else "which has no config.json"
+    if not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", model):
+        return "which does not exist"
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+
+    if isinstance(try_to_load_from_cache(model, "config.json"), str):
+        return None
+    try:
+        get_hf_file_metadata(hf_hub_url(model, "config.json"), timeout=ANSWER_S)
+    except Exception as error:  # the hub's client raises those of its HTTP library, which is another in each version
+        return (
+            f"which the hub did not give within {ANSWER_S:g} s ({' '.join(str(error).split()) or type(error).__name__})"
+        )
+    return None
 
 
 def _text(given: argparse.Namespace, scenario: Scenario, plans: dict[str, Plan]) -> str:

@@ -39,8 +39,9 @@ def _on_pcie(pcie: float, name: str, tflops: float, tb_per_s: float, device_gb: 
 
 
 # Peaks and memory: NVIDIA's data sheets "A100" (2021), "H100" (2023), "H200" (2024), "DGX B200" and "GB200 NVL72" (2024) and
-# its white papers on GA102, Ada and RTX Blackwell. Sheets with sparse figures are halved. Host memory: DGX A100 (1 and 2 TB),
-# DGX H100, H200 and B200 (2 TB) for eight accelerators; 64 GB for a consumer card is an assumption.
+# its white papers on GA102, Ada and RTX Blackwell; the data sheets "L40S", "L4" (2023), "A10" and "RTX A6000" (2021). Sheets with
+# sparse figures are halved. Host memory: DGX A100 (1 and 2 TB), DGX H100, H200 and B200 (2 TB) for eight accelerators; 64 GB for
+# any other card is an assumption.
 # GB200: figures of half a superchip, since two GPUs share one Grace: 480 GB, 512 GB/s of memory, and 900 GB/s of NVLink-C2C
 # in both directions together. The link's shares are assumed to be PCIe's; both at once cannot exceed the memory's 512 GB/s.
 _GB200 = replace(_on_pcie(225e9, "gb200", 2500, 8.0, 186, 240), link_both_bytes_per_s=512e9 / 4)
@@ -56,6 +57,10 @@ PROFILES = {
         _on_pcie(_PCIE_4, "rtx3090", 71, 0.936, 24, 64),
         _on_pcie(_PCIE_4, "rtx4090", 165, 1.008, 24, 64),
         _on_pcie(_PCIE_5, "rtx5090", 209.5, 1.792, 32, 64),
+        _on_pcie(_PCIE_4, "a6000", 154.8, 0.768, 48, 64),
+        _on_pcie(_PCIE_4, "l40s", 362, 0.864, 48, 64),
+        _on_pcie(_PCIE_4, "a10", 125, 0.6, 24, 64),
+        _on_pcie(_PCIE_4, "l4", 121, 0.3, 24, 64),
     )
 }
 
@@ -65,6 +70,6 @@ def profile_of(device: str, device_bytes: float) -> Hardware | None:
 
     None if there is none of this name whose memory differs by 10 % at most, so that a laptop's RTX 4090 is no rtx4090.
     """
-    words = re.findall(r"[a-z0-9]+", device.lower().replace("rtx ", "rtx"))
+    words = re.findall(r"[a-z0-9]+", re.sub(r"rtx (?=\d)", "rtx", device.lower()))
     of_name = [each for each in PROFILES.values() if each.name.partition("-")[0] in words]
     return next((each for each in of_name if abs(device_bytes / each.device_bytes - 1) < 0.1), None)

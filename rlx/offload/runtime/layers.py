@@ -7,6 +7,7 @@ import functools
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import NoneType
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
@@ -16,55 +17,73 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import FullyShardedDataParallel
 
 NamedLayer = tuple[str, nn.Module]
+LayerName = str | nn.Module | type[nn.Module]
 _FLAG = "gradient_checkpointing"
 
 
-def find_layers(model: nn.Module, layers: Sequence[str | nn.Module] | None) -> list[NamedLayer]:
+def find_layers(model: nn.Module, layers: Sequence[LayerName] | None) -> list[NamedLayer]:
     """Return the layers of a model with their names, in the order of registration.
 
     Args:
         model: any module.
-        layers: modules, qualified names or class names; None: the blocks that FSDP wraps, else the classes in
-            `_no_split_modules`, else the outermost `ModuleList`s whose members share a class, else the blocks in a `Sequential`:
-            modules of one class of their own, at least two, as in `Sequential(embedding, Block(), Block(), head)`.
+        layers: modules, qualified names, classes or their names; None: the blocks that FSDP wraps, else the classes in
+            `_no_split_modules`, else the outermost `ModuleList`s whose members share a class, else the blocks in a `Sequential`,
+            at least two: modules of one class of their own, as in `Sequential(embedding, Block(), Block(), head)`, else
+            `Sequential`s of one structure.
 
     Raises:
         ValueError: if there are none, or one lies inside another.
     """
-    if isinstance(layers, str):
-        raise ValueError(
-            f"layers= is the string {layers!r}, expected a sequence of modules, module names or class names"
-        )
+    if isinstance(layers, (str, type)) or not isinstance(layers, (Iterable, NoneType)):
+        got = f"the string {layers!r}" if isinstance(layers, str) else _shown(layers)
+        raise ValueError(f"layers= is {got}, expected a sequence of modules, module names, classes or class names")
     if layers is not None:
         found = _named_layers(model, layers)
     else:
-        found = _fsdp_blocks(model) or _no_split_layers(model) or _list_members(model) or _sequential_blocks(model)
+        finders = (_fsdp_blocks, _no_split_layers, _list_members, _own_blocks, _nested_blocks)
+        found = next(filter(None, (find(model) for find in finders)), [])
     if not found:
         raise ValueError(
-            f"no layers found in {type(model).__name__}: it has no FSDP-wrapped blocks, no _no_split_modules and no "
-            "ModuleList or Sequential whose members share a class; name them with layers=[...] (modules, module names or class names)"
+            f"no layers found in {type(model).__name__}: it has no FSDP-wrapped blocks, no _no_split_modules, no ModuleList whose "
+            "members share a class and no Sequential with two blocks, which are modules of one class of your own or Sequentials of "
+            "one structure. A Linear or GELU alone saves no memory as a layer: put several into one nn.Sequential each, or name "
+            "the layers with layers=[...] (modules, module names, classes or class names)"
         )
     unwrapped = [(name, _inside_fsdp1(module)) for name, module in found]
     ids = {id(module) for _, module in unwrapped}
     for name, module in unwrapped:
         inner = [n for n, child in module.named_modules() if child is not module and id(child) in ids]
         if inner:
-            raise ValueError(f"layers must not lie inside one another, but {name!r} contains the layer {inner[0]!r}")
+            outer = repr(name) if name else "the model itself"
+            raise ValueError(f"layers must not lie inside one another, but {outer} contains the layer {inner[0]!r}")
     return unwrapped
 
 
-def _named_layers(model: nn.Module, layers: Sequence[str | nn.Module]) -> list[NamedLayer]:
+def _named_layers(model: nn.Module, layers: Iterable[LayerName]) -> list[NamedLayer]:
     modules = list(model.named_modules())
     wanted: set[int] = set()
     for layer in layers:
-        matches = [
-            m for n, m in modules if (m is layer if isinstance(layer, nn.Module) else layer in (n, type(m).__name__))
-        ]
+        matches = [m for n, m in modules if m is layer or n == layer]
         if not matches:
-            what = f"module {type(layer).__name__}" if isinstance(layer, nn.Module) else repr(layer)
-            raise ValueError(f"layers=: {what} is no module, module name or class name in {type(model).__name__}")
+            of_class = [m for _, m in modules if _is_of_class(m, layer)]
+            # A model of nested Sequentials is one too, but its layers are meant.
+            matches = [m for m in of_class if m is not model] or of_class
+        if not matches:
+            raise ValueError(
+                f"layers=: {_shown(layer)} is no module, module name, class or class name in {type(model).__name__}"
+            )
         wanted.update(map(id, matches))
     return [(name, module) for name, module in modules if id(module) in wanted]
+
+
+def _is_of_class(module: nn.Module, layer: LayerName) -> bool:
+    return isinstance(module, layer) if isinstance(layer, type) else layer == type(module).__name__
+
+
+def _shown(layer: object) -> str:
+    if isinstance(layer, nn.Module):
+        return f"module {type(layer).__name__}"
+    return f"class {layer.__name__}" if isinstance(layer, type) else repr(layer)
 
 
 def _outermost(model: nn.Module, is_wanted: Callable[[nn.Module], bool]) -> list[NamedLayer]:
@@ -101,26 +120,40 @@ def _list_members(model: nn.Module) -> list[NamedLayer]:
     return [(f"{name}.{key}" if name else key, layer) for name, group in lists for key, layer in group.named_children()]
 
 
-def _sequential_blocks(model: nn.Module) -> list[NamedLayer]:
-    def kinds(module: nn.Module) -> set[type[nn.Module]]:
-        """Classes of which there are several; one of torch's without parts, such as Linear, is no block."""
-        if not isinstance(module, nn.Sequential):
-            return set()
-        own = (part for part in module if not isinstance(part, nn.Sequential))
-        counts = Counter(type(part) for part in own if any(part.children()) or not _is_of_torch(part))
-        return {kind for kind, number in counts.items() if number > 1}
+def _own_blocks(model: nn.Module) -> list[NamedLayer]:
+    """Return members of one class of a `Sequential`; a single module of torch's without parts, such as Linear, is no block."""
 
-    groups = _outermost(model, lambda module: bool(kinds(module)))
+    def kind(part: nn.Module) -> type | None:
+        is_block = any(part.children()) or not type(part).__module__.startswith("torch.nn.")
+        return type(part) if is_block and not isinstance(part, nn.Sequential) else None
+
+    return _repeated(model, kind)
+
+
+def _nested_blocks(model: nn.Module) -> list[NamedLayer]:
+    """Return members of a `Sequential` that are `Sequential`s of one structure, or of the inner one if it has such itself."""
+
+    def kind(part: nn.Module) -> tuple[tuple[str, type], ...] | None:
+        if not isinstance(part, nn.Sequential) or not any(part.children()) or _repeated(part, kind):
+            return None
+        return tuple((name, type(inner)) for name, inner in part.named_modules())
+
+    return _repeated(model, kind)
+
+
+def _repeated(model: nn.Module, kind: Callable[[nn.Module], object]) -> list[NamedLayer]:
+    """Return the members of the outermost `Sequential`s that have several of a kind; None is no kind."""
+
+    def kinds(module: nn.Module) -> set[object]:
+        counts = Counter(map(kind, module)) if isinstance(module, nn.Sequential) else Counter[object]()
+        return {each for each, number in counts.items() if number > 1 and each is not None}
+
     return [
         (f"{name}.{key}" if name else key, part)
-        for name, group in groups
+        for name, group in _outermost(model, lambda module: bool(kinds(module)))
         for key, part in group.named_children()
-        if type(part) in kinds(group)
+        if kind(part) in kinds(group)
     ]
-
-
-def _is_of_torch(module: nn.Module) -> bool:
-    return type(module).__module__.startswith("torch.nn.")
 
 
 def _inside_fsdp1(module: nn.Module) -> nn.Module:

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import Parameter
 
 from rlx.offload.runtime.forward_override import ForwardOverride
-from rlx.offload.runtime.layers import NamedLayer, find_layers, is_checkpointed
+from rlx.offload.runtime.layers import LayerName, NamedLayer, find_layers, is_checkpointed
 from rlx.offload.storage.copy_streams import CopyStreams
 from rlx.offload.storage.regions import is_plain
 from rlx.offload.storage.stats import Counters, OffloadStats, Timeline
@@ -193,7 +193,7 @@ class LayerOffloading:
 
 def enable_layer_offloading(
     model: nn.Module,
-    layers: Sequence[str | nn.Module] | None = None,
+    layers: Sequence[LayerName] | None = None,
     *,
     device: torch.device | None = None,
     dtype: torch.dtype | None = None,
@@ -213,7 +213,7 @@ def enable_layer_offloading(
 
     Args:
         model: any module with layers.
-        layers: modules, module names or class names; None: see `find_layers`.
+        layers: modules, module names, classes or class names; None: see `find_layers`.
         device: on which the layers compute; None: that of the weights, or the accelerator if these are in host memory.
         dtype: the weights' type from now on; None: as they are.
         resident_layers: number of layers, evenly spread, whose weights stay on the device.

@@ -17,7 +17,7 @@ from rlx.offload.plan.memory import tile_tokens
 from rlx.offload.recompute.ambient_state import autocast_dtype
 from rlx.offload.replay.replay_mode import run_as_one_call, unrecorded
 from rlx.offload.runtime.forward_override import ForwardOverride
-from rlx.offload.runtime.layers import find_layers, is_fsdp1
+from rlx.offload.runtime.layers import LayerName, find_layers, is_fsdp1
 from rlx.offload.storage.regions import is_plain
 from rlx.offload.tiling.tiles import TiledModule, run_tiled, run_tiled_without_graph
 
@@ -131,7 +131,7 @@ class Tiling:
 
 
 def enable_tiling(
-    model: nn.Module, positions_per_tile: int | None = None, layers: Sequence[str | nn.Module] | None = None
+    model: nn.Module, positions_per_tile: int | None = None, layers: Sequence[LayerName] | None = None
 ) -> Tiling:
     """Compute the MLPs and norms of a model tile by tile over the positions, in forward and in backward.
 
@@ -144,7 +144,7 @@ def enable_tiling(
         model: any module with layers; under FSDP2 before or after it is sharded.
         positions_per_tile: tokens per tile, of all sequences together. None: so many that the widest intermediate result of a
             tile has about 2^28 elements, or that eight of them are as large as the input, whichever is more.
-        layers: modules, module names or class names; None: see `find_layers`.
+        layers: modules, module names, classes or class names; None: see `find_layers`.
 
     Returns:
         The handle; its `mlps` and `norms` are the names of the tiled modules.

@@ -91,6 +91,21 @@ def test_the_remedies_are_those_that_are_enough(predict: Predict):
     assert re.search(rf"{MODEL}\.tiled_mlp=auto|{DYNAMIC[1]}=\d+", tokens.remedy)
 
 
+def test_a_share_too_small_for_a_sequence_is_raised(predict: Predict):
+    options = (GRPO, BF16, f"{MODEL}.lora_rank=16")
+    (fault,) = predict(*options, device_gb=24).faults
+    assert "the sampler's share lacks 3.3" in fault.got and " GB to hold one sequence" in fault.got
+    named = changes(fault.remedy)
+    assert f"{ROLLOUT}.gpu_memory_utilization=0.8" in named
+    assert predict(*options, *named, device_gb=24).faults == ()
+    # Where the usual share is too small as well, it is the least that holds one sequence.
+    (alone,) = predict(*options, f"{ACTOR}.fsdp_config.param_offload=True", device_gb=18).faults
+    assert changes(alone.remedy) == [f"{ROLLOUT}.gpu_memory_utilization=0.86"]
+    assert (
+        predict(*options, f"{ACTOR}.fsdp_config.param_offload=True", *changes(alone.remedy), device_gb=18).faults == ()
+    )
+
+
 def test_where_nothing_is_enough_that_is_said(predict: Predict):
     (fault,) = predict(GRPO, device_gb=20).faults
     assert "are not enough: use more processes (trainer.n_gpus_per_node)" in fault.remedy

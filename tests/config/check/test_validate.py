@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -741,6 +742,28 @@ def test_a_cache_of_warm_starts_may_be_read_only(verdict, read_only: Path):
 def test_a_folder_without_permission_is_a_fault(verdict, read_only: Path, below: str):
     (fault,) = verdict([f"trainer.default_local_dir={read_only / below}", *OTHER_MODEL]).faults
     assert fault.got == f"trainer.default_local_dir={read_only / below}: {read_only} is not writable"
+
+
+def test_a_key_that_is_given_twice_is_a_warning(verdict):
+    warnings = verdict(["trainer.seed=1", "experiment=calculator", "trainer.seed=2", "experiment=arithmetic"]).warnings
+    (unused,) = [warning for warning in warnings if warning.startswith("set without effect:")]
+    assert unused.splitlines()[1:] == [
+        "    trainer.seed=1: trainer.seed=2 comes after it",
+        "    experiment=calculator: experiment=arithmetic comes after it",
+    ]
+    assert not any("comes after it" in warning for warning in verdict(["trainer.seed=1"]).warnings)
+
+
+@pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="needs /proc")
+def test_a_folder_that_cannot_be_made_is_a_fault_for_root_too(verdict):
+    (fault,) = verdict(["trainer.default_local_dir=/proc/new/runs", *OTHER_MODEL]).faults
+    assert fault.what == NOT_WRITTEN
+    assert re.search(r"/proc (is not writable|takes no new folder)", fault.got)
+
+
+def test_the_check_of_a_folder_leaves_nothing_there(verdict, tmp_path: Path):
+    assert whats(verdict([f"trainer.default_local_dir={tmp_path}/new", *OTHER_MODEL])) == []
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.fixture

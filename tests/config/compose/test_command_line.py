@@ -140,6 +140,51 @@ def test_bad_overrides_are_faults(override: str, what: str, remedy: str):
     assert remedy in fault.remedy
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("data.train_files", "mine.jsonl"),
+        ("experiment", "arithmetic"),
+        ("actor_rollout_ref.model.override_config.x", "1"),
+    ],
+)
+def test_a_missing_equals_sign_is_one_fault(key: str, value: str):
+    composed = compose([key, value, "trainer.seed=1"])
+    (fault,) = composed.faults
+    assert (fault.got, fault.remedy) == (f"{key} {value}", f"write {key}={value}")
+    assert composed.partial == compose([f"{key}={value}", "trainer.seed=1"]).config
+
+
+def test_keys_without_a_value_are_not_taken_for_each_others():
+    faults = compose(["data.train_files", "data.val_files", "data.seed=1"]).faults
+    assert [fault.remedy for fault in faults] == ["write key=value"] * 2
+
+
+def test_what_is_given_twice_is_known_unless_it_is_the_same():
+    twice = [
+        "trainer.seed=1",
+        "data.seed=3",
+        "trainer.seed=2",
+        "experiment=calculator",
+        "+trainer.seed=5",
+        "data.seed=3",
+    ]
+    composed = compose(
+        [
+            *twice,
+            "experiment=arithmetic",
+            "actor_rollout_ref.model.override_config.x=1",
+            "actor_rollout_ref.model.override_config.y=1",
+        ]
+    )
+    assert composed.config.trainer.seed == 5
+    assert composed.repeated == {
+        "trainer.seed=1": "+trainer.seed=5",
+        "trainer.seed=2": "+trainer.seed=5",
+        "experiment=calculator": "experiment=arithmetic",
+    }
+
+
 def test_all_faults_are_listed_at_once_and_the_config_is_not_given_out():
     composed = compose(["foo", "trainer.sed=1", "data.seed=x", "trainer.nnodes=0", "experiment=nothing"])
     assert len(composed.faults) == 5

@@ -131,7 +131,9 @@ def test_a_folder_of_transformers(plan, tmp_path):
         ),
         (("--model", "qwen2-7b", "--tokens", "8", "--states-gb", "140"), ("no room", "; lower --states-gb")),
         (("--model", "llama3-70b", "--tokens", "10000000"), ("no room", "; neither ", "fewer --tokens")),
-        (("--model", "/nowhere", "--tokens", "1024"), ("/nowhere",)),
+        (("--model", "/nowhere", "--tokens", "1024"), ("/nowhere, which does not exist; expected one of tiny, ",)),
+        (("--model", "tests", "--tokens", "1024"), ("tests, which has no config.json", "a folder with config.json")),
+        (("--model", "qwen2-7"), ("which the hub did not give", "qwen2-7b, ", "; did you mean qwen2-7b?")),
         (("--model", "tiny", "--tokens", "0"), ("got '0'", "at least 1")),
         (("--model", "tiny", "--tokens", "1", "--host-gb", "-1"), ("got '-1'", "at least 0")),
         (("--model", "tiny", "--tokens", "1", "--host-gb", "nan"), ("got 'nan'",)),
@@ -142,6 +144,18 @@ def test_a_folder_of_transformers(plan, tmp_path):
 def test_bad_input_is_refused(refusal, arguments, words):
     message = refusal(*arguments)
     assert all(word in message for word in words), message
+
+
+def test_all_wrong_values_are_reported_at_once_and_without_the_usage(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["--model", "tiny", "--tokens", "-5", "--gpus", "0", "--hardware", "h900", "--wide"])
+    assert ended.value.code == 2
+    *wrong, last = capsys.readouterr().err.splitlines()
+    assert len(wrong) == 3, wrong
+    for line, word in zip(
+        [*wrong, last], ("--tokens: got '-5'", "--gpus: got '0'", "invalid choice", "--wide"), strict=True
+    ):
+        assert line.startswith("python -m rlx.offload.plan: error: ") and word in line
 
 
 def test_what_the_refusal_names_fits(refusal, plan):
