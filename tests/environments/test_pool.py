@@ -291,7 +291,7 @@ def test_a_reset_that_was_open_beside_another_is_tried_once_more(make_pool, answ
 
 def test_nothing_waits_for_a_process_that_does_not_read(make_pool, answers, monkeypatch):
     monkeypatch.setattr(rlx.environments.owned_process, "ANSWER_SLACK_S", 0.5)
-    pool = make_pool("Table", ENVIRONMENT, limit_s=0.5)
+    pool = make_pool("Table", ENVIRONMENT, limit_s=3)
     begin(pool, answers, range(8))
     pool.step(0, Turn("hang in C", 0))
     time.sleep(0.2)
