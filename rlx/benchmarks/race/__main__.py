@@ -41,8 +41,8 @@ COLUMNS = {  # of the table, and the names that frameworks have for them
     "sync": ("sync", "update_weights"),
     "step": ("step",),
 }
-VERL_LORA = [  # how verl 0.9.1 trains adapters beside vLLM 0.26; its other ways failed at the first weight update
-    "actor_rollout_ref.rollout.load_format=safetensors",  # as its guide to LoRA asks
+VERL_LORA = [  # how verl 0.9.1 trains adapters beside vLLM 0.26; two other ways failed at the first weight update
+    "actor_rollout_ref.rollout.load_format=safetensors",  # vLLM loads the base weights itself
     "actor_rollout_ref.actor.strategy=fsdp2",  # with FSDP1 vLLM gets an adapter without weights
     "actor_rollout_ref.ref.strategy=fsdp2",
 ]
