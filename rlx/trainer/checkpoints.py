@@ -281,12 +281,16 @@ def set_aside_later(folder: Path, step: int) -> list[str]:
     return sorted(checkpoint.name for checkpoint in later)
 
 
-def keep_newest(folder: Path, role: str, keep: int | None) -> None:
-    """Remove the role's part of all but its newest `keep` checkpoints, and folders left without parts; None keeps all."""
+def keep_newest(folder: Path, role: str, keep: int | None, spare: Path | None = None) -> None:
+    """Remove the role's part of all but its newest `keep` checkpoints, and folders left without parts; None keeps all.
+
+    Args:
+        spare: a checkpoint to leave as it is, even if it is older.
+    """
     if keep is None:
         return
     holders = [checkpoint for checkpoint in steps_in(folder).values() if (checkpoint / role).is_dir()]
-    for old in holders[:-keep]:
+    for old in (each for each in holders[:-keep] if each != spare):
         # The marks go first, so that a crash in between leaves no checkpoint that looks complete.
         for mark in (MANIFEST, "driver.json"):
             (old / mark).unlink(missing_ok=True)

@@ -4,9 +4,12 @@
 <url>/<run>/checkpoints/global_step_N/ manifest.json is copied last
 """
 
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from threading import Lock
 
 from rlx.checkpoint.manifest import MANIFEST
 from rlx.checkpoint.remote import RemoteFolder
@@ -19,6 +22,10 @@ from rlx.trainer.checkpoints import is_finished, order_of, refusal_of, require_s
 class RemoteRun:
     """Copies finished checkpoints of one run in a thread, one after the other.
 
+    A checkpoint may be due for removal before its copy is complete, if storage is slower than saves. The one that is being
+    copied stays, so that copies arrive at all; those that wait may be removed, so that the disk does not fill, and are not
+    copied then.
+
     Args:
         remote: the folder of all runs.
         folder: of this run, local.
@@ -28,6 +35,8 @@ class RemoteRun:
         self._remote, self._folder = remote, folder
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="upload")
         self._sent: list[Future[None]] = []
+        self._copied: Path | None = None
+        self._chosen = Lock()  # held while the next checkpoint to copy is chosen
 
     @classmethod
     def of(cls, config: PPOConfig, folder: Path) -> "RemoteRun | None":
@@ -45,6 +54,12 @@ class RemoteRun:
             each.result()
         self._sent.append(self._thread.submit(self._copy, checkpoint, removed))
 
+    @contextmanager
+    def paused(self) -> Iterator[Path | None]:
+        """Begin to copy no other checkpoint in this context; yields the one that is being copied, which must stay."""
+        with self._chosen:
+            yield self._copied
+
     def wait(self) -> None:
         """Wait for all copies. Raises StorageError if one failed."""
         for each in self._sent:
@@ -55,8 +70,13 @@ class RemoteRun:
         for path in self._folder.iterdir():
             if path.is_file() and not path.name.startswith("."):
                 self._remote.put(path, f"{run}/{path.name}")
-        if checkpoint is not None and checkpoint.is_dir():
-            self._remote.upload(checkpoint, f"{run}/checkpoints/{checkpoint.name}")
+        with self._chosen:
+            self._copied = checkpoint if checkpoint is not None and is_finished(checkpoint) else None
+        try:
+            if self._copied is not None:
+                self._remote.upload(self._copied, f"{run}/checkpoints/{self._copied.name}")
+        finally:
+            self._copied = None
         for name in removed:
             self._remote.remove(f"{run}/checkpoints/{name}")
 

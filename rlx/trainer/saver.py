@@ -3,7 +3,7 @@
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from rlx.checkpoint import folders
@@ -138,18 +138,25 @@ class Saver:
             with storing(checkpoint):
                 seal(folders.partial_of(checkpoint), {})
                 folders.commit(checkpoint)
-        limits, before = self._config.trainer, checkpoints_in(self._folder)
-        for role, keep in (("actor", limits.max_actor_ckpt_to_keep), ("critic", limits.max_critic_ckpt_to_keep)):
-            keep_newest(self._folder, role, keep)
+        removed = self._remove_old()
         if self._remote is not None:
-            self._remote.send(checkpoint, [each.name for each in before if not is_finished(each)])
+            self._remote.send(checkpoint, removed)
 
     def close(self) -> None:
         """Finish the save, and wait for copies to object storage; call this at the end of the run."""
         self.finish()
         if self._remote is not None:
-            self._remote.send(None, [])
             self._remote.wait()
+            self._remote.send(None, self._remove_old())
+            self._remote.wait()
+
+    def _remove_old(self) -> list[str]:
+        """Remove the checkpoints beyond those to keep, but not one that is being copied; return the names of the removed."""
+        limits, before = self._config.trainer, checkpoints_in(self._folder)
+        with nullcontext() if self._remote is None else self._remote.paused() as copied:
+            for role, keep in (("actor", limits.max_actor_ckpt_to_keep), ("critic", limits.max_critic_ckpt_to_keep)):
+                keep_newest(self._folder, role, keep, spare=copied)
+        return [each.name for each in before if not is_finished(each)]
 
     def save_now(self, state: DriverState, within_s: float) -> Path | None:
         """Save at once, for a run that is about to be ended. Call this between steps, after the row of the last one.

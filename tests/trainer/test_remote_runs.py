@@ -4,6 +4,7 @@ import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from threading import Event
 from uuid import uuid4
 
 import pytest
@@ -49,6 +50,33 @@ def test_checkpoints_and_the_runs_files_are_copied_and_removed_ones_are_removed_
     fetched = Path(fetch(with_trainer(resume_mode="resume_path", resume_from_path=named)).trainer.resume_from_path)
     assert fetched == run / "checkpoints/global_step_4" and damage(fetched) == []
     assert (run / "metrics.jsonl").read_text() == "1 2"
+
+
+def test_a_checkpoint_stays_while_it_is_copied_and_those_that_wait_do_not(url, tmp_path, monkeypatch):
+    put, copying, may_go_on = RemoteFolder.put, Event(), Event()
+
+    def slow(remote, path, name):
+        copying.set()
+        assert may_go_on.wait(60)
+        put(remote, path, name)
+
+    monkeypatch.setattr(RemoteFolder, "put", slow)
+    checkpoints = tmp_path / LOCAL / "2026-01-02/checkpoints"
+    checkpoints.mkdir(parents=True)
+    saver = saver_of(checkpoints, Disk(), default_local_dir=url, max_actor_ckpt_to_keep=1)
+
+    def save(step):
+        saver.begin(replace(STATE, step=step))
+        saver.finish()
+        return sorted(os.listdir(checkpoints))
+
+    save(3)
+    assert copying.wait(60)
+    save(4)
+    assert save(5) == ["global_step_3", "global_step_5"]
+    may_go_on.set()
+    saver.close()
+    assert os.listdir(checkpoints) == RemoteFolder(url).names("2026-01-02/checkpoints") == ["global_step_5"]
 
 
 def test_a_url_that_cannot_be_used_stops_the_run_before_it_starts(tmp_path):
