@@ -82,7 +82,7 @@ def test_verl_runs_with_its_own_packages_first_and_its_rows_are_read(tmp_path):
 def test_a_run_that_takes_too_long_is_ended_and_its_steps_count(tmp_path, capsys):
     racer = trl_racer(tmp_path / "run", options_of())
     code = f'import time, pathlib; pathlib.Path({str(tmp_path / "run" / "rows.jsonl")!r}).write_text(\'{{"step": 1, "timing_s/step": 2}}\\n\'); time.sleep(99)'
-    steps, _ = run(racer._replace(command=["python3", "-c", code]), limit=20)
+    steps, _ = run(racer._replace(command=["python3", "-c", code]), limit=6)
     assert steps == {1: {"timing_s/step": 2}} and "exit code -15" in capsys.readouterr().out
 
 
