@@ -20,7 +20,7 @@ from functools import partial
 from itertools import islice
 from operator import is_
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -53,6 +53,7 @@ _HOOKS = (
 _FILLED = (list, dict)
 _MISSING = object()
 _NOTHING: dict[str, Any] = {}
+_T = TypeVar("_T")
 
 
 def first_attribute(module: nn.Module) -> int:
@@ -122,26 +123,22 @@ class ModuleAttributes:
     """
 
     def __init__(self, modules: Sequence[tuple[nn.Module, int]], scripted: Iterable[nn.Module]) -> None:
-        self._places = [(module.__dict__, start) for module, start in modules]
-        self._attributes: list[dict[str, Any]] = []
-        self._buffers: dict[int, dict[str, Any]] = {}
-        self._hooks: list[tuple[dict[int, Any], dict[int, Any]]] = []  # a module's dict, and what it held
-        for index, (place, start) in enumerate(self._places):
-            attributes = _NOTHING
-            if len(place) > start:
-                own = islice(place.items(), start, None)
-                attributes = {name: value for name, value in own if type(value) in _NOTED}
-                if Tensor in map(type, attributes.values()):
-                    attributes = {
-                        name: _attribute(value) if type(value) is Tensor else value
-                        for name, value in attributes.items()
-                        if not _is_sharded(value)
-                    }
-            self._attributes.append(attributes)
-            if place["_buffers"]:
-                self._buffers[index] = {name: _buffer(tensor) for name, tensor in place["_buffers"].items()}
-            if (place["_forward_pre_hooks"] or place["_forward_hooks"]) and index:
-                self._hooks.extend((place[name], dict(place[name])) for name in _HOOKS if place[name])
+        attributes = [module.__dict__ for module, _ in modules]
+        buffers = [place["_buffers"] for place in attributes]
+        self._places = [*attributes, *buffers]
+        self._starts = [start for _, start in modules] + [0] * len(buffers)
+        # Most have none of their own, and a layer with LoRA has 80 modules: no function is called for each.
+        self._noted = {
+            i: _attributes(m.__dict__, start) for i, (m, start) in enumerate(modules) if len(m.__dict__) > start
+        }
+        self._noted |= {i: _buffers(place) for i, place in enumerate(buffers, len(attributes)) if place}
+        self._hooks = [  # a module's dict, and what it held
+            (place[name], dict(place[name]))
+            for place in attributes[1:]
+            if place["_forward_pre_hooks"] or place["_forward_hooks"]
+            for name in _HOOKS
+            if place[name]
+        ]
         self._scripted = [
             (name, noted)
             for module in scripted
@@ -149,32 +146,29 @@ class ModuleAttributes:
             if isinstance(noted := _buffer(tensor), _Copied)
         ]
 
-    def _kept(self) -> Iterator[tuple[Any, str, _Kept]]:
-        """Yield a module's dict of buffers, a name in it and the buffer, for those of which there is no copy."""
-        for index, buffers in self._buffers.items():
-            for name, buffer in buffers.items():
-                if type(buffer) is _Kept:
-                    yield self._places[index][0]["_buffers"], name, buffer
+    def _of_type(self, kind: type[_T]) -> Iterator[tuple[int, str, _T]]:
+        """Yield a place, a name in it and what was noted of it, for what was noted as `kind`."""
+        for index, noted in self._noted.items():
+            if kind in map(type, noted.values()):
+                yield from [(index, name, each) for name, each in noted.items() if type(each) is kind]
 
     def end_forward(self) -> None:
         """Forward has ended; RuntimeError if it changed a buffer of which there is no copy."""
-        for buffers, name, (tensor, version) in self._kept():
-            if buffers.get(name) is not tensor or _version_of(tensor) != version:
+        for index, name, (tensor, version) in self._of_type(_Kept):
+            if self._places[index].get(name) is not tensor or _version_of(tensor) != version:
                 why = f"it has {size_bytes(tensor)} bytes (limit {SMALL_BYTES})"
                 raise RuntimeError(
                     f"a layer's forward changes its buffer {name!r}, of which no copy was made because "
                     f"{why if size_bytes(tensor) >= SMALL_BYTES else 'its layout is not strided'}; recomputation would change "
                     "it a second time. Leave the layer out of layers=, or use enable_ckpt=False"
                 )
-        for (place, _), attributes in zip(self._places, self._attributes, strict=True):
-            if _Aliased in map(type, attributes.values()):
-                for name, noted in list(attributes.items()):
-                    if type(noted) is _Aliased and noted.is_large and place.get(name) is not noted.tensor():
-                        del attributes[name]
+        for index, name, noted in self._of_type(_Aliased):
+            if noted.is_large and self._places[index].get(name) is not noted.tensor():
+                del self._noted[index][name]
 
     def changed(self) -> str | None:
         """Describe a buffer that has changed since forward and of which there is no copy; None if there is none."""
-        for _, name, (tensor, version) in self._kept():
+        for _, name, (tensor, version) in self._of_type(_Kept):
             if _version_of(tensor) != version:
                 return f"its buffer {name!r} has been modified"
         return None
@@ -182,27 +176,30 @@ class ModuleAttributes:
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
         """Enclose a recomputation: the modules hold what they held at the start of forward."""
-        places = [(place, start, _from(place, start)) for place, start in self._places]
-        registered = [(place["_buffers"], 0, _from(place["_buffers"], 0)) for place, _ in self._places]
+        places, starts = self._places, self._starts
+        before = {
+            index: dict(islice(place.items(), start, None))
+            for index, (place, start) in enumerate(zip(places, starts, strict=True))
+            if len(place) > start
+        }
+        filled: list[tuple[Any, Any]] = []
         undo: list[Callable[[], Any]] = []
         try:
-            for (place, _, before), noted in zip(places, self._attributes, strict=True):
-                if noted or before:
-                    _restore(place, before, noted, undo)
-                    undo.extend(
-                        [partial(_refill, held, held.copy()) for held in before.values() if type(held) in _FILLED]
-                    )
-            for index, (place, _, before) in enumerate(registered):
-                if before:
-                    _restore(place, before, self._buffers.get(index, _NOTHING), undo)
+            for index in before.keys() | self._noted.keys():
+                _restore(places[index], before.get(index, _NOTHING), self._noted.get(index, _NOTHING), undo)
+            filled += [(held, held.copy()) for was in before.values() for held in was.values() if type(held) in _FILLED]
             for name, buffer in self._scripted:
                 buffer.restore({name: buffer.tensor}, name, undo)
             for hooks, had in self._hooks:
                 _restore_hooks(hooks, had, undo)
             yield
         finally:
-            for place, start, before in (*places, *registered):
-                _put_back(place, start, before)
+            for index, (place, start) in enumerate(zip(places, starts, strict=True)):
+                if len(place) > start or index in before:
+                    _put_back(place, start, before.get(index, _NOTHING))
+            for held, content in filled:
+                if len(held) != len(content):  # of most it does not change
+                    _fill(held, content)
             for function in undo:
                 function()
 
@@ -270,17 +267,6 @@ def _fill(held: Any, content: Any) -> None:
         held.extend(content)
 
 
-def _refill(held: Any, content: Any) -> None:
-    """The same if it holds another number of things now; most do not."""
-    if len(held) != len(content):
-        _fill(held, content)
-
-
-def _from(place: dict[str, Any], start: int) -> dict[str, Any]:
-    """Return the items of a dict from number `start` on."""
-    return dict(islice(place.items(), start, None)) if len(place) > start else _NOTHING
-
-
 def _restore(
     place: dict[str, Any], before: dict[str, Any], noted: dict[str, Any], undo: list[Callable[[], Any]]
 ) -> None:
@@ -297,9 +283,7 @@ def _restore(
 
 
 def _put_back(place: dict[str, Any], start: int, before: dict[str, Any]) -> None:
-    """Let a dict hold the items that `_from` returned."""
-    if len(place) == start and not before:
-        return
+    """Let a dict hold, from number `start` on, the items that it held before."""
     if len(place) == start + len(before) and all(map(is_, islice(place.values(), start, None), before.values())):
         return
     for name in [name for name in islice(place, start, None) if name not in before]:
@@ -327,6 +311,22 @@ def _is_sharded(value: Any) -> bool:
 def _is_small(tensor: Tensor) -> bool:
     is_strided = tensor.layout is torch.strided and not tensor.is_nested
     return is_strided and not tensor.requires_grad and tensor.nbytes < SMALL_BYTES
+
+
+def _attributes(place: dict[str, Any], start: int) -> dict[str, Any]:
+    """Note the attributes of a module from number `start` on."""
+    noted = {name: value for name, value in islice(place.items(), start, None) if type(value) in _NOTED}
+    if Tensor in map(type, noted.values()):
+        return {
+            name: _attribute(value) if type(value) is Tensor else value
+            for name, value in noted.items()
+            if not _is_sharded(value)
+        }
+    return noted
+
+
+def _buffers(place: dict[str, Any]) -> dict[str, Any]:
+    return {name: _buffer(tensor) for name, tensor in place.items()}
 
 
 def _buffer(tensor: Any) -> _Copied | _Kept | None:
