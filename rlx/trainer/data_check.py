@@ -10,7 +10,13 @@ from pathlib import Path
 from rlx.config.check.rules_machine import DATA_KINDS
 from rlx.config.faults import Fault
 from rlx.config.schema import ARITHMETIC, PLAIN_SOURCE, PPOConfig
-from rlx.config.schema.roles import has_environment, model_scores_alone, only_environment_scores, prompts_at_once
+from rlx.config.schema.roles import (
+    has_environment,
+    model_scores_alone,
+    only_environment_scores,
+    prompts_at_once,
+    validates,
+)
 from rlx.data.files import DataError, FormError, RowFault, RowFaults, open_rows, peek
 from rlx.data.forms import Prompt, form_of, prompts_of, require_prompts, to_prompt
 from rlx.rewards.sources import no_function_for, remedy_for, scored_sources
@@ -56,9 +62,17 @@ def training_rows(config: PPOConfig, most: int | None = None) -> int | None:
     return rows if data.train_max_samples < 0 else min(rows, data.train_max_samples)
 
 
+def first_training_prompt(config: PPOConfig) -> Prompt | None:
+    """Return the prompt of the first training row; None if it is not read from a file. Raises DataError."""
+    files = config.data.train_files
+    if config.data.custom_cls.path is not None or not files or not _is_rows(files[0]):
+        return None
+    return _first_prompt(files[0], config, "train", 1)
+
+
 def _faults(config: PPOConfig, broken: frozenset[str]) -> Iterator[Fault]:
     places: dict[str, list[str]] = {}  # key=file by the data source of the file's first row
-    for split, key in SPLITS.items():
+    for split, key in SPLITS.items() if validates(config) else [("train", SPLITS["train"])]:
         files, most = config.data.train_files, config.data.train_max_samples
         if split == "val":
             files, most = config.data.val_files, config.data.val_max_samples

@@ -52,7 +52,7 @@ class Trainer:
         config: with total_training_steps and the critic's nulls set, and folders or hub names as model paths.
         workers: hosts the roles that `roles_of(config)` names.
         tokenizer: of the actor's model.
-        train, val: prompts.
+        train, val: prompts; `val` is needed for validations alone.
         sampler: chooses the next prompts of `train`.
         rewards: scores responses.
         folder: of the run, for validation and checkpoints.
@@ -66,7 +66,7 @@ class Trainer:
         tokenizer: PreTrainedTokenizerBase,
         train: PromptDataset,
         sampler: PromptSampler,
-        val: PromptDataset,
+        val: PromptDataset | None,
         rewards: RewardManager,
         folder: Path,
         progress: Progress,
@@ -322,6 +322,7 @@ class Trainer:
         val = self.config.actor_rollout_ref.rollout.val_kwargs
         samples = val.n if val.do_sample else 1  # greedy samples of a prompt are equal
         parts: list[tuple[Batch, Scores]] = []
+        assert self.val is not None, "loaded if the configuration asks for a validation"
         with self.progress.phase("validate"):
             for rows in validation.chunks(len(self.val), self.config.data.val_batch_size):
                 batch = self.generate(self.val.batch(rows), samples, "val", rows[0])

@@ -18,6 +18,7 @@ from rlx.config.schema.roles import (
     only_environment_scores,
     prompts_at_once,
     sharded_roles,
+    validates,
 )
 from rlx.data.prompts import PromptDataset, load_prompts
 from rlx.data.sampler import PromptSampler
@@ -53,7 +54,7 @@ class Prepared(NamedTuple):
         lock: holds the folder of a resumed run.
         changed: other values of keys than the run had before.
         tokenizer: of the policy.
-        train, val: the prompts.
+        train, val: the prompts; without a validation there are no `val`.
         sampler: chooses the next prompts of `train`.
         rewards: scores responses.
         passed_over: newer checkpoints that cannot be used, each with the reason.
@@ -65,7 +66,7 @@ class Prepared(NamedTuple):
     changed: list[ChangedKey]
     tokenizer: "PreTrainedTokenizerBase"
     train: PromptDataset
-    val: PromptDataset
+    val: PromptDataset | None
     sampler: PromptSampler
     rewards: RewardManager
     passed_over: list[str]
@@ -74,7 +75,7 @@ class Prepared(NamedTuple):
     def notices(self, config: PPOConfig) -> list[str]:
         """Return notices about checkpoints passed over, dropped or cut prompts, and reward functions that no prompt uses."""
         found = [*self.passed_over]
-        found += [report for report in (self.train.report, self.val.report) if report]
+        found += [each.report for each in (self.train, self.val) if each is not None and each.report]
         sources = _sources(self.train, self.val)
         unused = [] if sources is None else sorted(set(config.custom_reward_function.data_sources) - sources)
         if unused:
@@ -133,7 +134,8 @@ def prepare(config: PPOConfig, yaml: str = "") -> Prepared:
         trial.faults += map(ModelError, _faults_of_models(config))
         tokenizer = trial(policy_tokenizer, config)
         if tokenizer is not None:
-            train, val = (trial(load_prompts, config.data, tokenizer, split) for split in ("train", "val"))
+            train = trial(load_prompts, config.data, tokenizer, "train")
+            val = trial(load_prompts, config.data, tokenizer, "val") if validates(config) else None
             rewards = trial(_rewards, config, tokenizer)
             if has_environment(config):
                 trial(require_usable_template, config, tokenizer)
@@ -143,7 +145,7 @@ def prepare(config: PPOConfig, yaml: str = "") -> Prepared:
             until_it_fails.enter_context(rewards)
             trial(rewards.check_sources, () if only_environment_scores(config) else _sources(train, val) or ())
         trial.end()
-        assert tokenizer and train is not None and val is not None and sampler and rewards, "there was no fault"
+        assert tokenizer and train is not None and sampler and rewards, "there was no fault"
         held = until_it_fails.pop_all()
     return Prepared(checkpoint, lock, changed or [], tokenizer, train, val, sampler, rewards, passed_over, held)
 
@@ -203,4 +205,4 @@ def _faults_of_models(config: PPOConfig) -> Iterator[str]:
 def _sources(*prompts: PromptDataset | None) -> frozenset[str] | None:
     """Return the data sources of the prompts, or None if a user's dataset class makes them."""
     known = [each.data_sources for each in prompts if type(each) is PromptDataset]
-    return frozenset().union(*known) if len(known) == len(prompts) else None
+    return frozenset().union(*known) if len(known) == len(prompts) - prompts.count(None) else None

@@ -4,8 +4,10 @@ A separate process imports each file and then ends. The driver is safe from an i
 crashes or hangs. This module imports little, because it runs before torch and Ray are loaded.
 """
 
+import re
+import reprlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from rlx.config.check.folders import is_python_file
@@ -13,11 +15,16 @@ from rlx.config.check.validate import Verdict
 from rlx.config.faults import Fault
 from rlx.config.machine import Machine, on_accelerator
 from rlx.config.schema import PPOConfig
-from rlx.config.schema.roles import has_environment
+from rlx.config.schema.roles import has_environment, model_scores_alone
+from rlx.data.files import DataError
 from rlx.environments.settings import environment_spec
-from rlx.rewards.function import BATCHED, KEY, SINGLE, Loadable, own_function
-from rlx.rewards.pool import ProcessPool
+from rlx.rewards.function import BATCHED, KEY, SINGLE, Function, Loadable, own_function
+from rlx.rewards.pool import NotSendable, ProcessPool, RewardCall
+from rlx.trainer.data_check import first_training_prompt
 from rlx.user_code import DATASET, POLICY_LOSS, ImportFailed, Interface, UserCodeError, load_callable
+
+TRIAL_LIMIT_S = 5.0
+"""For the call of a reward function. A slower one, such as a judge, is fine in training, but must not delay `rlx check`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,10 +49,14 @@ class UserCode(NamedTuple):
     expected: str  # its signature in words
     memory_limit_gb: float | None = None  # memory that the process may allocate [10^9 bytes]; None: no limit
     in_workers: bool = False  # whether workers import it instead of the driver
+    trial: RewardCall | None = None  # a call to try
 
 
 def check_user_code(config: PPOConfig, broken: frozenset[str], machine: Machine) -> Verdict:
     """Import the user's reward function, environment, policy loss and dataset class, and check that rlx can call them.
+
+    The reward function scores the ground truth of the first training row as if it were a response. Any response may come in
+    training, so an error is a fault, or a warning where errors score 0; so is a long call.
 
     Missing files are reported by a rule of the configuration and skipped here. Code of `broken` keys, which could not be read,
     is not tried. If the run uses accelerators and this machine has none, a failed import of a policy loss is only a warning:
@@ -58,6 +69,14 @@ def check_user_code(config: PPOConfig, broken: frozenset[str], machine: Machine)
         try:
             with ProcessPool(1, own.memory_limit_gb, at_once=1) as pool:
                 pool.check(own.code)
+                failure = None if own.trial is None else _failure(pool, own.trial)
+            if failure is not None:
+                kind, what = failure
+                stops = (config.reward.on_error if kind == "error" else config.reward.on_crash) == "stop"
+                if stops and kind != "timeout":
+                    faults.append(_failed(own, what, kind))
+                else:
+                    warnings.append(f"{own.what}, tried with the first training row, {what}")
         except UserCodeError as error:
             elsewhere = own.in_workers and on_accelerator(config, machine) and not machine.gpus
             if elsewhere and isinstance(error, ImportFailed):
@@ -73,10 +92,12 @@ def _of(config: PPOConfig) -> Iterator[UserCode]:
     """Yield the configured functions and classes whose files exist."""
     reward = own_function(config.reward, config.custom_reward_function)
     if reward is not None and is_python_file(reward.source):
+        reward = replace(reward, limit_s=min(reward.limit_s, TRIAL_LIMIT_S))
         keys = (f"{KEY}.path", f"{KEY}.name", f"{KEY}.reward_kwargs", "reward.reward_manager.name")
         parameters = (*(BATCHED if reward.batched else SINGLE), *reward.options)
         expected = f"{reward.name}({', '.join(parameters)}), called by keyword"
-        yield UserCode("the reward function of your own", keys, reward, expected, config.reward.memory_limit_gb)
+        memory_limit_gb, trial = config.reward.memory_limit_gb, _trial(config, reward)
+        yield UserCode("the reward function of your own", keys, reward, expected, memory_limit_gb, trial=trial)
     own = config.environment
     if has_environment(config) and (own.path is None or is_python_file(own.path)):
         keys = ("environment.path", "environment.name", "environment.kwargs")
@@ -87,6 +108,47 @@ def _of(config: PPOConfig) -> Iterator[UserCode]:
         yield _by_position("the policy loss of your own", loss.path, loss.name, POLICY_LOSS, in_workers=True)
     if dataset.path is not None and dataset.name is not None and is_python_file(dataset.path):
         yield _by_position("the dataset class of your own", dataset.path, dataset.name, DATASET)
+
+
+def _trial(config: PPOConfig, function: Function) -> RewardCall | None:
+    """Return a call with the first training row; None if there is no such row, or training gives the function more than a row."""
+    if has_environment(config) or model_scores_alone(config):
+        return None
+    try:
+        prompt = first_training_prompt(config)
+    except DataError:
+        return None  # `check_data` tells of it
+    sources = config.custom_reward_function.data_sources
+    if prompt is None or (sources and prompt.data_source not in sources):
+        return None
+    values = (prompt.data_source, str(prompt.ground_truth), prompt.ground_truth, prompt.extra_info)
+    if function.batched:
+        return RewardCall(function, dict(zip(BATCHED, ([value] for value in values), strict=True)))
+    return RewardCall(function, dict(zip(SINGLE, values, strict=True)))
+
+
+def _failure(pool: ProcessPool, call: RewardCall) -> tuple[str, str] | None:
+    """Return the kind of a failure (`Kind`) and what happened; None if the call returns a score."""
+    try:
+        (outcome,), _ = pool.run([call])
+    except NotSendable as error:
+        return "error", f"cannot be sent the row ({error})"
+    if outcome.kind == "timeout":
+        return "timeout", f"took longer than {call.function.limit_s:g} s for one response"
+    if outcome.kind:
+        lines = re.findall(r", line (\d+)", outcome.traceback)
+        return outcome.kind, outcome.fault + (f" (line {lines[-1]})" if lines else "")
+    (answer,) = outcome.answers
+    return ("error", answer) if isinstance(answer, str) else None
+
+
+def _failed(own: UserCode, what: str, kind: str) -> Fault:
+    assert own.trial is not None
+    response = own.trial.arguments.get(SINGLE[1], own.trial.arguments.get(BATCHED[1]))
+    key = "reward.on_error" if kind == "error" else "reward.on_crash"
+    remedy = f"correct the function, or let such samples score 0: {key}=zero"
+    got = f"with the first training row and its ground truth as the response, {reprlib.repr(response)}, it {what}"
+    return Fault(f"{own.what} fails", got, "a finite number, or a dict whose `score` is one", remedy, own.keys)
 
 
 def _by_position(what: str, path: str, name: str, interface: Interface, in_workers: bool = False) -> UserCode:

@@ -88,6 +88,15 @@ def test_a_single_fault_is_raised_as_it_is(config, rows):
         )
 
 
+def test_validation_rows_of_a_run_that_never_validates_are_not_read(config, rows):
+    own = ("data.max_prompt_length=3", "data.truncation=left", f"data.val_files={rows('my/data')}")
+    with pytest.raises(RewardError, match="no reward function for data source 'my/data'"):
+        prepare(config(*own))
+    prepared = prepare(config(*own, "trainer.val_before_train=False", "trainer.test_freq=-1"))
+    with prepared.held:
+        assert prepared.val is None
+
+
 def test_more_processes_than_heads_share_no_sequence(config):
     shared = ("trainer.n_gpus_per_node=8", "actor_rollout_ref.actor.use_kl_loss=True")
     told = r"^actor_rollout_ref\.model: ulysses_sequence_parallel_size: got 8 with 8 processes and 4 attention heads"

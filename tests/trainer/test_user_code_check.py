@@ -67,6 +67,63 @@ def test_a_reward_function_must_take_what_the_other_keys_say(tried, override, wh
     assert what in fault.got
 
 
+SCORE = "def compute_score(data_source, solution_str, ground_truth, extra_info=None): "
+
+
+@pytest.fixture
+def scored(tried, tmp_path):
+    """scored(text, *overrides): the verdict on a reward function with this body, for a file of one row."""
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "Three words, please.", "answer": "a b c", "level": 2}\n')
+    row = (f"data.train_files={tmp_path}/rows.jsonl", "data.answer_key=answer", "data.train_batch_size=1")
+
+    def of(body, *overrides):
+        return tried(SCORE + body, f"{REWARD}.name=compute_score", *row, *overrides)
+
+    return of
+
+
+def test_a_reward_function_is_tried_with_the_first_row(scored):
+    told = 'assert (solution_str, ground_truth, extra_info["level"]) == ("a b c", "a b c", 2); return 1'
+    assert scored(told) == ((), ())
+
+
+@pytest.mark.parametrize(
+    ("body", "what"),
+    [
+        ("pass", "returned None, expected a finite number"),
+        ("return 'yes'", "returned 'yes', expected a finite number"),
+        ("return float('nan')", "returned nan, expected"),
+        ("return extra_info['difficulty']", "raised KeyError: 'difficulty' (line 1)"),
+    ],
+)
+def test_a_reward_function_that_fails_with_the_first_row_is_refused(scored, body, what):
+    (fault,) = scored(body).faults
+    assert fault.what == "the reward function of your own fails" and what in fault.got and "'a b c'" in fault.got
+    assert fault.remedy == "correct the function, or let such samples score 0: reward.on_error=zero"
+    verdict = scored(body, "reward.on_error=zero")
+    assert verdict.faults == () and what in verdict.warnings[0]
+
+
+def test_a_slow_reward_function_is_no_fault(scored):
+    verdict = scored("import time; time.sleep(60)", "reward.timeout_s=0.5", "reward.on_crash=stop")
+    assert verdict.faults == () and "took longer than 0.5 s for one response" in verdict.warnings[0]
+
+
+def test_a_reward_function_of_other_rows_is_not_tried(scored):
+    assert scored("pass", f"{REWARD}.data_sources=[my/data]") == ((), ())
+    assert scored("pass", "environment.name=python") == ((), ())
+
+
+def test_async_functions_and_functions_of_a_batch_are_tried_too(tried, tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1 + 1", "answer": "2"}\n')
+    row = (f"data.train_files={tmp_path}/rows.jsonl", "data.answer_key=answer")
+    (fault,) = tried(f"async {SCORE} return None", f"{REWARD}.name=compute_score", *row).faults
+    assert "returned None" in fault.got
+    text = "def compute_score(data_sources, solution_strs, ground_truths, extra_infos): return 1.0"
+    (fault,) = tried(text, f"{REWARD}.name=compute_score", "reward.reward_manager.name=batch", *row).faults
+    assert "returned 1.0, expected a list of 1 numbers or dicts" in fault.got
+
+
 @pytest.mark.parametrize(
     ("text", "what"),
     [

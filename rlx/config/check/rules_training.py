@@ -7,7 +7,16 @@ from rlx.config.check.context import CheckContext, Faults
 from rlx.config.forecast.decoders import positions_of
 from rlx.config.machine import processes
 from rlx.config.schema import ARITHMETIC
-from rlx.config.schema.roles import ULYSSES, ModelRole, has_critic, is_tiny, sharded_roles, trained_roles
+from rlx.config.schema.roles import (
+    ULYSSES,
+    ModelRole,
+    has_critic,
+    has_environment,
+    is_tiny,
+    sharded_roles,
+    trained_roles,
+    validates,
+)
 
 PROCESSES = "trainer.n_gpus_per_node"
 MICRO_KEYS = (
@@ -16,6 +25,8 @@ MICRO_KEYS = (
     ("actor_rollout_ref.rollout", "log_prob_micro_batch_size_per_gpu", "log_prob_use_dynamic_bsz"),
     ("actor_rollout_ref.ref", "log_prob_micro_batch_size_per_gpu", "log_prob_use_dynamic_bsz"),
 )
+OTHER_TASKS = f"validation is on generated problems, {ARITHMETIC}, not on rows like those of data.train_files"
+OTHER_TASKS_REMEDY = "set data.val_files=held_out.jsonl, say, or trainer.val_before_train=False trainer.test_freq=-1"
 TYPICAL_WEIGHT = 0.02  # standard deviation of the weights of most models
 HALF_DISTANCE = 2.0**-14  # between two bf16 numbers there
 # Half the distance between two bf16 numbers is at most 2^-8 of them; smaller decays may be rounded away.
@@ -112,13 +123,28 @@ def context_warnings(s: CheckContext) -> Iterator[str]:
 
 def validation_warnings(s: CheckContext) -> Iterator[str]:
     """Warn if a run on the user's rows is validated on generated problems."""
-    data, trainer = s.config.data, s.config.trainer
-    validates = trainer.val_before_train or trainer.test_freq > 0 or trainer.val_only
-    if validates and ARITHMETIC in data.val_files and ARITHMETIC not in data.train_files:
-        yield (
-            f"validation is on generated problems, {ARITHMETIC}, not on rows like those of data.train_files: set "
-            "data.val_files=held_out.jsonl, say, or trainer.val_before_train=False trainer.test_freq=-1"
-        )
+    if _validates_on_other_tasks(s) and not _own_function_scores_it(s):
+        yield f"{OTHER_TASKS}: {OTHER_TASKS_REMEDY}"
+
+
+def own_rewards_fit_the_validation(s: CheckContext) -> Faults:
+    """Refuse to score generated problems with a function for other rows."""
+    if _validates_on_other_tasks(s) and _own_function_scores_it(s):
+        keys = ("data.val_files", "custom_reward_function.path")
+        expected = "rows like those of data.train_files"
+        yield s.fault(f"{OTHER_TASKS}, scored by a function for your rows", expected, OTHER_TASKS_REMEDY, *keys)
+
+
+def _validates_on_other_tasks(s: CheckContext) -> bool:
+    data = s.config.data
+    return validates(s.config) and ARITHMETIC in data.val_files and ARITHMETIC not in data.train_files
+
+
+def _own_function_scores_it(s: CheckContext) -> bool:
+    """Whether the user's function scores all rows, and nobody said that it scores these."""
+    custom = s.config.custom_reward_function
+    scores_all = custom.path is not None and not custom.data_sources and not has_environment(s.config)
+    return scores_all and "data.val_files" not in s.set_keys
 
 
 # Sampling, optimizer, model
@@ -319,5 +345,6 @@ TRAINING_RULES = (
     one_way_to_the_host,
     fsdp1_can_do_it,
     resume_path_is_given,
+    own_rewards_fit_the_validation,
     validation_has_a_model,
 )

@@ -17,6 +17,7 @@ from rlx.config.schema.roles import (
     is_tiny,
     only_environment_scores,
     saves,
+    validates,
 )
 from rlx.config.schema.tree import as_text
 from rlx.offload.runtime.options import UNREAD_OPTIONS, OffloadOptions, UnreadOptions
@@ -86,8 +87,7 @@ def _does_not_estimate_with(name: str) -> Callable[[CheckContext], bool]:
 
 
 def _never_validates(s: CheckContext) -> bool:
-    trainer = s.config.trainer
-    return trainer.test_freq <= 0 and not trainer.val_before_train and not trainer.val_only
+    return not validates(s.config)
 
 
 def _engine_reads_not(unread: UnreadOptions, offload: str, s: CheckContext) -> bool:

@@ -241,6 +241,12 @@ def prompts_at_once(config: PPOConfig) -> int:
     return filtered or config.data.train_batch_size
 
 
+def validates(config: PPOConfig) -> bool:
+    """Whether the run validates at any time."""
+    trainer = config.trainer
+    return trainer.test_freq > 0 or trainer.val_before_train or trainer.val_only
+
+
 def saves(config: PPOConfig) -> bool:
     """Whether training writes checkpoints at regular times."""
     return config.trainer.save_freq > 0 or config.trainer.save_every_minutes is not None

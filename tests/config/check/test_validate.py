@@ -496,6 +496,12 @@ CASES = [
     # resuming
     ("resume_path_is_given", "trainer.resume_mode=resume_path", ["there is no checkpoint"], "resume_mode=auto"),
     ("validation_has_a_model", "trainer.val_only=True", ["trainer.val_only has nothing"], "resume_mode=auto"),
+    (
+        "own_rewards_fit_the_validation",
+        f"data.train_files=/no/mine.jsonl data.answer_key=answer custom_reward_function.path={__file__}",
+        ["validation is on generated problems, builtin:arithmetic", "a data file does not exist"],
+        "data.val_files=held_out.jsonl",
+    ),
     # the machine
     ("nodes_need_a_cluster", "trainer.nnodes=2", ["several machines need"], "RAY_ADDRESS"),
     ("fewer_nodes_are_possible", "trainer.min_nodes=2", ["more nodes are needed"], "lower trainer.min_nodes"),
