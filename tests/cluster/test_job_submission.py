@@ -129,7 +129,6 @@ def submit(environment: dict[str, str], folder: Path, entry: list[str]) -> subpr
 
 @pytest.mark.slow
 @pytest.mark.e2e
-@pytest.mark.timeout(600)
 def test_a_submitted_run_trains_on_both_nodes(cluster, untrained, tmp_path):
     environment, port = cluster
     entry, folder = command(untrained, tmp_path / "runs"), tmp_path / "job"

@@ -100,7 +100,9 @@ def test_the_lock_may_go_while_the_runs_files_are_copied(url, tmp_path, monkeypa
     assert RemoteFolder(url).names("2026-01-02") == ["checkpoints", "metrics.jsonl"]
 
 
-def test_a_run_that_is_ended_waits_for_copies_while_there_is_time_and_tells_of_one_that_failed(url, tmp_path, monkeypatch):
+def test_a_run_that_is_ended_waits_for_copies_while_there_is_time_and_tells_of_one_that_failed(
+    url, tmp_path, monkeypatch
+):
     copying, may_go_on = Event(), Event()
 
     def fails_late(remote, path, name):
