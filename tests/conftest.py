@@ -171,7 +171,7 @@ def started(*arguments: str) -> Iterator[subprocess.Popen]:
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, env=environment)
     yield process
     process.stdin.close()
-    process.wait(30)
+    process.wait(TIMEOUT_S)
 
 
 @pytest.fixture(scope="session")
