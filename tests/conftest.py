@@ -32,7 +32,7 @@ gc.disable()
 settings.register_profile("rlx", deadline=None)
 settings.load_profile("rlx")
 
-TIMEOUT_S = 120
+TIMEOUT_S = 240
 
 
 def pytest_collection_finish() -> None:
