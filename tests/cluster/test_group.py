@@ -113,7 +113,7 @@ def test_first_cause_wins_over_the_collective_that_others_sit_in(worker_class, d
     start_s = time.monotonic()
     with pytest.raises(WorkerFailure) as caught:
         group.broadcast("actor", "reduce", deed)
-    assert time.monotonic() - start_s < 30, "far below the collective's own timeout of half an hour"
+    assert time.monotonic() - start_s < 120, "far below the collective's own timeout of half an hour"
     failure = caught.value
     assert (failure.rank, failure.role, failure.method) == (1, "actor", "reduce")
     last_line = str(failure).splitlines()[-1]
