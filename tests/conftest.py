@@ -32,7 +32,7 @@ gc.disable()
 settings.register_profile("rlx", deadline=None)
 settings.load_profile("rlx")
 
-TIMEOUT_S = 120
+TIMEOUT_S = 240
 
 
 def pytest_collection_finish() -> None:
@@ -131,20 +131,19 @@ class Ranks:
     """
 
     def __init__(self, origins: Sequence[subprocess.Popen], **environment: str):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
         world = len(origins)
-        shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world), **environment}
+        shared = {"MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": str(world), **environment}
         with Listener() as listener:
             for rank, origin in enumerate(origins):
                 own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
                 pickle.dump((listener.address, {**shared, **own}), origin.stdin)
                 origin.stdin.flush()
             connections = [listener.accept() for _ in range(world)]
-        self.connections = [
-            one for _, one in sorted(((one.recv(), one) for one in connections), key=lambda pair: pair[0])
-        ]
+        places = [one.recv() for one in connections]
+        self.connections = [one for _, one in sorted(zip(places, connections, strict=True), key=lambda pair: pair[0])]
+        port = self.connections[0].recv()
+        for connection in self.connections:
+            connection.send(port)
 
     def __call__(self, module: str, function: str, *args: Any) -> list[Any]:
         """Runs `on_ranks_<module>.<function>` on every rank; its results in order of rank."""
@@ -172,7 +171,7 @@ def started(*arguments: str) -> Iterator[subprocess.Popen]:
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, env=environment)
     yield process
     process.stdin.close()
-    process.wait(30)
+    process.wait(TIMEOUT_S)
 
 
 @pytest.fixture(scope="session")
@@ -303,7 +302,7 @@ def tiny_disk(tmp_path: Path) -> Iterator[Path]:
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", folder], capture_output=True).returncode:
         pytest.skip("this user may not mount a file system")
     yield folder
-    subprocess.run(["umount", folder], check=True)
+    subprocess.run(["umount", "-l", folder], check=True)
 
 
 def fork_ranks() -> None:
@@ -331,8 +330,20 @@ def fork_ranks() -> None:
 
 def serve(requests: Connection) -> NoReturn:
     """One rank: answers requests (module, function, arguments) until they end."""
-    requests.send(int(os.environ["RANK"]))
-    torch.distributed.init_process_group("gloo", timeout=datetime.timedelta(seconds=TIMEOUT_S))
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    requests.send(rank)
+    listener = None
+    if rank == 0:  # it chooses the port and keeps it, so that no other process of the machine can take it meanwhile
+        listener = socket.socket()
+        listener.bind((os.environ["MASTER_ADDR"], 0))
+        requests.send(listener.getsockname()[1])
+    port = requests.recv()
+    os.environ["MASTER_PORT"] = str(port)
+    descriptor = None if listener is None else listener.detach()
+    place = os.environ["MASTER_ADDR"], port, world
+    store = torch.distributed.TCPStore(*place, is_master=rank == 0, master_listen_fd=descriptor)
+    limit = datetime.timedelta(seconds=TIMEOUT_S)
+    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=limit)
     while True:
         try:
             module, function, args = pickle.loads(requests.recv_bytes())

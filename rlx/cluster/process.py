@@ -53,7 +53,9 @@ class _Collector(logging.Handler):
 
     def take(self) -> tuple[tuple[int, str, str], ...]:
         """Return the records since the last call."""
-        taken, self.records = tuple(self.records), []
+        assert self.lock is not None
+        with self.lock:  # `emit` is called with it: a thread that writes a checkpoint logs too
+            taken, self.records = tuple(self.records), []
         return taken
 
 

@@ -240,10 +240,11 @@ class Keeper:
         while driver.code is None:
             driver.wait(TICK_S)
             family.reap_orphans(driver.pid)
-            driver.listen()
-            for signum in self._signals[passed_on:]:
+            came = len(self._signals)
+            driver.listen()  # after the look at the signals: what the driver told before one counts for it
+            for signum in self._signals[passed_on:came]:
                 driver.ask_to_end(signum)
-            passed_on = len(self._signals)
+            passed_on = came
             driver.enforce()
             if passed_on or "end" in driver.facts:
                 continue

@@ -1,5 +1,6 @@
 """The training loop: prompts, rollout, rewards, log-probs and values, advantages, updates, weights to the sampler."""
 
+import time
 from collections import Counter
 from functools import partial
 from pathlib import Path
@@ -119,14 +120,20 @@ class Trainer:
             metrics["perf/stall_share"] = metrics["perf/stall_ms"] / 1e3 / seconds
             self.report(metrics)
             self.saver.settle()  # after the row, so that a whole checkpoint never lacks one
-            if stopping is not None and stopping.left_s is not None:
-                self.end_early(stopping.left_s)
+            if stopping is not None and (left_s := stopping.left_s) is not None:
+                self.end_early(left_s)
         self.saver.close()
 
     def end_early(self, left_s: float) -> NoReturn:
-        """Save, if there is time, and raise Terminated."""
+        """Save and copy, if there is time, and raise Terminated.
+
+        Raises:
+            StorageError: a copy to object storage failed, or the save did.
+        """
+        end_s = time.monotonic() + left_s
         if left_s > 0 and (saved := self.saver.save_now(self.state(), left_s)):
             tell(saved=str(saved))
+            self.saver.wait_for_copies(max(0.0, end_s - time.monotonic()))
         raise Terminated
 
     def step(self, step: int) -> Metrics:

@@ -5,7 +5,7 @@
 """
 
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +17,7 @@ from rlx.config.check.folders import is_url, runs_folder
 from rlx.config.schema import PPOConfig
 from rlx.step_folders import step_of, steps_in
 from rlx.trainer.checkpoints import is_finished, order_of, refusal_of, require_step
+from rlx.trainer.run_lock import LOCK_FILE
 
 
 class RemoteRun:
@@ -50,8 +51,7 @@ class RemoteRun:
         Raises:
             StorageError: an earlier copy failed.
         """
-        for each in [each for each in self._sent if each.done()]:
-            each.result()
+        self.wait(0.0)
         self._sent.append(self._thread.submit(self._copy, checkpoint, removed))
 
     @contextmanager
@@ -60,15 +60,18 @@ class RemoteRun:
         with self._chosen:
             yield self._copied
 
-    def wait(self) -> None:
-        """Wait for all copies. Raises StorageError if one failed."""
+    def wait(self, at_most_s: float | None = None) -> None:
+        """Wait for all copies, or at most so long. Raises StorageError if one failed."""
+        wait(self._sent, at_most_s, FIRST_EXCEPTION)
         for each in self._sent:
-            each.result()
+            if each.done():
+                each.result()
 
     def _copy(self, checkpoint: Path | None, removed: list[str]) -> None:
         run = self._folder.name
         for path in self._folder.iterdir():
-            if path.is_file() and not path.name.startswith("."):
+            # The lock is removed when the run ends, perhaps between this look and the copy.
+            if path.is_file() and not path.name.startswith((".", LOCK_FILE)):
                 self._remote.put(path, f"{run}/{path.name}")
         with self._chosen:
             self._copied = checkpoint if checkpoint is not None and is_finished(checkpoint) else None

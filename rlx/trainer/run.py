@@ -16,6 +16,7 @@ from rlx.trainer.checkpoints import SUPERSEDED, newest_whole, require_step, run_
 from rlx.trainer.kept_settings import ChangedKey, changes, keep, longer
 from rlx.trainer.loop import Trainer
 from rlx.trainer.progress import Progress
+from rlx.trainer.remote_runs import RemoteRun
 from rlx.trainer.run_lock import RunLock
 from rlx.trainer.start import Prepared, prepare
 from rlx.trainer.tracking import METRICS_FILE, VAL_ONLY_FILE, Tracker
@@ -48,6 +49,9 @@ def run(config: PPOConfig, yaml: str, workers: WorkerGroup) -> Path:
         _tell_beginning(config, yaml, prepared, folder, progress)
         trainer = _train(config, yaml, prepared, folder, progress, workers)
         picture = _picture(folder, progress)
+        if (remote := RemoteRun.of(config, folder)) is not None:  # the picture was not there at the last copy
+            remote.send(None, [])
+            remote.wait()
         progress.summary(trainer.first_validation, trainer.last_validation, folder, picture, link.restarts())
     return folder
 

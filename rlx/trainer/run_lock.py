@@ -6,8 +6,9 @@ it is stale once the file has not been touched for STALE_S. Both times are the f
 younger lock is watched until it is touched, or stale. An older one is watched for WATCHED_S, because the server's clock may have
 been set meanwhile.
 
-Note [one at a time]: several runs may find the same stale lock. Between the look at a lock and its replacement a run therefore holds
-`flock` on the folder. On a file system without `flock` the rename to a name of its own remains as a check.
+Note [one at a time]: several runs may find the same stale lock, and its holder may wake up and end. Between the look at a lock and
+its replacement or removal a run therefore holds `flock` on the folder. On a file system without `flock` the rename to a name of its
+own remains as a check.
 
 Note [a run that slept]: a run that was stopped for longer than STALE_S may find that another host has taken its folder. It then
 stops at its next row, see `RunLock.check`.
@@ -28,7 +29,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from rlx.errors import ExplainedError, storing
+from rlx.errors import ExplainedError, StorageError, storing
 from rlx.identity import machine_identity, start_of
 
 LOCK_FILE = "run.lock"
@@ -72,7 +73,7 @@ class RunLock:
     def __exit__(self, *_: object) -> None:
         self._ended.set()
         self._beats.join()
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, StorageError), self._alone():
             if _read(self._file)[0] == self._own:
                 self._file.unlink()
 

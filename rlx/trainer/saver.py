@@ -176,6 +176,11 @@ class Saver:
             self.begin(state, in_background=True)
         return checkpoint if self._settled(deadline_s) else None
 
+    def wait_for_copies(self, at_most_s: float) -> None:
+        """Wait for copies to object storage, if there are any, but at most so long. Raises StorageError if one failed."""
+        if self._remote is not None:
+            self._remote.wait(at_most_s)
+
     def _settled(self, deadline_s: float) -> bool:
         self.settle()
         while self._begun is not None and self._clock() < deadline_s:

@@ -63,6 +63,7 @@ def test_the_clock_measures_from_the_first_notice_to_the_next_row(tmp_path: Path
             file.write(json.dumps({"step": 1, "time": time.time() + after_s}) + "\n")
         clock.look()
 
+    began_s = time.time()
     say("starting\nrlx rest")
     row(-1.0)
     assert clock.lost_s == []
@@ -73,7 +74,8 @@ def test_the_clock_measures_from_the_first_notice_to_the_next_row(tmp_path: Path
     row(9.0)
     say("rlx restart 1 was because a worker died\n")
     row(12.0)
-    assert [round(each) for each in clock.lost_s] == [5]
+    (lost_s,) = clock.lost_s
+    assert 5 <= lost_s <= 5 + time.time() - began_s
 
 
 def test_a_process_that_a_run_left_is_found_by_its_mark_and_ended():

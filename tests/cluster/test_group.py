@@ -113,7 +113,7 @@ def test_first_cause_wins_over_the_collective_that_others_sit_in(worker_class, d
     start_s = time.monotonic()
     with pytest.raises(WorkerFailure) as caught:
         group.broadcast("actor", "reduce", deed)
-    assert time.monotonic() - start_s < 30, "far below the collective's own timeout of half an hour"
+    assert time.monotonic() - start_s < 120, "far below the collective's own timeout of half an hour"
     failure = caught.value
     assert (failure.rank, failure.role, failure.method) == (1, "actor", "reduce")
     last_line = str(failure).splitlines()[-1]
@@ -136,8 +136,8 @@ def test_a_constructor_that_raises_ends_the_group(worker_class):
 
 
 def test_a_slow_call_is_no_hang(worker_class):
-    with WorkerGroup(Placement.reserve(1, 1, "cpu"), worker_class, hang_timeout_s=1.0).build("x") as group:
-        assert group.broadcast("any", "work_slowly", 4.0) == [4.0]
+    with WorkerGroup(Placement.reserve(1, 1, "cpu"), worker_class, hang_timeout_s=3.0).build("x") as group:
+        assert group.broadcast("any", "work_slowly", 7.0) == [7.0]
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,8 @@ def test_a_slow_call_is_no_hang(worker_class):
     ],
 )
 def test_a_stuck_collective_names_the_rank_that_the_others_wait_for(worker_class, deed, cause):
-    group = WorkerGroup(Placement.reserve(1, 2, "cpu"), worker_class, hang_timeout_s=4.0).build("x", True)
+    group = WorkerGroup(Placement.reserve(1, 2, "cpu"), worker_class).build("x", True)
+    group._hang_timeout_s = 4.0  # now that torch is there, whose import is one long call on a busy machine
     with pytest.raises(WorkerFailure) as raised:
         group.broadcast("any", "reduce", deed)
     lines = str(raised.value).splitlines()

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import random
 import secrets
 import signal
 import socket
@@ -49,9 +50,12 @@ def command(untrained: str, runs: Path) -> list[str]:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return probe.getsockname()[1]
+    """A port below those that the system gives to whoever asks for any, so that nobody else takes it before Ray does."""
+    while True:
+        port = random.randrange(20_000, 30_000)
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("", port))
+            return port
 
 
 @pytest.fixture

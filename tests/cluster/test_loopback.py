@@ -10,6 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from rlx.supervisor.family import is_dead
+
 ROOT = Path(__file__).parents[2]
 RUN = (
     *("experiment=arithmetic", "data.arithmetic.train_size=64", "data.arithmetic.val_size=2"),
@@ -28,6 +30,13 @@ def open_addresses(processes: list[psutil.Process]) -> set[str]:
                 if connection.status in (psutil.CONN_LISTEN, psutil.CONN_NONE):
                     found.add(f"{connection.laddr.ip} ({' '.join(process.cmdline())[:60]})")
     return found
+
+
+def name_of(process: psutil.Process) -> str:
+    """Return its name, empty if it has just ended."""
+    with contextlib.suppress(psutil.Error):
+        return process.name()
+    return ""
 
 
 @pytest.mark.e2e
@@ -52,12 +61,12 @@ def test_every_socket_of_a_run_is_on_loopback_and_its_folder_private(untrained: 
         assert len(seen) > 3, seen  # Ray alone has as many
         strangers = [each for each in seen if not each.startswith(("127.0.0.1 ", "::ffff:127.0.0.1 ", "::1 "))]
         assert not strangers
-        (raylet,) = [process for process in family if process.name() == "raylet"]
+        (raylet,) = [process for process in family if name_of(process) == "raylet"]
         (sockets,) = {Path(c.laddr).parent for c in raylet.net_connections("unix") if "/sockets/" in c.laddr}
         private = sockets.parents[2]
         assert private.name.startswith("rlx_") and private.stat().st_mode & 0o777 == 0o700
     finally:
         driver.terminate()
         driver.communicate(timeout=60)
-        assert not [process for process in family if process.is_running() and process.status() != "zombie"]
+        assert not [process for process in family if not is_dead(process.pid) and process.is_running()]
     assert not private.exists()

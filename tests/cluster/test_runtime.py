@@ -1,7 +1,6 @@
 import contextlib
 import json
 import os
-import select
 import signal
 import socket
 import subprocess
@@ -21,13 +20,15 @@ from rlx.config.schema import PPOConfig, RayConfig
 from rlx.supervisor.link import DESCRIPTOR
 
 STUCK = """
-    import ctypes, ray, signal
+    import ctypes, ray, signal, sys
+    from pathlib import Path
     from rlx.cluster.runtime import session
     from rlx.config.schema import PPOConfig
 
     @ray.remote
     class Worker:
-        def sleep(self, holding_the_interpreters_lock):
+        def sleep(self, holding_the_interpreters_lock, stuck):
+            stuck.touch()
             library = ctypes.PyDLL(None) if holding_the_interpreters_lock else ctypes.CDLL(None)
             library.sleep(1000)
 
@@ -39,23 +40,35 @@ STUCK = """
     with session(PPOConfig()):
         workers = [Worker.options(num_cpus=0.1).remote() for _ in range(2)]
         ray.get([worker.ready.remote() for worker in workers])
-        calls = [worker.sleep.remote(i == 0) for i, worker in enumerate(workers)]
+        calls = [worker.sleep.remote(i == 0, Path(sys.argv[1], f"stuck{i}")) for i, worker in enumerate(workers)]
         print("started", flush=True)
         ray.get(calls)
 """
 
 
+def words_of(process):
+    """The command line of a process, empty if it has just ended."""
+    with contextlib.suppress(psutil.Error):
+        return " ".join(process.cmdline())
+    return ""
+
+
+def ignores_ctrl_c(pid):
+    (mask,) = [line.split()[1] for line in Path(f"/proc/{pid}/status").read_text().splitlines() if "SigIgn" in line]
+    return bool(int(mask, 16) >> (signal.SIGINT - 1) & 1)
+
+
 def wait_until(condition, seconds=30):
     deadline_s = time.monotonic() + seconds
     while not condition() and time.monotonic() < deadline_s:
-        time.sleep(0.1)
+        time.sleep(0.02)
     return condition()
 
 
 @pytest.mark.parametrize("how", ["SIGINT", pytest.param("SIGTERM", marks=pytest.mark.slow)])
 def test_an_interrupted_run_leaves_no_process(tmp_path, how):
     driver = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(STUCK)],
+        [sys.executable, "-c", textwrap.dedent(STUCK), str(tmp_path)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         cwd=tmp_path,
@@ -65,11 +78,12 @@ def test_an_interrupted_run_leaves_no_process(tmp_path, how):
     try:
         assert driver.stdout.readline() == "started\n", driver.stderr.read()
         family = psutil.Process(driver.pid).children(recursive=True)
-        assert any("ray::" in " ".join(child.cmdline()) for child in family)
-        time.sleep(0.5)
+        assert any("ray::" in words_of(child) for child in family)
+        assert wait_until(lambda: len(list(tmp_path.glob("stuck*"))) == 2)
         if how == "SIGINT":
             os.killpg(driver.pid, signal.SIGINT)  # a terminal sends Ctrl-C to the whole group
-            time.sleep(0.3)
+            # A second one during the cleanup, which takes a second at least.
+            assert wait_until(lambda: ignores_ctrl_c(driver.pid))
             os.killpg(driver.pid, signal.SIGINT)
         else:
             driver.terminate()
@@ -99,7 +113,7 @@ def test_ctrl_c_while_ray_starts_leaves_no_process(tmp_path):
     mine = psutil.Process(driver.pid)
     try:
         assert driver.stdout.readline() == "starting\n"
-        assert wait_until(lambda: any("raylet" in child.name() for child in mine.children()))
+        assert wait_until(lambda: any("/raylet" in words_of(child).split(" ")[0] for child in mine.children()))
         driver.send_signal(signal.SIGINT)
         assert driver.wait(timeout=60) != 0
         assert wait_until(lambda: not session_members(driver.pid)), session_members(driver.pid)
@@ -110,24 +124,35 @@ def test_ctrl_c_while_ray_starts_leaves_no_process(tmp_path):
 
 def test_the_supervisor_knows_the_processes_of_ray_before_ray_is_up(tmp_path):
     told, given = os.pipe()
-    script = "from rlx.cluster.runtime import session; from rlx.config.schema import PPOConfig; " + (
-        "session(PPOConfig()).__enter__(); print('up', flush=True)"
-    )
+    script = """
+        import ray
+        from rlx.cluster.runtime import session
+        from rlx.config.schema import PPOConfig
+        from rlx.supervisor.link import tell
+
+        init = ray.init
+        def init_and_tell(**options):
+            init(**options)
+            tell(is_up=True)
+
+        ray.init = init_and_tell
+        session(PPOConfig()).__enter__()
+    """
     driver = subprocess.Popen(
-        [sys.executable, "-c", script],
+        [sys.executable, "-c", textwrap.dedent(script)],
         env={**os.environ, DESCRIPTOR: str(given)},
         pass_fds=[given],
-        stdout=subprocess.PIPE,
         cwd=tmp_path,
         start_new_session=True,
     )
     os.close(given)
     try:
         with os.fdopen(told) as lines:
-            parts = (json.loads(line).get("daemons") for line in lines)
-            gcs_server = next(part for part in parts if part)["the gcs_server"]
+            facts = (json.loads(line) for line in lines)
+            first = next(each for each in facts if each.get("daemons") or "is_up" in each)
+            assert "is_up" not in first, "Ray is not up yet"
+            gcs_server = first["daemons"]["the gcs_server"]
             assert psutil.Process(gcs_server).name() == "gcs_server"
-        assert not select.select([driver.stdout], [], [], 0)[0], "Ray is not up yet"
     finally:
         os.killpg(driver.pid, signal.SIGKILL)
         driver.wait()
@@ -195,14 +220,17 @@ def test_local_session_ignores_stale_addresses_and_keeps_out_of_the_home_folder(
     assert not (tmp_path / ".ray").exists()
 
 
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+@pytest.fixture
+def refusing_port():
+    """A port that nobody listens at, nor can, for it is taken."""
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        yield held.getsockname()[1]
 
 
-@pytest.mark.parametrize("address", ["ray://127.0.0.1:10001", f"127.0.0.1:{free_port()}"], ids=["client", "nobody"])
-def test_an_address_that_cannot_be_joined_is_told_at_once(address):
+@pytest.mark.parametrize("address", ["ray://127.0.0.1:10001", "127.0.0.1:{port}"], ids=["client", "nobody"])
+def test_an_address_that_cannot_be_joined_is_told_at_once(address, refusing_port):
+    address = address.format(port=refusing_port)
     script = f"""
         from rlx.cluster.errors import ClusterError
         from rlx.cluster.runtime import session

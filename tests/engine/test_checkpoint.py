@@ -155,7 +155,7 @@ def small_disk(tmp_path):
     if subprocess.run(command, capture_output=True).returncode:
         pytest.skip("this user may not mount a small disk")
     yield tmp_path / "disk"
-    subprocess.run(["umount", tmp_path / "disk"], check=True)
+    subprocess.run(["umount", "-l", tmp_path / "disk"], check=True)
 
 
 @pytest.mark.parametrize("in_background", [False, True])

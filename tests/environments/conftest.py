@@ -33,7 +33,7 @@ def tokenizer():
 def answers():
     """Wait for the answers of conversations that all have a request open."""
 
-    def wait(pool, keys, timeout_s=60.0):
+    def wait(pool, keys, timeout_s=120.0):
         missing, found, until = set(keys), {}, time.monotonic() + timeout_s
         while missing and time.monotonic() < until:
             for key, answer in pool.poll(0.1):

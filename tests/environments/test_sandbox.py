@@ -49,11 +49,20 @@ def test_a_program_prints_and_fails():
 @pytest.mark.parametrize(
     ("code", "expected"),
     [
+        ("import os\nif os.fork(): os._exit(0)\nwhile True: pass", ""),
+        ("while True: print('y' * 1000)", "printed more than 1,000 bytes"),
+    ],
+)
+def test_limits_that_end_a_program_before_its_time(code, expected):
+    assert run(code).fault == expected
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
         ("while True: pass", "took longer than 1 s"),
         ("import time; time.sleep(100)", "took longer than 1 s"),
-        ("import os\nif os.fork(): os._exit(0)\nwhile True: pass", ""),
         ("import os\nwhile True: os.fork()", "took longer than 1 s|exit code"),
-        ("while True: print('y' * 1000)", "printed more than 1,000 bytes"),
         ("bytearray(10**9)", "exit code 1|took longer than 1 s"),
         ("open('x', 'wb').write(bytes(10**7))", "exit code 1|took longer than 1 s"),
         ("import resource, os\nwhile True: pass", "took longer than 1 s"),
@@ -61,7 +70,7 @@ def test_a_program_prints_and_fails():
 )
 def test_limits(code, expected):
     fault = run(code, time_s=1.0).fault
-    assert any(fault.startswith(each) if each else fault == "" for each in expected.split("|")), fault
+    assert fault.startswith(tuple(expected.split("|"))), fault
 
 
 @isolated
@@ -69,7 +78,7 @@ def test_a_program_that_leaves_its_group_does_not_outlive_its_time():
     leaving = "import ctypes, os, time\nos.setsid()\nctypes.CDLL(None).prctl(1, 0)\ntime.sleep(1000)"
     assert run(leaving, time_s=1.375).fault.startswith("took longer")
     left = [process for process in psutil.process_iter() if '"time_s": 1.375' in " ".join(command_of(process))]
-    assert not psutil.wait_procs(left, timeout=10)[1]
+    assert not psutil.wait_procs(left, timeout=60)[1]
 
 
 def command_of(process):

@@ -145,7 +145,7 @@ def double(x: int) -> int:
 
 tools = [double]
 '''
-    pool = make_pool("tools", text, tool_format="tags", limit_s=1.0)
+    pool = make_pool("tools", text, tool_format="tags", limit_s=3.0)
     for key in range(2):
         pool.reset(key, {"prompt": [{"role": "user", "content": "?"}]})
     assert answers(pool, [0, 1])[0].tools[0]["function"]["name"] == "double"

@@ -149,7 +149,7 @@ def compute_score(solution_str, **rest):
 
 def test_what_fails_may_score_zero_and_is_counted_and_told(manager, make_batch, write_module, tmp_path, caplog):
     path = write_module(FLAKY)
-    rewards = manager(path, timeout_s=0.3, on_error="zero")
+    rewards = manager(path, timeout_s=1.5, on_error="zero")
     scores = rewards.score(make_batch(["ok", "slow", "exit", "raise", "ok"], [0] * 5, "my/data"), tmp_path)
     assert scores.scores.tolist() == [2.0, 0.0, 0.0, 0.0, 2.0]
     assert [math.isnan(length) for length in scores.extra["length"]] == [False, True, True, True, False]
@@ -157,7 +157,7 @@ def test_what_fails_may_score_zero_and_is_counted_and_told(manager, make_batch, 
     assert [usage[f"reward/{name}"] for name in ("errors", "timeouts", "crashes")] == [1.0, 1.0, 1.0]
     assert usage["reward/processes"] >= 3 and set(rewards.usage().values()) == {0.0}
     (warning,) = caplog.messages
-    assert warning.startswith("3 of 5 samples score 0: compute_score in ") and "took longer than 0.3 s" in warning
+    assert warning.startswith("3 of 5 samples score 0: compute_score in ") and "took longer than 1.5 s" in warning
     assert [file.name for file in tmp_path.glob("*.json")] == ["reward_error_1.json"]
     assert rewards.score(make_batch(["ok"], [0]), tmp_path).scores.tolist() == [2.0]
 
@@ -253,7 +253,7 @@ def test_the_form_is_scored_on_top_and_does_not_count_as_right(manager, make_bat
 
 
 def test_an_expression_that_backtracks_for_ever_is_ended(manager, make_batch, tmp_path):
-    rewards = manager(format="(a*)*b", timeout_s=0.3)
+    rewards = manager(format="(a*)*b", timeout_s=1.5)
     scores = rewards.score(make_batch(["a" * 60, "aab"], ["7"] * 2), tmp_path)
     assert rewards.usage()["reward/timeouts"] == 1 and scores.scores.tolist() == pytest.approx([0.0, 0.1])
 

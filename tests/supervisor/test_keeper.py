@@ -165,7 +165,6 @@ def test_a_driver_that_is_ready_for_sigterm_may_save(keep):
     """
     process = keep(script)
     process.stdout.readline()
-    time.sleep(0.5)  # the supervisor looks at the pipe a few times a second
     process.terminate()
     assert end(process)[::2] == (143, ["rlx ended by SIGTERM in step 5; global_step_5 was saved"])
 
@@ -180,9 +179,38 @@ def test_a_driver_that_does_not_end_in_time_is_killed(keep):
     """
     process = keep(script)
     process.stdout.readline()
-    time.sleep(0.5)
     process.terminate()
     assert end(process)[0] == 143
+
+
+def test_what_a_driver_told_before_a_signal_counts_for_it(keep):
+    """The signal comes when the supervisor has just looked at the pipe; the driver told before that it is ready."""
+    tell_and_signal = """
+from rlx.supervisor.keeper import Driver
+listen = Driver.listen
+def late(driver):
+    listen(driver)
+    if not driver.facts.get("step"):
+        open("go on", "w").close()
+        while not os.path.exists("told"):
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGTERM)
+Driver.listen = late
+"""
+    script = """
+        import signal
+        def save(number, frame):
+            tell(saved="global_step_5")
+            sys.exit(143)
+        signal.signal(signal.SIGTERM, save)
+        while not os.path.exists("go on"):
+            time.sleep(0.01)
+        tell(max_restarts=3, step=5, grace_s=60)
+        open("told", "w").close()
+        time.sleep(1000)
+    """
+    process = keep(script, SIGNAL_AT + "import time\n" + tell_and_signal)
+    assert end(process)[::2] == (143, ["rlx ended by SIGTERM in step 5; global_step_5 was saved"])
 
 
 @pytest.mark.parametrize("code", [0, 1, 2])
@@ -280,7 +308,6 @@ def test_a_run_without_a_checkpoint_says_what_is_lost_and_how_to_save(keep):
     script = "tell(folder='/runs/a', step=34, overrides=['trainer.seed=1']); print(1, flush=True); time.sleep(1000)"
     process = keep(script)
     process.stdout.readline()
-    time.sleep(0.5)  # the supervisor looks at the pipe a few times a second
     process.send_signal(signal.SIGINT)
     assert end(process)[2] == [
         "rlx interrupted in step 34; the run's folder is /runs/a",

@@ -16,6 +16,7 @@ from rlx.config.schema import PPOConfig
 from rlx.errors import StorageError
 from rlx.trainer import checkpoints as ck
 from rlx.trainer.remote_runs import fetch
+from rlx.trainer.run_lock import LOCK_FILE
 
 
 @pytest.fixture
@@ -77,6 +78,49 @@ def test_a_checkpoint_stays_while_it_is_copied_and_those_that_wait_do_not(url, t
     may_go_on.set()
     saver.close()
     assert os.listdir(checkpoints) == RemoteFolder(url).names("2026-01-02/checkpoints") == ["global_step_5"]
+
+
+def test_the_lock_may_go_while_the_runs_files_are_copied(url, tmp_path, monkeypatch):
+    """A run that ends removes it, perhaps before the last copy."""
+    run = tmp_path / LOCAL / "2026-01-02"
+    (run / "checkpoints").mkdir(parents=True)
+    for name in ("metrics.jsonl", LOCK_FILE, f"{LOCK_FILE}.aside"):
+        (run / name).touch()
+    put = RemoteFolder.put
+
+    def put_late(remote, path, name):
+        if path.name.startswith(LOCK_FILE):
+            path.unlink()
+        put(remote, path, name)
+
+    monkeypatch.setattr(RemoteFolder, "put", put_late)
+    saver = saver_of(run / "checkpoints", Disk(), default_local_dir=url)
+    saver.begin(STATE)
+    saver.close()
+    assert RemoteFolder(url).names("2026-01-02") == ["checkpoints", "metrics.jsonl"]
+
+
+def test_a_run_that_is_ended_waits_for_copies_while_there_is_time_and_tells_of_one_that_failed(
+    url, tmp_path, monkeypatch
+):
+    copying, may_go_on = Event(), Event()
+
+    def fails_late(remote, path, name):
+        copying.set()
+        assert may_go_on.wait(60)
+        raise StorageError("no route to the bucket")
+
+    monkeypatch.setattr(RemoteFolder, "put", fails_late)
+    checkpoints = tmp_path / LOCAL / "2026-01-02/checkpoints"
+    checkpoints.mkdir(parents=True)
+    saver = saver_of(checkpoints, Disk(), default_local_dir=url)
+    assert saver.save_now(STATE, within_s=60) == checkpoints / "global_step_3"
+    assert copying.wait(60)
+    saver.wait_for_copies(0.0)
+    may_go_on.set()
+    with pytest.raises(StorageError, match="no route to the bucket"):
+        saver.wait_for_copies(60)
+    assert ck.is_finished(checkpoints / "global_step_3"), "the local one is whole"
 
 
 def test_a_url_that_cannot_be_used_stops_the_run_before_it_starts(tmp_path):

@@ -211,6 +211,7 @@ def test_a_run_on_a_url_resumes_from_there_on_an_empty_machine_and_is_exported_f
     folder, unbroken = train(*options)
     assert folder.is_relative_to(tmp_path / "machine/outputs")
     there = tmp_path / "bucket/runs" / folder.name
+    assert {"config.yaml", "metrics.jsonl", "report.png"} <= set(os.listdir(there))
     shutil.rmtree(tmp_path / "machine/outputs")
     shutil.rmtree(there / "checkpoints/global_step_3")
     again, resumed = train(*options, "trainer.resume_mode=auto")
@@ -327,14 +328,21 @@ def test_a_reward_that_is_no_number_names_the_sample_and_keeps_a_copy(train, cus
     assert list((tmp_path / "runs").glob("*/failed_rewards/*.json"))
 
 
+def words_of(process):
+    """The command line of a process, empty if it has ended."""
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""
+
+
 def test_a_worker_that_dies_is_the_last_line_and_nothing_is_left(short_run, ray_session, custom, capfd):
     assert main([*short_run, *custom("kills_a_worker"), "trainer.total_training_steps=2"]) == 1
     errors = capfd.readouterr().err
     assert re.fullmatch(r"rank 0 .*actor.log_probs: .*died.*", errors.strip().splitlines()[-1])
     assert "Traceback" not in errors
-    # A zombie, which has ended, has no command line.
-    left = [p.as_dict(["cmdline"])["cmdline"] or [] for p in psutil.Process().children(recursive=True)]
-    assert not [line for line in left if "ray::WorkerProcess" in " ".join(line)]
+    left = [words_of(process) for process in psutil.Process().children(recursive=True)]
+    assert not [words for words in left if "ray::WorkerProcess" in words]
 
 
 @pytest.mark.slow

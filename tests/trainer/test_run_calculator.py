@@ -8,7 +8,7 @@ import pytest
 
 from rlx.trainer.tracking import read_metrics
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 
 def test_held_out_accuracy_rises_because_calls_pay(tmp_path):

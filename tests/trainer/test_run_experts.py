@@ -1,6 +1,7 @@
 """A whole run of a mixture of experts: the sampler's experts travel to the updates of two processes."""
 
 import pytest
+import torch
 from transformers import AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
@@ -22,7 +23,10 @@ def mixture(untrained, tmp_path):
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
-    for part in (Qwen3MoeForCausalLM(config), tokenizer):
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)  # else the weights would follow from the tests before
+        model = Qwen3MoeForCausalLM(config)
+    for part in (model, tokenizer):
         part.save_pretrained(tmp_path / "mixture")
     return str(tmp_path / "mixture")
 

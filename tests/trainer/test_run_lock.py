@@ -6,12 +6,15 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from rlx.errors import StorageError
-from rlx.trainer.run_lock import LOCK_FILE, RunLock, RunLocked
+from rlx.trainer import run_lock
+from rlx.trainer.run_lock import LOCK_FILE, WATCHED_S, RunLock, RunLocked
 
 HOLD = """
 import sys, time
@@ -39,6 +42,25 @@ def change(folder: Path, **values: object) -> None:
     file.write_text(json.dumps({**json.loads(file.read_text()), **values}))
 
 
+@contextmanager
+def touched(file: Path, first_s: float) -> Iterator[None]:
+    """Another host touches the file again and again, by a clock that shows `first_s` at the beginning."""
+    ended, began_s = threading.Event(), time.time()
+
+    def touch() -> None:
+        while not ended.wait(0.1):
+            os.utime(file, (now_s := first_s + time.time() - began_s, now_s))
+
+    os.utime(file, (first_s, first_s))
+    thread = threading.Thread(target=touch)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
 def test_a_second_run_is_refused_with_process_host_and_time(tmp_path: Path, holder: subprocess.Popen):
     expected = (
         rf"belongs to the run of process {holder.pid} on {re.escape(socket.gethostname())} since 2\d{{3}}-.*still"
@@ -55,12 +77,12 @@ def test_the_lock_of_a_killed_run_is_taken_over_at_once(tmp_path: Path, holder: 
     begin = time.monotonic()
     with RunLock(tmp_path) as lock:
         lock.check()
-    assert time.monotonic() - begin < 5 and os.listdir(tmp_path) == []
+    assert time.monotonic() - begin < WATCHED_S and os.listdir(tmp_path) == []
 
 
 def test_a_zombie_and_a_reused_process_number_hold_nothing(tmp_path: Path, holder: subprocess.Popen):
-    holder.kill()  # nobody waits for it: a zombie
-    time.sleep(0.5)
+    holder.kill()
+    os.waitid(os.P_PID, holder.pid, os.WEXITED | os.WNOWAIT)  # it has ended and stays a zombie
     with RunLock(tmp_path):
         change(tmp_path, started="1")
         with RunLock(tmp_path) as lock:
@@ -71,20 +93,16 @@ def test_a_zombie_and_a_reused_process_number_hold_nothing(tmp_path: Path, holde
 def test_another_hosts_lock_is_respected_while_it_is_touched(tmp_path: Path):
     with RunLock(tmp_path, beat_s=1000):
         change(tmp_path, machine="another", token="x")
-        threading.Timer(0.5, os.utime, [tmp_path / LOCK_FILE]).start()
-        with pytest.raises(RunLocked, match="still runs"):
-            RunLock(tmp_path, stale_s=20)
+        with touched(tmp_path / LOCK_FILE, time.time()), pytest.raises(RunLocked, match="still runs"):
+            RunLock(tmp_path)
 
 
 def test_a_clock_that_was_set_does_not_make_a_lock_stale(tmp_path: Path):
     """The holder touched it a moment ago, but the server's clock has gone on by an hour since."""
-    with RunLock(tmp_path, beat_s=0.2) as first:
-        change(tmp_path, machine="another")
-        first._own = json.loads((tmp_path / LOCK_FILE).read_text())
-        an_hour_ago = time.time() - 3600
-        os.utime(tmp_path / LOCK_FILE, (an_hour_ago, an_hour_ago))
-        with pytest.raises(RunLocked, match="still runs"):
-            RunLock(tmp_path, watched_s=2.0)
+    with RunLock(tmp_path, beat_s=1000):
+        change(tmp_path, machine="another", token="x")
+        with touched(tmp_path / LOCK_FILE, time.time() - 3600), pytest.raises(RunLocked, match="still runs"):
+            RunLock(tmp_path)
 
 
 @pytest.mark.parametrize("its_clock_s", [-1000.0, 0.0, 1000.0])
@@ -121,15 +139,39 @@ def test_of_many_that_take_over_at_once_one_wins(tmp_path: Path):
     assert os.listdir(tmp_path) == [LOCK_FILE]
 
 
+def test_a_run_that_ends_late_leaves_the_lock_of_the_one_that_has_taken_its_folder(tmp_path: Path, monkeypatch):
+    """It slept for long. It looks at the lock at its end, and at that moment another host takes the folder over."""
+    first = RunLock(tmp_path, beat_s=1000)
+    change(tmp_path, machine="another")
+    first._own = json.loads((tmp_path / LOCK_FILE).read_text())
+    os.utime(tmp_path / LOCK_FILE, (0, 0))
+    taken: list[RunLock] = []
+    taking = threading.Thread(target=lambda: taken.append(RunLock(tmp_path, beat_s=1000, watched_s=0.0)))
+    read = run_lock._read
+
+    def read_and_wait(file: Path):
+        found = read(file)
+        if threading.current_thread() is threading.main_thread() and not taking.ident:
+            taking.start()
+            taking.join(2.0)  # the other one may have to wait for the first
+        return found
+
+    monkeypatch.setattr(run_lock, "_read", read_and_wait)
+    first.__exit__()
+    taking.join()
+    taken[0].check()
+    assert os.listdir(tmp_path) == [LOCK_FILE]
+
+
 def test_a_folder_that_is_deleted_is_said_at_once_and_stops_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     folder = tmp_path / "run"
     folder.mkdir()
     with RunLock(folder, beat_s=0.05) as lock:
         (folder / LOCK_FILE).unlink()
         folder.rmdir()
-        deadline_s = time.monotonic() + 10
-        while not caplog.records and time.monotonic() < deadline_s:
+        said, deadline_s = f"cannot write {folder / LOCK_FILE}: the folder is gone", time.monotonic() + 60
+        while said not in caplog.text and time.monotonic() < deadline_s:
             time.sleep(0.05)
-        assert f"cannot write {folder / LOCK_FILE}: the folder is gone" in caplog.text
+        assert said in caplog.text
         with pytest.raises(StorageError, match="the folder is gone"):
             lock.check()

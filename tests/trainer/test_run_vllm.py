@@ -64,6 +64,6 @@ def test_the_command_starts_vllm_in_a_forked_worker(short_run, tmp_path):
         "trainer.total_training_steps=1",
     ]
     command = [sys.executable, "-m", "rlx.main_ppo", *short_run, *options]
-    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=180)
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=280)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert [*(tmp_path / "runs").rglob("metrics.jsonl")]
