@@ -1,6 +1,7 @@
 """Build the frozen tree from plain dictionaries, collect every fault and guess no value."""
 
 import math
+import re
 from dataclasses import is_dataclass, replace
 from difflib import get_close_matches
 from typing import Any, get_args, get_origin
@@ -13,6 +14,8 @@ from rlx.config.schema.tree import LEAVES, Leaf, as_text, children, describe_exp
 from rlx.config.secrets import override_without_secrets
 
 MISSING = "???"  # in a YAML file: the user must give this value
+GENERIC = ("enable", "mode", "name", "path")
+"""Last words that many groups share: alone they do not show which key is meant."""
 TORCH_DTYPES = {
     "bfloat16": "bf16",
     "float16": "fp16",
@@ -39,12 +42,20 @@ def nearest_keys(key: str) -> list[str]:
     """Return at most three known keys that a mistyped or misplaced key may mean, best first."""
     *parents, name = key.split(".")
     same_name = [known for known in LEAVES if known.rsplit(".", 1)[-1] == name]
+    if name in GENERIC:
+        same_name = [known for known in same_name if _groups_are_alike(parents[-1:], known)]
     if same_name:
         return get_close_matches(key, same_name, n=3, cutoff=0.0)
     section = ".".join(parents)
     siblings = {known.rsplit(".", 1)[-1]: known for known in LEAVES if known.rsplit(".", 1)[0] == section}
     near = [siblings[match] for match in get_close_matches(name, siblings, n=2, cutoff=0.6)]
     return near or [known for known in get_close_matches(key, LEAVES, cutoff=0.75) if _tails_are_alike(key, known)][:1]
+
+
+def _groups_are_alike(group: list[str], known: str) -> bool:
+    """Whether a known key lies below a group with a word like one of the given group's name."""
+    words = re.split(r"[._]", known)[:-1]
+    return any(get_close_matches(word, words, cutoff=0.75) for name in group for word in name.split("_"))
 
 
 def _tails_are_alike(key: str, known: str) -> bool:

@@ -185,6 +185,8 @@ def _parse(text: str, faults: list[Fault]) -> Override | None:
         remedy = f"quote a value that holds special characters: \"{key}='...'\"" if equals else "write key=value"
         if text.startswith("-"):
             remedy = "options are --check, --tree, --on and --help; everything else is written key=value"
+            if re.match(r"--config-(path|name|dir)\b|-c[pnd]\b", text):
+                remedy = "remove it: rlx reads no YAML file of yours; write its values behind the command, as key=value"
         shown = override_without_secrets(text)
         reason = f": {str(error).splitlines()[0]}" if shown == text else ""  # the reason quotes the value
         faults.append(Fault(f"an override cannot be read{reason}", repr(shown), "key=value or group=file", remedy))

@@ -136,6 +136,8 @@ def test_a_value_out_of_range_is_a_fault(key: str, given: object, expected: str)
         ("zzz.qqq", []),
         ("algorithm.foo", []),
         ("reward_model.model_path", ["reward_model.model.path"]),
+        ("actor_rollout_ref.rollout.metrics.enable", []),
+        ("policy_los.path", ["actor_rollout_ref.actor.policy_loss.path"]),
         ("actor_rollout_ref.actor.tiled_mpl", ["actor_rollout_ref.model.tiled_mlp"]),
     ],
 )
