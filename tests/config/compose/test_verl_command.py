@@ -192,16 +192,17 @@ def test_a_size_in_samples_beside_a_size_in_tokens_is_only_warned_of(verdict):
     assert any(f"{ACTOR}.ppo_micro_batch_size_per_gpu=4: {ACTOR}.use_dynamic_bsz is True" in w for w in found.warnings)
 
 
-@pytest.mark.parametrize("end", ['"$@"', "$@", ""])
+@pytest.mark.parametrize("end", ['"$@"', "$@", "", '"$@" 2>&1 | tee log', "2>&1 | tee log", "# all", "> log; cat log"])
 @pytest.mark.parametrize("start", ["a=1 \\\n  ", ""], ids=["two lines", "one line"])
 def test_the_pages_sed_hands_the_scripts_arguments_to_its_command(tmp_path: Path, start: str, end: str):
     (sed,) = re.findall(r"^sed .*$", VERL_PAGE, re.MULTILINE)
     script = tmp_path / "script.sh"
     script.write_text(f"echo before\necho python3 -m verl.trainer.main_ppo {start}b=2 {end}\necho behind\n")
     subprocess.run(["bash", "-c", sed.replace("SCRIPT", str(script))], check=True)
-    done = subprocess.run(["bash", str(script), "--check"], capture_output=True, text=True, check=True)
+    done = subprocess.run(["bash", str(script), "--check"], cwd=tmp_path, capture_output=True, text=True, check=True)
     given = "a=1 b=2" if start else "b=2"
-    assert done.stdout == f"before\npython3 -m rlx.main_ppo {given} --check\nbehind\n"
+    command = f"{given} --check" if "$@" in end else f"--check {given}"
+    assert done.stdout == f"before\npython3 -m rlx.main_ppo {command}\nbehind\n"
 
 
 def test_vllm_has_no_swap_space(verdict):
