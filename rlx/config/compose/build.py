@@ -14,6 +14,7 @@ from rlx.config.schema.tree import LEAVES, Leaf, as_text, children, describe_exp
 from rlx.config.secrets import override_without_secrets
 
 MISSING = "???"  # in a YAML file: the user must give this value
+IN_WORDS = {int: "a whole number", float: "a number, such as 0.5 or 1e-6", bool: "True or False", str: "a text"}
 GENERIC = ("enable", "mode", "name", "path")
 """Last words that many groups share: alone they do not show which key is meant."""
 TORCH_DTYPES = {
@@ -131,7 +132,7 @@ def _leaf(key: str, value: Any, leaf: Leaf, faults: list[Fault]) -> Any:
     try:
         read = value if value in leaf.info.words else _convert(value, leaf.hint, leaf.info)
     except TypeError:
-        got, remedy = f"{value!r} ({type(value).__name__})", f"set {key}={_example(value, leaf)}"
+        got, remedy = f"{value!r} ({type(value).__name__})", f"set {key}{_example(value, leaf)}"
         faults.append(Fault(f"{key} has the wrong type", got, expected, remedy, (key,)))
         return leaf.default
     if not _allowed(read, leaf):
@@ -214,10 +215,12 @@ def _is_bounds(text: str) -> bool:
 
 
 def _example(value: Any, leaf: Leaf) -> str:
-    """Return a value of the right type, near the given one if possible."""
+    """Return `=value` with a value of the right type near the given one, else ` to ` and the type in words."""
     kind, _ = plain_type(leaf.hint)
     if kind is str and isinstance(value, int | float | bool):
-        return f"\"'{value}'\" (quoted for Hydra and for the shell)"
+        return f"=\"'{value}'\" (quoted for Hydra and for the shell)"
     if kind is int and isinstance(value, float) and value.is_integer():
-        return str(int(value))
-    return f"{as_text(leaf.default)} (the default), or another value of that type"
+        return f"={int(value)}"
+    if kind in IN_WORDS:  # no default: beside the other keys it may be the next fault
+        return f" to {IN_WORDS[kind]}"
+    return f"={as_text(leaf.default)}, or another value of that type"

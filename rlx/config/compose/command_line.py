@@ -183,6 +183,8 @@ def _parse(text: str, faults: list[Fault]) -> Override | None:
     except HydraException as error:
         key, equals, _ = text.partition("=")
         remedy = f"quote a value that holds special characters: \"{key}='...'\"" if equals else "write key=value"
+        if any(text.count(opened) > text.count(closed) for opened, closed in ("[]", "{}")):
+            remedy = f"a bracket is not closed: close it, or {remedy}"
         if text.startswith("-"):
             remedy = "options are --check, --tree, --on and --help; everything else is written key=value"
             if re.match(r"--config-(path|name|dir)\b|-c[pnd]\b", text):

@@ -304,6 +304,20 @@ def test_a_choice_that_is_misspelt_is_answered_with_the_nearest(key: str, value:
 @pytest.mark.parametrize(
     ("given", "remedy"),
     [
+        ("data.train_batch_size=eight", "set data.train_batch_size to a whole number"),
+        ("data.train_batch_size=8.0", "set data.train_batch_size=8"),
+        ("data.shuffle=1", "set data.shuffle to True or False"),
+        ("critic.optim.betas=0.9", "set critic.optim.betas=[0.9,0.999], or another value of that type"),
+    ],
+)
+def test_a_wrong_type_is_answered_with_the_right_one(given: str, remedy: str):
+    (fault,) = compose([given]).faults
+    assert fault.remedy == remedy
+
+
+@pytest.mark.parametrize(
+    ("given", "remedy"),
+    [
         ("[console,tenserboard]", "did you mean trainer.logger=[console,tensorboard]?"),
         ("[console,file]", "use trainer.logger=[console,jsonl]: it writes metrics.jsonl into the run's folder"),
         ("[console,paper]", "set trainer.logger=[console,jsonl] (the default), or another value that is allowed"),
