@@ -43,13 +43,14 @@ def test_the_longest_sequences_are_those_of_the_pages():
     assert numbers(line) == numbers(after[1])
     assert "786,433 tokens on two H100 of 80 GB, 524,289 on one H200, 196,609 on one H100" in docs("long_context.md")
     assert (
-        "| 196,609 | 524,289 | measured: 72.5 and 132 GB, 138 and 573 s" in PAGE
-        and "| 786,433 | | measured: 71.1 GB of each, 609 s" in PAGE
+        "| 196,609 | 72.5 GB | 138 s | 111 GB |" in PAGE
+        and "| 524,289 | 132 GB | 573 s | 99 GB, and 49 GB of disk |" in PAGE
+        and "| 786,433 | 71.1 GB of each | 609 s | 221 GB |" in PAGE
         and "| whole step, s | 608.9 | 572.6 | 333.6 | 138 |" in docs("long_context.md")
     )
     assert (
-        "20.1 GB" in docs("lora.md")
-        and "20.1 GB" in PAGE
+        "took 39.2 s, 20.1 GB on the device and 81.9 GB on the host" in docs("lora.md")
+        and "| 32,768 | 20.1 GB | 39 s | 82 GB |" in PAGE
         and "110 GB" in PAGE
         and "524,288 tokens" in docs("benchmarks.md")
     )

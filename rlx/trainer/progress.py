@@ -6,6 +6,7 @@ job) the same rows are plain lines without control characters.
 
 import logging
 import os
+import re
 import shlex
 import sys
 import textwrap
@@ -240,9 +241,9 @@ class Progress:
         self._line(text, "dim")
 
     def generations(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Show some generations; each row maps a name (prompt, response, score, ...) to its value."""
+        """Show some generations; each row maps a name (prompt, response, score, ...) to its value. Of blank lines one is left."""
         for row in rows:
-            self._panel({name: str(value) for name, value in row.items()}, None)
+            self._panel({name: re.sub(r"\n\s*\n", "\n\n", str(value)) for name, value in row.items()}, None)
 
     def summary(
         self,

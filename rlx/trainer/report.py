@@ -144,7 +144,7 @@ def _accuracy(axes: Axes, metrics: Metrics) -> None:
             ha="left" if place == 0 else "right", fontsize=9, fontweight="bold", color=ORANGE,
             path_effects=[withStroke(linewidth=3, foreground="white")],
         )  # fmt: skip
-    axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0))
     axes.margins(y=0.14)
     low, high = axes.get_ylim()
     axes.set_ylim(max(low, 0.0), max(min(high, 1.05), 0.05))
@@ -212,7 +212,7 @@ def _response_length(axes: Axes, metrics: Metrics) -> None:
     if steps and max(cut) > 0:
         others.append(right := _right(axes))
         _curve(right, (steps, cut), RED, "cut off, right")
-        right.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+        right.yaxis.set_major_formatter(PercentFormatter(1.0))
         right.set_ylim(0, min(1.05, 1.3 * max(cut)))
     _legend(axes, *others)
 

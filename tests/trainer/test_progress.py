@@ -234,6 +234,13 @@ def test_generations_cannot_control_the_terminal():
     assert printable("é→", "ascii") == "\\xe9\\u2192"
 
 
+def test_of_blank_lines_in_a_generation_one_is_shown():
+    progress, stream = plain()
+    progress.generations([{"response": "one\n\n \n\n  two\nthree"}])
+    shown = [line.strip("│ ") for line in stream.getvalue().splitlines()[1:-1]]
+    assert shown == ["response  one", "", "two", "three"]
+
+
 def test_the_summary_tells_what_was_reached_and_where_things_lie(tmp_path: Path):
     (tmp_path / "metrics.jsonl").touch()
     progress, stream = plain()

@@ -68,7 +68,9 @@ def gpus_suffice(s: CheckContext) -> Faults:
     if sum(gpus >= per_node for gpus in offered) >= nodes:
         return
     best = max(offered, default=0)
-    remedy = f"set {GPUS}={best}" if best and nodes == 1 else f"lower {GPUS} or {NODES}, or set trainer.device=cpu"
+    remedy = f"set {DEVICE}=cpu"
+    if best:
+        remedy = f"set {GPUS}={best}" if nodes == 1 else f"lower {GPUS} or {NODES}, or {remedy}"
     if s.machine.name is not None:
         kind = s.machine.name.partition("x")[2]  # of 4xh100: h100
         remedy += f", or plan for a machine with {per_node}: --on {per_node}x{kind}"

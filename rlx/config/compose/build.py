@@ -1,6 +1,7 @@
 """Build the frozen tree from plain dictionaries, collect every fault and guess no value."""
 
 import math
+import re
 from dataclasses import is_dataclass, replace
 from difflib import get_close_matches
 from typing import Any, get_args, get_origin
@@ -13,6 +14,9 @@ from rlx.config.schema.tree import LEAVES, Leaf, as_text, children, describe_exp
 from rlx.config.secrets import override_without_secrets
 
 MISSING = "???"  # in a YAML file: the user must give this value
+IN_WORDS = {int: "a whole number", float: "a number, such as 0.5 or 1e-6", bool: "True or False", str: "a text"}
+GENERIC = ("enable", "mode", "name", "path")
+"""Last words that many groups share: alone they do not show which key is meant."""
 TORCH_DTYPES = {
     "bfloat16": "bf16",
     "float16": "fp16",
@@ -39,12 +43,20 @@ def nearest_keys(key: str) -> list[str]:
     """Return at most three known keys that a mistyped or misplaced key may mean, best first."""
     *parents, name = key.split(".")
     same_name = [known for known in LEAVES if known.rsplit(".", 1)[-1] == name]
+    if name in GENERIC:
+        same_name = [known for known in same_name if _groups_are_alike(parents[-1:], known)]
     if same_name:
         return get_close_matches(key, same_name, n=3, cutoff=0.0)
     section = ".".join(parents)
     siblings = {known.rsplit(".", 1)[-1]: known for known in LEAVES if known.rsplit(".", 1)[0] == section}
     near = [siblings[match] for match in get_close_matches(name, siblings, n=2, cutoff=0.6)]
     return near or [known for known in get_close_matches(key, LEAVES, cutoff=0.75) if _tails_are_alike(key, known)][:1]
+
+
+def _groups_are_alike(group: list[str], known: str) -> bool:
+    """Whether a known key lies below a group with a word like one of the given group's name."""
+    words = re.split(r"[._]", known)[:-1]
+    return any(get_close_matches(word, words, cutoff=0.75) for name in group for word in name.split("_"))
 
 
 def _tails_are_alike(key: str, known: str) -> bool:
@@ -120,7 +132,7 @@ def _leaf(key: str, value: Any, leaf: Leaf, faults: list[Fault]) -> Any:
     try:
         read = value if value in leaf.info.words else _convert(value, leaf.hint, leaf.info)
     except TypeError:
-        got, remedy = f"{value!r} ({type(value).__name__})", f"set {key}={_example(value, leaf)}"
+        got, remedy = f"{value!r} ({type(value).__name__})", f"set {key}{_example(value, leaf)}"
         faults.append(Fault(f"{key} has the wrong type", got, expected, remedy, (key,)))
         return leaf.default
     if not _allowed(read, leaf):
@@ -203,10 +215,12 @@ def _is_bounds(text: str) -> bool:
 
 
 def _example(value: Any, leaf: Leaf) -> str:
-    """Return a value of the right type, near the given one if possible."""
+    """Return `=value` with a value of the right type near the given one, else ` to ` and the type in words."""
     kind, _ = plain_type(leaf.hint)
     if kind is str and isinstance(value, int | float | bool):
-        return f"\"'{value}'\" (quoted for Hydra and for the shell)"
+        return f"=\"'{value}'\" (quoted for Hydra and for the shell)"
     if kind is int and isinstance(value, float) and value.is_integer():
-        return str(int(value))
-    return f"{as_text(leaf.default)} (the default), or another value of that type"
+        return f"={int(value)}"
+    if kind in IN_WORDS:  # no default: beside the other keys it may be the next fault
+        return f" to {IN_WORDS[kind]}"
+    return f"={as_text(leaf.default)}, or another value of that type"

@@ -183,8 +183,12 @@ def _parse(text: str, faults: list[Fault]) -> Override | None:
     except HydraException as error:
         key, equals, _ = text.partition("=")
         remedy = f"quote a value that holds special characters: \"{key}='...'\"" if equals else "write key=value"
+        if any(text.count(opened) > text.count(closed) for opened, closed in ("[]", "{}")):
+            remedy = f"a bracket is not closed: close it, or {remedy}"
         if text.startswith("-"):
             remedy = "options are --check, --tree, --on and --help; everything else is written key=value"
+            if re.match(r"--config-(path|name|dir)\b|-c[pnd]\b", text):
+                remedy = "remove it: rlx reads no YAML file of yours; write its values behind the command, as key=value"
         shown = override_without_secrets(text)
         reason = f": {str(error).splitlines()[0]}" if shown == text else ""  # the reason quotes the value
         faults.append(Fault(f"an override cannot be read{reason}", repr(shown), "key=value or group=file", remedy))

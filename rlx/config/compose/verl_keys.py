@@ -38,6 +38,9 @@ _SAMPLER_GROUPS = "remove it: actor_rollout_ref.rollout.tensor_model_parallel_si
 _PER_PROCESS = "it counts the samples of one process"
 _DIVIDED = "={value} divided by the number of processes"
 _ONE_CHECKPOINT = "remove it; trainer.max_actor_ckpt_to_keep=1 keeps the newest checkpoint alone"
+_WEIGHTS_STAY = "remove it: the sampler takes the weights inside the process that trains them"
+_ALWAYS_SAMPLES = "remove it: every step samples; trainer.rollout_data_dir keeps the texts"
+_WHOLE_SAMPLER = "remove it: the sampler's weights are not quantised; actor_rollout_ref.rollout.dtype is their type"
 _OWN_LOSS = "write it as a function of your own, actor_rollout_ref.actor.policy_loss.path"
 _OWN_ENVIRONMENT = "set environment.path to a Python file with a class of your own, docs/environments.md"
 
@@ -51,6 +54,7 @@ REMEDIES: dict[str, str | Renamed] = {
     "return_raw_input_ids": _NO_NEED,
     "return_full_prompt": "remove it: rlx always keeps the text of a prompt",
     "filter_overlong_prompts_workers": _NO_NEED,
+    "dataloader_num_workers": "remove it: rlx starts no loader processes",
     "adv_estimator=grpo_vectorized": Renamed("grpo"),
     "adv_estimator=rloo_vectorized": Renamed("rloo"),
     "adv_estimator=gpg": "use algorithm.adv_estimator=grpo algorithm.norm_adv_by_std_in_grpo=False; for its correction of "
@@ -88,6 +92,8 @@ REMEDIES: dict[str, str | Renamed] = {
     "rollout_rs=geometric": Renamed("seq_mean_k1"),
     "rollout_is=geometric": "use algorithm.rollout_correction.rollout_rs=seq_mean_k1: a geometric mean rejects, it does not "
     "weigh",
+    "algorithm.rollout_is": "use algorithm.rollout_correction.rollout_is=token in place of True, or sequence; remove it in place of False",
+    "algorithm.rollout_is_level": Renamed("algorithm.rollout_correction.rollout_is"),
     "tis_imp_ratio_cap": Renamed(
         "algorithm.rollout_correction.rollout_is_threshold",
         "it is read with algorithm.rollout_correction.rollout_is=token",
@@ -133,15 +139,17 @@ REMEDIES: dict[str, str | Renamed] = {
     "data.datagen": "remove it: a run makes no data; data.custom_cls.path and data.custom_cls.name choose a dataset class of your own",
     "data.sampler": "remove it: data.shuffle and data.seed choose the order of rows",
     "data.tokenizer": "remove it: the tokenizer is that of actor_rollout_ref.model.path",
-    "profiler": _NO_PROFILER,
-    "global_profiler": _NO_PROFILER,
-    "apply_chat_template_kwargs": "remove it: put the setting into the prompt's system message or the chat template",
+    **dict.fromkeys(("profiler", "global_profiler", "trainer.profile_steps", "timeline_json_file"), _NO_PROFILER),
+    "apply_chat_template_kwargs": "remove it: copy the model's folder and write the setting into the first line of its chat template "
+    "(`chat_template.jinja` or `tokenizer_config.json`), such as `{% set enable_thinking = false %}`; Qwen3-8B and "
+    "its like also read /no_think at the end of a prompt",
     **dict.fromkeys(("freeze_vision_tower", "image_key", "image_patch_size", "video_key"), _TEXT_ALONE),
     "distillation": "remove it: rlx learns from rewards, not from a teacher's log-probs",
     "data.trust_remote_code": Renamed("actor_rollout_ref.model.trust_remote_code", "it is for the tokenizer too"),
-    "checkpoint_engine": "remove it: the sampler takes the weights inside the process that trains them",
-    "use_legacy_worker_impl": _NO_NEED,
+    **dict.fromkeys(("checkpoint_engine", "update_weights_bucket_megabytes"), _WEIGHTS_STAY),
+    **dict.fromkeys(("use_legacy_worker_impl", "trainer.use_v1"), _NO_NEED),
     "use_reward_loop": _NO_NEED,
+    "esi_redundant_time": "use trainer.save_on_sigterm_s=60: SIGTERM then lets the step end and saves, if that takes at most 60 s",
     "reward_model.num_workers": "remove it: the reward model runs in every process that trains; for functions use reward.num_workers",
     "reward_model.rollout": "remove it: the reward model scores a response in one forward and generates nothing",
     "reward_model.model.use_remove_padding": _NO_NEED,
@@ -182,7 +190,11 @@ REMEDIES: dict[str, str | Renamed] = {
     "turns are never tokenised again",
     "multi_turn.num_repeat_rollouts": Renamed("actor_rollout_ref.rollout.n"),
     "multi_turn.completion_callback": _OWN_ENVIRONMENT,
-    "rollout.agent.num_workers": Renamed("environment.processes"),
+    **dict.fromkeys(("rollout.skip", "skip_rollout", "skip_dump_dir"), _ALWAYS_SAMPLES),
+    "rollout.trace": "remove it: trainer.rollout_data_dir=FOLDER writes all conversations there",
+    "rollout.prometheus": "remove it: trainer.logger chooses where metrics go",
+    **dict.fromkeys(("rollout.quantization", "rollout.quantization_config_file"), _WHOLE_SAMPLER),
+    "rollout.agent.num_workers": "remove it; with an environment it is environment.processes",
     "rollout.agent": _OWN_ENVIRONMENT,
     "optim.total_training_steps": Renamed("trainer.total_training_steps"),
     "optim.warmup_style": Renamed("optim.lr_scheduler_type"),

@@ -123,16 +123,16 @@ def _of_states(forecast: MemoryForecast, roles: list[ModelRole]) -> Iterator[Cha
     for role in roles:
         if not role.fsdp.reshards(processes(forecast.config)):
             yield Change(f"{role.fsdp_key}.reshard_after_forward", True)
-    for role in roles:
+    for name, applies in (("optimizer_offload", [r for r in roles if r.trained]), ("param_offload", roles[::-1])):
+        for role in applies:
+            if not getattr(role.fsdp, name) and not role.fsdp.offload_policy:
+                yield Change(f"{role.fsdp_key}.{name}", True)
+    for role in roles:  # streams in each micro-batch; the flags above move weights and states between phases alone
         if not role.model.layer_offload and _can_stream(forecast, role):
             engine = Change(f"{role.model_key}.enable_activation_offload", True)
             recomputes = role.trained and role.model.enable_gradient_checkpointing
             needs = engine if recomputes and not role.model.enable_activation_offload else None
             yield Change(f"{role.model_key}.layer_offload", True, needs)
-    for name, applies in (("optimizer_offload", [r for r in roles if r.trained]), ("param_offload", roles[::-1])):
-        for role in applies:
-            if not getattr(role.fsdp, name) and not role.fsdp.offload_policy:
-                yield Change(f"{role.fsdp_key}.{name}", True)
     shape = forecast.known.get("actor")
     for size in (2, 4, 8):
         fits_machine = forecast.config.trainer.n_gpus_per_node % size == 0

@@ -6,6 +6,10 @@ from rlx.offload.plan.text_table import aligned
 
 PARTS = ("others", "weights", "gradients", "optimizer", "gathered", "working", "sampler")
 LONGEST_COLUMN = "longest that fits"
+COLUMNS = (
+    "others: models that wait on the device; gathered: weights that FSDP collects while a layer runs; full beyond: what ends "
+    "longer sequences, the device, the host or the model's positions"
+)
 
 
 def short_text(forecast: MemoryForecast) -> str:
@@ -37,7 +41,7 @@ def long_text(forecast: MemoryForecast) -> str:
         parts.append((phase.name, *(_cell(phase.parts.get(part, 0.0)) for part in PARTS)))
         full = _full_beyond(forecast, phase)
         peaks.append((*_row(forecast, phase), full, _cell(phase.host), _cell(phase.disk), phase.where or "-"))
-    tables = [*aligned(parts), "", *aligned(peaks), _legend(forecast)] if phases else []
+    tables = [*aligned(parts), "", *aligned(peaks), COLUMNS, _legend(forecast)] if phases else []
     host = _host(forecast, phases) if phases else []
     return "\n".join([*_unknown(forecast), *tables, *_states(forecast), *host, *_streams(forecast)])
 

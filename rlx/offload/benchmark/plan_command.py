@@ -142,12 +142,25 @@ def _add_machine(parser: argparse.ArgumentParser) -> None:
     add("--optimizer-on-host", action="store_true", help=on_host)
     states = "size of weights, gradients and states on a GPU, if some are frozen or on the host [10^9 bytes]"
     add("--states-gb", type=_number, help=states)
-    add("--hardware", choices=PROFILES, default="h200", help="default h200")
+    add("--hardware", type=_card, choices=PROFILES, default="h200", help="default h200")
     add("--device-gb", type=_number, help="memory of a GPU instead of the profile's [10^9 bytes]")
     add("--host-gb", type=_number, help="host memory for each GPU's activations instead of the profile's")
     add("--link-gb-per-s", type=_number, help="rate between device and host, each way, instead of the profile's")
     disk = "rate of a disk for bytes that the host has no room for; default none"
     add("--disk-gb-per-s", type=_number, default=0.0, help=disk)
+
+
+def _card(name: str) -> str:
+    """Return the name of a card. Raises ArgumentTypeError for names that only `rlx check --on` takes, such as `8xh100` and `24gb`."""
+    count, card = re.fullmatch(r"(?:(\d+)x)?(.*)", name.lower()).groups()  # type: ignore[union-attr]  # it always matches
+    if size := re.fullmatch(r"(\d+)gb", card):
+        expected = f"one of {', '.join(PROFILES)}, because a plan needs a card's rates"
+        raise argparse.ArgumentTypeError(
+            f"got {name}, expected {expected}; name one like yours and --device-gb {size[1]}"
+        )
+    if count:
+        raise argparse.ArgumentTypeError(f"got {name}, expected a card's name; write --hardware {card} --gpus {count}")
+    return card
 
 
 def _unchecked_scenario(given: argparse.Namespace) -> Scenario:

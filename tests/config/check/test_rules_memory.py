@@ -106,6 +106,12 @@ def test_a_share_too_small_for_a_sequence_is_raised(predict: Predict):
     )
 
 
+def test_what_moves_between_phases_comes_before_what_streams_in_each_micro_batch(predict: Predict):
+    (fault,) = predict(GRPO, f"{MODEL}.lora_rank=16", device_gb=24).faults
+    param_offload = f"{ACTOR}.fsdp_config.param_offload=True"
+    assert changes(fault.remedy) == [BF16, param_offload, f"{ROLLOUT}.gpu_memory_utilization=0.8"]
+
+
 def test_where_nothing_is_enough_that_is_said(predict: Predict):
     (fault,) = predict(GRPO, device_gb=20).faults
     assert "are not enough: use more processes (trainer.n_gpus_per_node)" in fault.remedy

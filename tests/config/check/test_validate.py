@@ -824,6 +824,8 @@ def test_the_fault_about_gpus_names_both_numbers_and_what_would_fit(verdict):
     assert "trainer.n_gpus_per_node=8" in fault.got
     assert "2 GPU(s)" in fault.got
     assert fault.remedy == "set trainer.n_gpus_per_node=2"
+    (fault,) = verdict(["trainer.device=cuda"], machine(gpus=0)).faults
+    assert fault.remedy == "set trainer.device=cpu"
 
 
 def test_installed_packages_are_no_fault(verdict):

@@ -136,6 +136,8 @@ def test_a_value_out_of_range_is_a_fault(key: str, given: object, expected: str)
         ("zzz.qqq", []),
         ("algorithm.foo", []),
         ("reward_model.model_path", ["reward_model.model.path"]),
+        ("actor_rollout_ref.rollout.metrics.enable", []),
+        ("policy_los.path", ["actor_rollout_ref.actor.policy_loss.path"]),
         ("actor_rollout_ref.actor.tiled_mpl", ["actor_rollout_ref.model.tiled_mlp"]),
     ],
 )
@@ -297,6 +299,20 @@ def test_algorithms_of_verl_that_rlx_lacks_get_a_remedy_of_their_own(key: str, v
 def test_a_choice_that_is_misspelt_is_answered_with_the_nearest(key: str, value: str, near: str):
     _, (fault,) = build_one(key, value)
     assert fault.remedy == f"did you mean {key}={near}?"
+
+
+@pytest.mark.parametrize(
+    ("given", "remedy"),
+    [
+        ("data.train_batch_size=eight", "set data.train_batch_size to a whole number"),
+        ("data.train_batch_size=8.0", "set data.train_batch_size=8"),
+        ("data.shuffle=1", "set data.shuffle to True or False"),
+        ("critic.optim.betas=0.9", "set critic.optim.betas=[0.9,0.999], or another value of that type"),
+    ],
+)
+def test_a_wrong_type_is_answered_with_the_right_one(given: str, remedy: str):
+    (fault,) = compose([given]).faults
+    assert fault.remedy == remedy
 
 
 @pytest.mark.parametrize(

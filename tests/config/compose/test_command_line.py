@@ -118,6 +118,8 @@ def test_the_yaml_is_the_whole_tree():
         ("--chekc", "cannot be read", "--check, --tree, --on and --help"),
         ("trainer.project_name=a=b", "cannot be read", "quote"),
         ("data..x=3", "cannot be read", "quote"),
+        ("trainer.logger=[console,jsonl", "cannot be read", "a bracket is not closed"),
+        ("ray_kwargs.ray_init={num_cpus: 2", "cannot be read", "a bracket is not closed"),
         ("", "cannot be read", "key=value"),
         ("trainer.seed=1,2", "sweep", "trainer.seed=[1,2]"),
         ("~trainer.seed", "cannot be deleted", "set trainer.seed"),

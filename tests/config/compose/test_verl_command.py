@@ -161,7 +161,24 @@ def test_what_verl_alone_has_is_answered():
         "trainer.logger=[console,file]": "use trainer.logger=[console,jsonl]",
         "algorithm.adv_estimator=dapo": "use algorithm.adv_estimator=grpo actor_rollout_ref.actor.clip_ratio_high=0.28 ",
         "trainer.use_legacy_worker_impl=auto": "remove it",
-        "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes=512": "remove it: the sampler",
+        f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes=512": "remove it: the sampler",
+        f"{ROLLOUT}.update_weights_bucket_megabytes=512": "remove it: the sampler",
+        f"{ROLLOUT}.skip_rollout=True": "remove it: every step samples",
+        f"{ROLLOUT}.skip.enable=True": "remove it: every step samples",
+        f"{ROLLOUT}.trace.backend=mlflow": "remove it: trainer.rollout_data_dir",
+        f"{ROLLOUT}.prometheus.enable=True": "remove it: trainer.logger",
+        f"{ROLLOUT}.quantization=fp8": "remove it: the sampler's weights are not quantised",
+        f"{ROLLOUT}.agent.num_workers=8": "remove it; with an environment it is environment.processes",
+        "data.dataloader_num_workers=8": "remove it: rlx starts no loader processes",
+        "data.apply_chat_template_kwargs.enable_thinking=False": "remove it: copy the model's folder",
+        "algorithm.rollout_is=True": "use algorithm.rollout_correction.rollout_is=token in place of True",
+        "algorithm.rollout_is_level=sequence": "use algorithm.rollout_correction.rollout_is=sequence",
+        "trainer.profile_steps=[1,2]": "remove it: rlx starts no profiler",
+        "trainer.use_v1=True": "remove it: rlx needs no such key",
+        "trainer.esi_redundant_time=60": "use trainer.save_on_sigterm_s=60",
+        "ray_kwargs.timeline_json_file=t.json": "remove it: rlx starts no profiler",
+        "--config-path=./config": "remove it: rlx reads no YAML file of yours",
+        "--config-name=mine": "remove it: rlx reads no YAML file of yours",
     }
     for override, remedy in answers.items():
         (fault,) = compose([override]).faults
@@ -175,16 +192,17 @@ def test_a_size_in_samples_beside_a_size_in_tokens_is_only_warned_of(verdict):
     assert any(f"{ACTOR}.ppo_micro_batch_size_per_gpu=4: {ACTOR}.use_dynamic_bsz is True" in w for w in found.warnings)
 
 
-@pytest.mark.parametrize("end", ['"$@"', "$@", ""])
+@pytest.mark.parametrize("end", ['"$@"', "$@", "", '"$@" 2>&1 | tee log', "2>&1 | tee log", "# all", "> log; cat log"])
 @pytest.mark.parametrize("start", ["a=1 \\\n  ", ""], ids=["two lines", "one line"])
 def test_the_pages_sed_hands_the_scripts_arguments_to_its_command(tmp_path: Path, start: str, end: str):
     (sed,) = re.findall(r"^sed .*$", VERL_PAGE, re.MULTILINE)
     script = tmp_path / "script.sh"
     script.write_text(f"echo before\necho python3 -m verl.trainer.main_ppo {start}b=2 {end}\necho behind\n")
     subprocess.run(["bash", "-c", sed.replace("SCRIPT", str(script))], check=True)
-    done = subprocess.run(["bash", str(script), "--check"], capture_output=True, text=True, check=True)
+    done = subprocess.run(["bash", str(script), "--check"], cwd=tmp_path, capture_output=True, text=True, check=True)
     given = "a=1 b=2" if start else "b=2"
-    assert done.stdout == f"before\npython3 -m rlx.main_ppo {given} --check\nbehind\n"
+    command = f"{given} --check" if "$@" in end else f"--check {given}"
+    assert done.stdout == f"before\npython3 -m rlx.main_ppo {command}\nbehind\n"
 
 
 def test_vllm_has_no_swap_space(verdict):

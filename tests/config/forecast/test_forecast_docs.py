@@ -91,6 +91,7 @@ def test_every_column_of_a_check_is_explained(tmp_path: Path):
     explained = {name for row in re.findall(r"^\| (`.*?) \|", PAGE, re.M) for name in re.findall("`([^`]+)`", row)}
     columns = [column for head in heads for column in re.split("  +", head)[1:]]
     assert len(heads) == 2 and {*PARTS, *columns} <= explained
+    assert all(f"{column}: " in long_text(forecast) for column in ("others", "gathered", "full beyond"))
 
 
 def test_the_example_of_out_of_memory_is_what_its_command_prints(

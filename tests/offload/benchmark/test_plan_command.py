@@ -138,6 +138,8 @@ def test_a_folder_of_transformers(plan, tmp_path):
         (("--model", "tiny", "--tokens", "1", "--host-gb", "-1"), ("got '-1'", "at least 0")),
         (("--model", "tiny", "--tokens", "1", "--host-gb", "nan"), ("got 'nan'",)),
         (("--model", "tiny", "--tokens", "1", "--hardware", "h900"), ("invalid choice",)),
+        (("--model", "tiny", "--tokens", "1", "--hardware", "1x24gb"), ("one of a100-40, ", "--device-gb 24")),
+        (("--model", "tiny", "--tokens", "1", "--hardware", "8xH100"), ("--hardware h100 --gpus 8",)),
         (("--model", "tiny", "--tokens", "1", "--out", "/nowhere/plan.json"), ("cannot be written",)),
     ],
 )
