@@ -128,6 +128,13 @@ def test_a_folder_in_use_is_not_overwritten(checkpoint, tmp_path, capsys):
     assert "not empty" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("arguments", [[], ["--adapters"]])
+def test_a_folder_that_cannot_be_written_is_named_with_what_to_do_after(arguments, checkpoint, capsys):
+    assert main([str(checkpoint[0]), "/proc/rlx", *arguments]) == 2
+    assert "cannot write /proc/rlx: " in (said := capsys.readouterr().err)
+    assert said.endswith("; correct that, then export again\n")
+
+
 def test_what_is_no_checkpoint_is_named(tmp_path, capsys):
     assert main([str(tmp_path / "nowhere"), str(tmp_path / "out")]) == 2
     assert f"{tmp_path / 'nowhere'}: does not exist" in capsys.readouterr().err
