@@ -200,6 +200,18 @@ def test_no_file_can_be_damaged_unnoticed_and_no_pickle_is_read(checkpoint, tmp_
     assert main([str(folder), str(tmp_path / "out")]) == 0, "it is whole again"
 
 
+def test_of_a_damaged_checkpoint_another_of_the_run_is_named(checkpoint, tmp_path, capsys):
+    for step in (2, 10):
+        shutil.copytree(checkpoint[0] / "actor", tmp_path / f"global_step_{step}" / "actor")
+    [weights] = (tmp_path / "global_step_10/actor/model").iterdir()
+    weights.write_bytes(flip(weights.read_bytes(), 5000))
+    assert main([str(tmp_path / "global_step_10"), str(tmp_path / "out")]) == 2
+    assert f"; take another one, such as {tmp_path}/global_step_2\n" in capsys.readouterr().err
+    shutil.rmtree(tmp_path / "global_step_2")
+    assert main([str(tmp_path / "global_step_10"), str(tmp_path / "out")]) == 2
+    assert "; take a copy of it, or another checkpoint\n" in capsys.readouterr().err
+
+
 def test_a_step_that_does_not_exist_is_named_with_those_that_do(tmp_path, capsys):
     for step in (100, 20):
         (tmp_path / f"global_step_{step}").mkdir()
