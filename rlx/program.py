@@ -11,6 +11,7 @@ MODULES = {
     "report": "rlx.trainer.report",
     "gsm8k": "rlx.data.gsm8k",
     "view": "rlx.view",
+    "plan": "rlx.offload.plan",
 }
 
 
