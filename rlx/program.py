@@ -11,7 +11,6 @@ MODULES = {
     "report": "rlx.trainer.report",
     "gsm8k": "rlx.data.gsm8k",
     "view": "rlx.view",
-    "plan": "rlx.offload.plan",
 }
 
 

@@ -9,7 +9,6 @@ from rlx.config.faults import Fault
 from rlx.config.schema import ModelConfig, PPOConfig, TinyModelConfig
 from rlx.config.schema.roles import TINY, sharded_roles
 from rlx.offload.plan.decoder import Decoder, read_decoder
-from rlx.program import program
 
 ANSWER_S = 5.0  # for the hub to answer
 TINY_VOCABULARY = 262  # bytes, ByT5's three special tokens, one token per chat role
@@ -118,8 +117,8 @@ def _fault_of_hub(key: str, path: str, reason: str, patience_s: float) -> Fault:
         expected="a folder with config.json, or a name of the hub",
         remedy=(
             "check the name, the network and, for a private model, `hf auth login`; or download it elsewhere "
-            f"(`hf download {path} --local-dir DIR`) and set {key}=DIR. {program('check')} needs its config.json alone, and "
-            f"{program('plan')} --model qwen2-7b, say, nothing at all. HF_HUB_ETAG_TIMEOUT=60 waits longer"
+            f"(`hf download {path} --local-dir DIR`) and set {key}=DIR. A check needs its config.json "
+            "alone, and `rlx plan --model qwen2-7b`, say, not even that. HF_HUB_ETAG_TIMEOUT=60 waits longer"
         ),
         keys=(key,),
     )
