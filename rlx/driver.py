@@ -35,6 +35,7 @@ from rlx.supervisor.stopping import Terminated
 from rlx.trainer.data_check import check_data, training_rows
 from rlx.trainer.finished import finished
 from rlx.trainer.launch import launch
+from rlx.trainer.model_check import check_models
 from rlx.trainer.user_code_check import check_user_code
 
 DONE, FAILED, FAULTY, INTERRUPTED, PIPE_CLOSED, TERMINATED = 0, 1, 2, 130, 141, 143
@@ -114,9 +115,10 @@ def _check_and_run(overrides: Sequence[str], options: DriverOptions) -> int:
         composed = with_nodes(composed, machine)
         checked = check(composed, machine, not options.check or _is_meant_for(composed, machine))
         data = check_data(composed.partial, composed.broken)
+        models = check_models(composed.partial, composed.broken, machine)
         tried = check_user_code(composed.partial, composed.broken, machine)
         # Another machine may have the model of a check.
-        found = (*checked.faults, *data, *tried.faults, *(() if options.check else of_hub))
+        found = (*checked.faults, *models, *data, *tried.faults, *(() if options.check else of_hub))
         faults = tuple(with_reason(fault, unchosen) for fault in found)
         if options.tree and not composed.faults:
             print(composed.yaml)

@@ -53,7 +53,7 @@ class StorageError(ExplainedError, RuntimeError):
 
 
 @contextmanager
-def storing(path: str | Path) -> Iterator[None]:
+def storing(path: str | Path, then: str = "resume the run") -> Iterator[None]:
     """Turn a failure of what is written to this path into a StorageError.
 
     Libraries report a full disk in their own ways: safetensors names the number of the system's error in its text, and torch
@@ -61,6 +61,7 @@ def storing(path: str | Path) -> Iterator[None]:
 
     Args:
         path: the file or folder that is written; it need not exist.
+        then: what to do when the cause is corrected.
 
     Raises:
         StorageError: the system refused to write, or no space is left.
@@ -79,7 +80,7 @@ def storing(path: str | Path) -> Iterator[None]:
         what = _CAUSES.get(number, os.strerror(number))
         space = "" if free_bytes is None else f" ({free_bytes / 1e9:.3f} GB free)"
         remedy = "free some space" if number in _FULL else "correct that"
-        raise StorageError(f"cannot write {path}: {what}{space}; {remedy}, then resume the run") from None
+        raise StorageError(f"cannot write {path}: {what}{space}; {remedy}, then {then}") from None
 
 
 def _number_in(text: str) -> int | None:

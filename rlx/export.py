@@ -17,6 +17,8 @@ from rlx.models.hf_folder import FolderParts
 from rlx.program import program
 from rlx.step_folders import step_of, steps_in
 
+AGAIN = "export again"
+
 
 def export(checkpoint: Path, out: Path, trust_remote_code: bool = False, only_adapters: bool = False) -> None:
     """Write a folder that `from_pretrained` loads.
@@ -36,13 +38,13 @@ def export(checkpoint: Path, out: Path, trust_remote_code: bool = False, only_ad
         raise ValueError(f"{out} is not empty; name a folder that does not exist yet")
     if only_adapters:
         adapters, kind = read_adapters(checkpoint)
-        with storing(out), replacing(out) as partial:
+        with storing(out, AGAIN), replacing(out) as partial:
             partial.mkdir(exist_ok=True)
             write_adapters(partial, adapters, kind)
         return
     weights = read_weights(checkpoint)  # first, because it checks all files
     folder_parts = FolderParts.read(checkpoint / "card", read_description(checkpoint).head, trust_remote_code)
-    with storing(out), replacing(out) as partial:
+    with storing(out, AGAIN), replacing(out) as partial:
         folder_parts.write_with_weights(partial, weights, trust_remote_code)
 
 

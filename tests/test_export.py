@@ -128,6 +128,13 @@ def test_a_folder_in_use_is_not_overwritten(checkpoint, tmp_path, capsys):
     assert "not empty" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("arguments", [[], ["--adapters"]])
+def test_a_folder_that_cannot_be_written_is_named_with_what_to_do_after(arguments, checkpoint, capsys):
+    assert main([str(checkpoint[0]), "/proc/rlx", *arguments]) == 2
+    assert "cannot write /proc/rlx: " in (said := capsys.readouterr().err)
+    assert said.endswith("; correct that, then export again\n")
+
+
 def test_what_is_no_checkpoint_is_named(tmp_path, capsys):
     assert main([str(tmp_path / "nowhere"), str(tmp_path / "out")]) == 2
     assert f"{tmp_path / 'nowhere'}: does not exist" in capsys.readouterr().err
@@ -191,6 +198,18 @@ def test_no_file_can_be_damaged_unnoticed_and_no_pickle_is_read(checkpoint, tmp_
         extra.unlink()
     assert damages > 30 and not ran.exists() and not (tmp_path / "out").exists()
     assert main([str(folder), str(tmp_path / "out")]) == 0, "it is whole again"
+
+
+def test_of_a_damaged_checkpoint_another_of_the_run_is_named(checkpoint, tmp_path, capsys):
+    for step in (2, 10):
+        shutil.copytree(checkpoint[0] / "actor", tmp_path / f"global_step_{step}" / "actor")
+    [weights] = (tmp_path / "global_step_10/actor/model").iterdir()
+    weights.write_bytes(flip(weights.read_bytes(), 5000))
+    assert main([str(tmp_path / "global_step_10"), str(tmp_path / "out")]) == 2
+    assert f"; take another one, such as {tmp_path}/global_step_2\n" in capsys.readouterr().err
+    shutil.rmtree(tmp_path / "global_step_2")
+    assert main([str(tmp_path / "global_step_10"), str(tmp_path / "out")]) == 2
+    assert "; take a copy of it, or another checkpoint\n" in capsys.readouterr().err
 
 
 def test_a_step_that_does_not_exist_is_named_with_those_that_do(tmp_path, capsys):

@@ -179,6 +179,7 @@ def test_a_model_that_the_hub_does_not_give_is_a_fault_of_the_run_and_a_warning_
     assert main([*command, "--check"]) == 2
     error = capsys.readouterr().err
     assert "1 fault(s)" in error and "hf download rlx-tests/nowhere" in error[: error.index("fault(s)")]
+    assert "A check needs its config.json alone, and `rlx plan" in " ".join(error.split())
 
 
 @pytest.mark.parametrize("check", [[], ["--check"]])

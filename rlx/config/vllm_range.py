@@ -6,6 +6,8 @@ LOWEST, TOO_HIGH = (0, 26), (0, 33)
 VLLM_RANGE = ">=0.26,<0.33"
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """The ranks of adapters that vLLM can be set up for; 1 is left out, because not every version has it."""
+CPU_HEAD_WIDTHS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""Widths of attention heads that vLLM has kernels for on CPU: `CPUAttentionBackend.get_supported_head_sizes` of 0.32."""
 
 
 def vllm_version() -> str | None:

@@ -28,6 +28,7 @@ from torch.optim import AdamW
 from rlx.checkpoint.loading import load, load_all
 from rlx.checkpoint.manifest import (
     FORMAT,
+    MANIFEST,
     CheckpointError,
     FileEntry,
     OtherVersionError,
@@ -43,6 +44,7 @@ from rlx.models.adapter_folder import AdapterKind
 from rlx.models.hf_folder import FolderParts
 from rlx.models.lora import ADAPTER, Adapter, adapter_weights, merged_weights, plain_name
 from rlx.offload.streaming.nf4 import in_full
+from rlx.step_folders import steps_in
 
 WRAPPED = "_fsdp_wrapped_module."  # what FSDP1 adds to names
 logger = logging.getLogger(__name__)
@@ -220,10 +222,15 @@ def require_undamaged(folder: Path) -> None:
     """Check all files of a checkpoint against its manifest in this process.
 
     Raises:
-        CheckpointError: a file is damaged, missing or not in the manifest; the message names it.
+        CheckpointError: a file is damaged, missing or not in the manifest; the message names it and another checkpoint of the run.
     """
     if faults := damage(folder) or damaged_chunks(folder):
-        raise CheckpointError(few(faults))
+        step, role = folder.absolute().parent, folder.name
+        others = [
+            each for each in steps_in(step.parent).values() if each != step and (each / role / MANIFEST).is_file()
+        ]
+        remedy = f"take another one, such as {others[-1]}" if others else "take a copy of it, or another checkpoint"
+        raise CheckpointError(f"{few(faults)}; {remedy}")
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from rlx.config.schema import ModelConfig
-from rlx.errors import storing
 from rlx.models.hf_folder import as_open_as_folder
 from rlx.models.loading import ModelError, explained
 from rlx.models.lora import ADAPTER, ADAPTER_PARTS, adapted_experts, plain_name
@@ -58,21 +57,17 @@ def write_adapters(folder: Path, weights: Mapping[str, Tensor], kind: AdapterKin
         folder: exists.
         weights: full tensors by their names in the adapted model, as `rlx.models.lora.adapter_weights` yields them.
         kind: of the adapters.
-
-    Raises:
-        StorageError: the system refused to write.
     """
     from safetensors.torch import save_file
 
     write_config(folder, weights, kind)
     tensors = {peft_name(name): tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
-    with storing(folder):
-        save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
-        as_open_as_folder(folder / WEIGHTS)
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    as_open_as_folder(folder / WEIGHTS)
 
 
 def write_config(folder: Path, weights: Iterable[str], kind: AdapterKind, base: str | None = None) -> None:
-    """Write the file of such a folder that describes its adapters; arguments and errors as of `write_adapters`.
+    """Write the file of such a folder that describes its adapters; arguments as of `write_adapters`.
 
     `base` is the folder or hub name of the model below them, for tools that load both.
     """
@@ -92,8 +87,7 @@ def write_config(folder: Path, weights: Iterable[str], kind: AdapterKind, base: 
         "bias": "none",
         "inference_mode": True,
     }
-    with storing(folder):
-        (folder / CONFIG).write_text(json.dumps(settings, indent=2) + "\n")
+    (folder / CONFIG).write_text(json.dumps(settings, indent=2) + "\n")
 
 
 def adapter_faults(path: str, config: ModelConfig) -> list[str]:

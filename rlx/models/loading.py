@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
-from rlx.config.schema import TOKENIZER_FILES, ModelConfig
+from rlx.config.schema import MODEL_JSON_FILES, TOKENIZER_FILES, ModelConfig
 from rlx.errors import ExplainedError, did_you_mean
 from rlx.models.value_class import NoValueClassError, ensure_value_class
 
@@ -265,7 +265,7 @@ def _source(path: str | None) -> str:
         )
     if not folder.is_dir():
         return path
-    for name in ("config.json", "tokenizer_config.json", "generation_config.json", "special_tokens_map.json"):
+    for name in MODEL_JSON_FILES:
         _check_object(folder / name)
     return str(folder)
 

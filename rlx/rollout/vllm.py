@@ -11,6 +11,7 @@ from torch import Tensor
 
 from rlx.config.schema import ModelConfig, RolloutConfig
 from rlx.config.vllm_range import LORA_RANKS
+from rlx.errors import storing
 from rlx.models.adapter_folder import AdapterKind, peft_name, write_config
 from rlx.models.loading import load_config, load_skeleton
 from rlx.rollout.flight import RequestsInFlight
@@ -300,7 +301,8 @@ class _Adapters:
         """Send adapters, by the names of `rlx.models.lora.add_lora`; raise ValueError if vLLM does not use all of them."""
         # Copies, because vLLM multiplies with the scale in place.
         tensors = {name: tensor.to(engine.dtype, copy=True) for name, tensor in weights}
-        write_config(Path(self._folder.name), tensors, self._kind, self._base)
+        with storing(self._folder.name):
+            write_config(Path(self._folder.name), tensors, self._kind, self._base)
         self._count += 1
         named = {peft_name(name): tensor for name, tensor in tensors.items()}
         wanted = sum(".lora_A." in name for name in tensors)

@@ -13,6 +13,7 @@ import inspect
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -46,7 +47,7 @@ os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
 with restored_process_state():
     from vllm import LLM, ModelRegistry, SamplingParams
-    from vllm.distributed import destroy_model_parallel
+    from vllm.distributed import destroy_model_parallel, get_tp_group
     from vllm.engine.arg_utils import EngineArgs
     from vllm.inputs import TokensPrompt, tokens_input
     from vllm.lora.lora_model import LoRAModel
@@ -115,6 +116,8 @@ class VLLMEngine:
                     f"vLLM {_version} could not start: {reason}. Its options were {dict(options)}. Change them by engine_kwargs.vllm, "
                     "or set actor_rollout_ref.rollout.name=hf"
                 ) from error
+            if options["tensor_parallel_size"] > 1:
+                _remove_names(get_tp_group().mq_broadcaster)
         # Newer versions destroy the default process group, which is the trainer's, together with the engine.
         finalizer = getattr(self._client, "_finalizer", None)
         if finalizer is not None:
@@ -291,6 +294,21 @@ class VLLMEngine:
         _collect()
         if torch.accelerator.is_available():
             torch.accelerator.empty_cache()
+
+
+def _remove_names(queue: Any) -> None:
+    """Remove the files of a queue that all processes of a group have opened: the workers end by SIGKILL, which would leave them.
+
+    Its writer has 25 MB in /dev/shm and two sockets. What the processes have opened stays until they end.
+    """
+    if queue is None or not queue._is_writer or queue.buffer is None:
+        return
+    queue.buffer.shared_memory.unlink()
+    queue.buffer.is_creator = False  # else it would unlink the name again when it is closed
+    for name in ("local_subscribe_addr", "local_notify_addr"):
+        address = getattr(queue.handle, name, None)  # not every version has both
+        if address is not None:
+            Path(address.removeprefix("ipc://")).unlink(missing_ok=True)
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ import contextlib
 import json
 import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from datetime import datetime
 from pathlib import Path
@@ -165,8 +165,17 @@ def _named(path: Path) -> Path:
             f"finished ones there: {[c.name for c in checkpoints_in(path.parent)]}"
         )
     if faults := refusal_of(path).faults:
-        raise ResumeError(f"trainer.resume_from_path={path} cannot be used: {few(faults)}")
+        raise unusable(path, faults)
     return path
+
+
+def unusable(checkpoint: Path, faults: Sequence[str]) -> ResumeError:
+    """Return the error for a named checkpoint with these faults; it names the newest other one of the run that seems whole."""
+    others = [each for each in checkpoints_in(checkpoint.parent) if each != checkpoint and not refusal_of(each).faults]
+    remedy = "name one of another run, or start anew with trainer.resume_mode=disable"
+    if others:
+        remedy = f"name {others[-1]}, or set trainer.resume_mode=auto, which passes over damaged ones"
+    return ResumeError(f"trainer.resume_from_path={checkpoint} cannot be used: {few(faults)}; {remedy}")
 
 
 def require_parts(config: PPOConfig, checkpoint: Path) -> None:

@@ -14,7 +14,6 @@ from rlx.config.schema.roles import trained_roles
 from rlx.errors import storing
 from rlx.trainer.checkpoints import (
     DriverState,
-    ResumeError,
     checkpoints_in,
     is_finished,
     keep_newest,
@@ -22,6 +21,7 @@ from rlx.trainer.checkpoints import (
     none_is_whole,
     require_parts,
     require_step,
+    unusable,
     write_driver_state,
 )
 from rlx.trainer.remote_runs import RemoteRun
@@ -75,7 +75,7 @@ class Saver:
         trainer = self._config.trainer
         while damage := self._damage_of(checkpoint):
             if not falls_back:
-                raise ResumeError(f"{checkpoint} cannot be used: {few(damage)}")
+                raise unusable(checkpoint, damage)
             passed_over.append(f"passed over {checkpoint.name}: {few(damage)}")
             older = newest_whole(checkpoint.parent, before=require_step(checkpoint))
             passed_over += older.passed_over

@@ -67,7 +67,7 @@ def write_page(
         "left_out": packed.left_out,
     }
     name = " / ".join(run.resolve().parts[-2:])
-    with storing(out), out.open("w", encoding="utf-8") as page:
+    with storing(out, "view again"), out.open("w", encoding="utf-8") as page:
         page.writelines(_parts(name, index, packed.blocks))
     return Page(len(chosen), len(packed.columns["step"]), packed.left_out)
 

@@ -5,6 +5,7 @@ import gc
 import logging
 import os
 import random
+import re
 import signal
 import sys
 from dataclasses import dataclass, replace
@@ -72,6 +73,15 @@ def start(folder, strategy, model, rollout, context=CONTEXT):
     after = process()
     NOW.append(Setup(chosen, settings, engine, hf, vllm, FirstRank(settings.tensor_model_parallel_size)))
     return before, after
+
+
+def left_names():
+    """Returns the files that this process would leave if it were killed now: shared memory and sockets."""
+    shared = re.findall(r"/dev/shm/psm_\S+$", Path("/proc/self/maps").read_text(), re.MULTILINE)
+    opened = {os.readlink(each) for each in Path("/proc/self/fd").iterdir() if each.is_symlink()}
+    known = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()]
+    sockets = [line[7] for line in known if len(line) > 7 and f"socket:[{line[6]}]" in opened]
+    return shared, [socket for socket in sockets if Path(socket).exists()]
 
 
 def stop():

@@ -181,6 +181,10 @@ def test_one_token_no_log_probs_and_no_requests_at_all(started, ranks):
         assert len(first) == 2 and second == []
 
 
+def test_a_process_that_is_killed_leaves_no_files(started, ranks):
+    assert ranks("vllm", "left_names") == [([], [])] * 2
+
+
 def test_nothing_else_in_the_process_is_changed(started, ranks):
     for before, after in [*started.processes, *ranks("vllm", "disturbed")]:
         assert before == after

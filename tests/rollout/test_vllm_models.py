@@ -6,6 +6,9 @@ import pytest
 import torch
 
 pytest.importorskip("vllm", reason="its model classes are looked up in vLLM")
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+from rlx.config.vllm_range import CPU_HEAD_WIDTHS
 from rlx.rollout.vllm_models import with_needs
 
 LFM2 = SimpleNamespace(model_type="lfm2", hidden_size=64, conv_dim=64)
@@ -22,6 +25,10 @@ def test_options_of_the_user_stay_beside_the_operators_of_lfm2():
     assert with_needs(options, LFM2, torch.device("cuda"))["compilation_config"] == given
     alone = with_needs({"hf_overrides": {}}, LFM2, torch.device("cpu"))
     assert alone["compilation_config"] == {"custom_ops": ["-rotary_embedding"]}
+
+
+def test_the_widths_of_heads_on_the_cpu_are_those_that_vllm_names():
+    assert set(CPU_HEAD_WIDTHS) <= set(CPUAttentionBackend.get_supported_head_sizes())
 
 
 def test_a_number_is_the_mode():

@@ -121,9 +121,12 @@ def test_a_damaged_checkpoint_is_passed_over_by_auto_and_refused_if_it_is_named(
     auto = ck.starting_checkpoint(config_in(tmp_path, resume_mode="auto"))
     assert auto.checkpoint == whole
     assert re.search(f"passed over {harmed.name}: .*{said}", "; ".join(auto.passed_over))
-    with pytest.raises(ck.ResumeError, match=said):
-        ck.starting_checkpoint(config_in(tmp_path, resume_mode="resume_path", resume_from_path=str(harmed)))
+    named = config_in(tmp_path, resume_mode="resume_path", resume_from_path=str(harmed))
+    with pytest.raises(ck.ResumeError, match=rf"{said}.*; name {whole}, or set trainer.resume_mode=auto"):
+        ck.starting_checkpoint(named)
     shutil.rmtree(whole)
+    with pytest.raises(ck.ResumeError, match=rf"{said}.*; name one of another run, or start anew"):
+        ck.starting_checkpoint(named)
     validating = config_in(tmp_path, resume_mode="auto", val_only=True)
     with pytest.raises(ck.ResumeError, match="no checkpoint can be used: passed over"):
         ck.starting_checkpoint(validating)

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from rlx.config.check.context import CheckContext, Faults
 from rlx.config.forecast.decoders import decoder_of
 from rlx.config.machine import processes
-from rlx.config.vllm_range import LORA_RANKS, VLLM_RANGE, in_range
+from rlx.config.vllm_range import CPU_HEAD_WIDTHS, LORA_RANKS, VLLM_RANGE, in_range
 from rlx.offload.plan.decoder import Decoder
 
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -62,6 +62,18 @@ def parallel_groups_are_whole(s: CheckContext) -> Faults:
     if rollout.name == "vllm" and isinstance(shape, Decoder) and shape.heads % together:
         what, got = "vLLM cannot divide the attention heads", f"{PARALLEL}={together}, {shape.heads} heads"
         yield s.fault(what, "a divisor of the number of heads", f"change {PARALLEL}", PARALLEL, NAME, got=got)
+
+
+def vllm_has_kernels_for_the_heads(s: CheckContext) -> Faults:
+    """On CPU vLLM starts with heads of any width, but decodes only those that it has kernels for."""
+    shape = decoder_of(s.config.actor_rollout_ref.model)
+    if s.config.actor_rollout_ref.rollout.name != "vllm" or s.on_accelerator or not isinstance(shape, Decoder):
+        return
+    if shape.head_width not in CPU_HEAD_WIDTHS:
+        what, got = "vLLM has no attention for heads of this width on the CPU", f"head_dim={shape.head_width}"
+        expected = f"one of {', '.join(map(str, CPU_HEAD_WIDTHS))}"
+        remedy = f"set {NAME}=hf, or {OWNERS['model']} to a model with another head_dim"
+        yield s.fault(what, expected, remedy, NAME, "actor_rollout_ref.model.path", got=got)
 
 
 def options_have_one_owner(s: CheckContext) -> Faults:
@@ -150,6 +162,7 @@ def vllm_keeps_experts_of_prefixes(s: CheckContext) -> Faults:
 ROLLOUT_RULES = (
     sampler_is_there,
     parallel_groups_are_whole,
+    vllm_has_kernels_for_the_heads,
     options_have_one_owner,
     sequences_fit,
     vllm_takes_the_adapters,

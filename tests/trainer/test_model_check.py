@@ -1,0 +1,95 @@
+"""The look at model folders before anything starts."""
+
+import json
+from pathlib import Path
+
+import numpy
+import pytest
+from safetensors.numpy import save_file
+
+from rlx.config.compose.command_line import compose
+from rlx.config.machine import Machine, named_machine
+from rlx.driver import main
+from rlx.trainer.model_check import INDEX, SINGLE, check_models
+
+KEY = "actor_rollout_ref.model.path"
+HERE = Machine(gpus=0, cpus=4, packages=frozenset())
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A model of two files of weights."""
+    for name in ("config.json", "tokenizer.json", "generation_config.json"):
+        (tmp_path / name).write_text('{"model_type": "qwen2"}')
+    for name in "ab":
+        save_file({name: numpy.zeros(100, dtype=numpy.float32)}, tmp_path / f"{name}.safetensors")
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {name: f"{name}.safetensors" for name in "ab"}}))
+    return tmp_path
+
+
+def faults(folder: Path, *overrides: str, machine: Machine = HERE):
+    composed = compose([f"{KEY}={folder}", *overrides])
+    return check_models(composed.partial, composed.broken, machine)
+
+
+def cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+BROKEN = {
+    "config torn": (lambda f: (f / "config.json").write_text("{"), "config.json: Expecting"),
+    "config of lists": (lambda f: (f / "config.json").write_text("[]"), "config.json: a JSON list"),
+    "settings of generation": (
+        lambda f: (f / "generation_config.json").write_bytes(b"\xff"),
+        "generation_config.json: ",
+    ),
+    "no tokenizer": (lambda f: (f / "tokenizer.json").unlink(), f"{KEY}="),
+    "cut": (lambda f: cut(f / "b.safetensors"), "b.safetensors, 471 bytes: "),
+    "empty": (lambda f: (f / "b.safetensors").write_bytes(b""), "b.safetensors, 0 bytes: "),
+    "no header": (lambda f: (f / "b.safetensors").write_bytes(b"\xff" * 100), "b.safetensors, 100 bytes: "),
+    "missing": (lambda f: (f / "b.safetensors").unlink(), "b.safetensors: "),
+    "single file cut": (lambda f: (f / SINGLE).write_bytes(b"version https://git-lfs"), f"{SINGLE}, 23 bytes: "),
+    "index torn": (lambda f: (f / INDEX).write_text("{"), f"{INDEX}: JSONDecodeError: "),
+    "index of lists": (lambda f: (f / INDEX).write_text('{"weight_map": []}'), f"{INDEX}: AttributeError: "),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_each_broken_file_is_one_fault_with_its_name(folder, case):
+    assert faults(folder) == ()
+    harm, got = BROKEN[case]
+    harm(folder)
+    [fault] = faults(folder)
+    assert got in fault.got and str(folder) in fault.got and fault.keys == (KEY,)
+    assert "save the tokenizer" in fault.remedy or f"or correct {KEY}" in fault.remedy
+
+
+def test_a_folder_that_two_roles_share_is_judged_once(folder):
+    cut(folder / "a.safetensors")
+    assert len(faults(folder, "algorithm.adv_estimator=gae", f"critic.model.path={folder}")) == 1
+    (folder / "tokenizer.json").unlink()
+    judge = ("reward_model.enable=True", f"reward_model.model.path={folder}")
+    assert [fault.what for fault in faults("builtin:tiny", *judge)] == ["the model's weights cannot be read"]
+
+
+def test_a_plan_for_another_machine_needs_the_config_alone(folder):
+    cut(folder / "a.safetensors")
+    (folder / "tokenizer.json").unlink()
+    assert len(faults(folder)) == 2
+    assert faults(folder, machine=named_machine("8xh100")) == ()
+
+
+def test_a_folder_without_weights_serves_to_plan(folder):
+    for name in ("tokenizer.json", INDEX, "a.safetensors", "b.safetensors"):
+        (folder / name).unlink()
+    assert faults(folder) == ()
+
+
+def test_hub_names_and_the_built_in_model_are_not_judged():
+    assert faults("org/name") == faults("builtin:tiny") == ()
+
+
+def test_the_command_lists_them(folder, capsys):
+    cut(folder / "a.safetensors")
+    assert main(["--check", f"{KEY}={folder}"]) == 2
+    assert "the model's weights cannot be read" in capsys.readouterr().err
