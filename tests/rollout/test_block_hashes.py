@@ -128,12 +128,14 @@ def both_ways(ranks, before_last=None):
     return found
 
 
+@pytest.mark.slow
 def test_vllm_takes_over_hashes_and_samples_the_same(ranks):
     for turns in both_ways(ranks):
         assert [taken for _, taken, *_ in turns] == [0, 2, 4, 5]  # prompts of 75, 120, 164, 207 tokens, blocks of 32
         assert [cached for *_, cached in turns] == [0, 64, 128, 160]
 
 
+@pytest.mark.slow
 def test_vllm_hashes_anew_with_other_adapters_or_another_history(ranks):
     for before_last in ("sync", "rewrite"):
         for turns in both_ways(ranks, before_last):

@@ -273,6 +273,7 @@ def judge(untrained, tmp_path):
     return tmp_path / "judge", model, tokenizer
 
 
+@pytest.mark.slow
 def test_remax_with_dynamic_sampling_a_reward_model_and_an_own_loss_resumes(train, custom, judge, tmp_path):
     """In one run: greedy responses, generations until there are enough prompts, a penalty for length, a user's loss, and a
     model that reads texts in its own words and adds to the functions.
