@@ -444,9 +444,9 @@ CASES = [
     ),
     (
         "bounds_suit_the_test",
-        f"{CORRECTION}.rollout_is=token {CORRECTION}.rollout_is_threshold=0.5_5",
+        f"{CORRECTION}.rollout_is=token {CORRECTION}.rollout_is_threshold=0.5",
         ["bounds of a ratio exclude 1"],
-        "decimal points",
+        "rollout_is_threshold=0.5_2.0",
     ),
     (
         "bypass_leaves_nothing_to_correct",
