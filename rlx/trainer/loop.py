@@ -324,7 +324,7 @@ class Trainer:
         parts: list[tuple[Batch, Scores]] = []
         with self.progress.phase("validate"):
             for rows in validation.chunks(len(self.val), self.config.data.val_batch_size):
-                batch = self.generate(self.val.batch(rows), samples, "val", rows[0])
+                batch = self.generate(self.val.batch(rows), samples, "val", step=0, first=rows[0])
                 parts.append((batch, self.score(batch)))
         batch, scores = sample_selection.join(parts)
         records = validation.generations(batch, scores)
