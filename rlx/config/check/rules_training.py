@@ -7,7 +7,7 @@ from rlx.config.check.context import CheckContext, Faults
 from rlx.config.forecast.decoders import positions_of
 from rlx.config.machine import processes
 from rlx.config.schema import ARITHMETIC
-from rlx.config.schema.roles import ULYSSES, ModelRole, has_critic, is_tiny, saves, sharded_roles, trained_roles
+from rlx.config.schema.roles import ULYSSES, ModelRole, has_critic, is_tiny, may_save, sharded_roles, trained_roles
 from rlx.config.schema.tree import as_text
 
 PROCESSES = "trainer.n_gpus_per_node"
@@ -289,7 +289,7 @@ def fsdp1_can_do_it(s: CheckContext) -> Faults:
 
 def checkpoints_hold_weights(s: CheckContext) -> Faults:
     """A checkpoint holds the weights, in one of two forms; without them it serves for nothing."""
-    for role in trained_roles(s.config) if saves(s.config) else ():
+    for role in trained_roles(s.config) if may_save(s.config) else ():
         key = f"{role.key}.checkpoint.save_contents"
         if not {"model", "hf_model"} & set(s.value(key)):
             expected = "model, from which a run can be resumed, or hf_model, a folder for from_pretrained"
@@ -298,7 +298,7 @@ def checkpoints_hold_weights(s: CheckContext) -> Faults:
 
 def checkpoint_warnings(s: CheckContext) -> Iterator[str]:
     """Warn of checkpoints from which no run goes on."""
-    for role in trained_roles(s.config) if saves(s.config) else ():
+    for role in trained_roles(s.config) if may_save(s.config) else ():
         key = f"{role.key}.checkpoint.save_contents"
         if "model" not in (contents := s.value(key)) and "hf_model" in contents:
             yield f"{key}={as_text(contents)} has no model: no run can be resumed from these checkpoints"
