@@ -85,13 +85,14 @@ def scores(config: PPOConfig, batch: Batch, by_functions: Callable[[], Scores]) 
     scores_B = torch.tensor(rewards, dtype=torch.float32)
     if only_environment_scores(config):
         return Scores(scores_B, extra)
-    own = by_functions()
-    has_reward = any(record["reward"] is not None for record in records)
-    if has_reward:
-        extra["environment_reward"] = rewards
-    if has_reward or "acc" in extra:  # else a score of 1 or more, or a number of the environment, would count as right
-        own = own._replace(extra={**own.extra, "acc": own.right().tolist()})
-    return Scores(own.scores + scores_B, extra | own.extra)
+    own, renamed = by_functions(), {}
+    if any(record["reward"] is not None for record in records):
+        renamed["environment_reward"] = rewards
+    if "acc" in extra:
+        renamed["environment_acc"] = extra.pop("acc")
+    # Written for every sample, because otherwise a sum of 1 or more would count as right.
+    acc = {"acc": own.right().tolist()} if renamed else {}
+    return Scores(own.scores + scores_B, extra | renamed | own.extra | acc)
 
 
 def describe(batch: Batch) -> dict[str, float]:

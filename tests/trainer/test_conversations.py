@@ -93,6 +93,7 @@ def test_right_is_what_the_functions_say_beside_an_environment(batch):
     assert [record["info"] for record in without.info["conversation"]] == [{"acc": 1.0}] * 2
     added = conversations.scores(config, without, lambda: Scores(torch.tensor([0.0, 1.0]), {}))
     assert added.scores.tolist() == [0.0, 1.0] and added.right().tolist() == [0, 1]
+    assert added.extra["environment_acc"] == [1.0, 1.0]
 
 
 def test_turns_get_their_rewards_and_the_last_token_the_rest(batch):
