@@ -147,6 +147,8 @@ def _from_columns(row: dict[str, Any], prompt_key: str, answer_key: str, source_
 
 
 def _checked_content(content: Any, key: str) -> Content:
+    if content == "":  # for which a tokenizer may have a token all the same, the beginning of a text
+        raise RowFault("the prompt is empty, expected at least one token")
     if isinstance(content, str):
         return content
     is_chat = isinstance(content, list) and all(

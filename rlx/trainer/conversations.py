@@ -32,7 +32,7 @@ def received(rows: Batch, written: Batch, tokenizer: PreTrainedTokenizerBase) ->
     response_text is that of all tokens behind the prompt, an environment's included. With environments prompt_text is that of the
     first prompt that they gave. A conversation that forked has its turns one after the other.
     """
-    texts = {"response_text": tokenizer.batch_decode(written.response_tokens(), skip_special_tokens=True)}
+    texts = {"response_text": _decoded(written.response_tokens(), tokenizer)}
     if CONVERSATION in written.info:
         prompts = written.prompt_tokens()
         for row, earlier in enumerate(written.info[EARLIER]):
@@ -42,6 +42,11 @@ def received(rows: Batch, written: Batch, tokenizer: PreTrainedTokenizerBase) ->
         texts["prompt_text"] = tokenizer.batch_decode(prompts, clean_up_tokenization_spaces=False)
     batch = Batch(written.tensors, {**rows.info, **written.info, **texts})
     return batch.with_(group_id=rows["group_id"])
+
+
+def _decoded(rows: list[list[int]], tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Return the texts of tokens as they were written: some tokenizers would take blanks before punctuation away."""
+    return tokenizer.batch_decode(rows, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
 def _text_of_turns(written: Batch, tokenizer: PreTrainedTokenizerBase) -> str:
@@ -55,7 +60,7 @@ def _text_of_turns(written: Batch, tokenizer: PreTrainedTokenizerBase) -> str:
     return "".join(
         f"\n{turn['text']}\n"
         if turn["role"] == "history"
-        else tokenizer.decode(branches[turn["branch"]][turn["start"] : turn["end"]], skip_special_tokens=True)
+        else _decoded([branches[turn["branch"]][turn["start"] : turn["end"]]], tokenizer)[0]
         for turn in record["turns"]
     )
 
@@ -69,7 +74,7 @@ def scores(config: PPOConfig, batch: Batch, by_functions: Callable[[], Scores]) 
         by_functions: asks the reward functions; not called if environments replace them.
 
     Returns:
-        `acc` stays that of the functions. Numbers in `extra` are those that functions and environments report.
+        Where both score, `Scores.right` is that of the functions. Numbers in `extra` are those that functions and environments report.
     """
     if not has_environment(config):
         return by_functions()
@@ -80,10 +85,14 @@ def scores(config: PPOConfig, batch: Batch, by_functions: Callable[[], Scores]) 
     scores_B = torch.tensor(rewards, dtype=torch.float32)
     if only_environment_scores(config):
         return Scores(scores_B, extra)
-    own = by_functions()
+    own, renamed = by_functions(), {}
     if any(record["reward"] is not None for record in records):
-        extra |= {"acc": own.right().tolist(), "environment_reward": rewards}
-    return Scores(own.scores + scores_B, extra | own.extra)
+        renamed["environment_reward"] = rewards
+    if "acc" in extra:
+        renamed["environment_acc"] = extra.pop("acc")
+    # Written for every sample, because otherwise a sum of 1 or more would count as right.
+    acc = {"acc": own.right().tolist()} if renamed else {}
+    return Scores(own.scores + scores_B, extra | renamed | own.extra | acc)
 
 
 def describe(batch: Batch) -> dict[str, float]:

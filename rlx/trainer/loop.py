@@ -332,7 +332,7 @@ class Trainer:
         assert self.val is not None, "loaded if the configuration asks for a validation"
         with self.progress.phase("validate"):
             for rows in validation.chunks(len(self.val), self.config.data.val_batch_size):
-                batch = self.generate(self.val.batch(rows), samples, "val", rows[0])
+                batch = self.generate(self.val.batch(rows), samples, "val", step=0, first=rows[0])
                 parts.append((batch, self.score(batch)))
         batch, scores = sample_selection.join(parts)
         records = validation.generations(batch, scores)

@@ -24,10 +24,10 @@ class SelectionError(ExplainedError, ValueError):
 
 
 def with_scores(batch: Batch, scores: Scores, overlong: OverlongBufferConfig) -> Batch:
-    """Write the scores of the reward functions, less the length penalty if configured."""
+    """Write the scores of the reward functions, less the length penalty if configured: of all tokens behind the prompt."""
     if not overlong.enable:
         return batch.with_(scores=scores.scores)
-    lengths_B, longest = batch["response_mask"].sum(dim=1), batch.response_length
+    lengths_B, longest = batch["attention_mask"][:, batch.prompt_length :].sum(dim=1), batch.response_length
     penalty_B = overlong_penalty(lengths_B, longest, overlong.len, overlong.penalty_factor)
     return batch.with_(scores=scores.scores + penalty_B)
 

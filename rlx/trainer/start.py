@@ -73,9 +73,14 @@ class Prepared(NamedTuple):
     held: ExitStack
 
     def notices(self, config: PPOConfig) -> list[str]:
-        """Return notices about checkpoints passed over, dropped or cut prompts, and reward functions that no prompt uses."""
+        """Return notices about checkpoints passed over, dropped or cut prompts, dates in them, and reward functions that none uses."""
         found = [*self.passed_over]
         found += [each.report for each in (self.train, self.val) if each is not None and each.report]
+        if "strftime_now" in str(self.tokenizer.chat_template):
+            found.append(
+                "the chat template writes the present date into prompts (strftime_now), so they change at midnight: a run that is resumed "
+                "on another day differs from an unbroken one. A template with a fixed date in the model's folder prevents this"
+            )
         sources = _sources(self.train, self.val)
         unused = [] if sources is None else sorted(set(config.custom_reward_function.data_sources) - sources)
         if unused:

@@ -3,7 +3,8 @@ import pickle
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from transformers import ByT5Tokenizer
+from tokenizers import Tokenizer, models, processors
+from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from rlx.config.schema import ArithmeticConfig, CustomClassConfig, DataConfig
 from rlx.data.arithmetic import make_problems
@@ -291,6 +292,16 @@ def test_bad_row_is_named_at_the_start(tokenizer, write_jsonl, change, what):
     file = write_jsonl([row(), row(), row(**change), row()])
     with pytest.raises(DataError, match=rf"rows\.jsonl, line 3: {what}"):
         load(tokenizer, file)
+
+
+@pytest.mark.parametrize("options", [{}, {"answer_key": "answer"}])
+def test_a_prompt_without_text_is_empty_also_for_a_tokenizer_that_begins_each(write_jsonl, options):
+    words = Tokenizer(models.WordLevel({"<s>": 0, "</s>": 1, "hi": 2}, "</s>"))
+    words.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 0)])
+    begins = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="</s>")
+    assert begins("")["input_ids"] == [0]
+    with pytest.raises(DataError, match=r"line 2: the prompt is empty"):
+        load(begins, write_jsonl([row(prompt="hi", answer="1"), row(prompt="", answer="1")]), **options)
 
 
 def test_bad_gsm8k_row_is_named(tokenizer, write_jsonl):

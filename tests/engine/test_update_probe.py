@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from rlx.config.schema import OptimConfig
-from rlx.engine.optimizer import ELEMENTS, MOST_TENSORS, UpdateProbe, build_optimizer, update_metrics
+from rlx.engine.optimizer import SAMPLE, UpdateProbe, build_optimizer, update_metrics
 
 CPU = torch.device("cpu")
 
@@ -25,12 +25,29 @@ def test_share_and_length_by_hand():
 
 
 def test_a_large_model_is_sampled_evenly():
-    weights = [torch.zeros(3 * ELEMENTS) for _ in range(3 * MOST_TENSORS)]
+    weights = [torch.zeros(3 * SAMPLE // 64) for _ in range(3 * 64)]
     probe = UpdateProbe(weights)
-    assert probe.sums(CPU)["sampled"] == MOST_TENSORS * ELEMENTS
+    assert probe.sums(CPU)["sampled"] == SAMPLE
     for weight in weights:
         weight[: len(weight) // 2] = 1.0
     assert measured(probe)["update_share"] == pytest.approx(0.5, abs=0.01)
+
+
+@pytest.mark.parametrize("tensors", [1, 6, 12])
+def test_a_tensor_counts_by_its_size_in_whatever_order_tensors_repeat(tensors):
+    """As in 28 layers of Qwen2.5, whose matrices had no part in the sample because every sixth tensor is a small one."""
+    weights = [torch.zeros(4 if place % tensors == 0 else 997) for place in range(28 * 12)]
+    probe = UpdateProbe(weights)
+    for weight in weights:
+        weight[: len(weight) // 4] = 1.0
+    changed = sum(len(weight) // 4 for weight in weights) / sum(map(len, weights))
+    assert measured(probe)["update_share"] == pytest.approx(changed, abs=0.01)
+    still = [torch.zeros(4) if place % tensors == 0 else torch.zeros(997) for place in range(28 * 12)]
+    probe = UpdateProbe(still)
+    for weight in still:
+        weight += float(len(weight) == 4)
+    small = sum(len(weight) for weight in still if len(weight) == 4) / sum(map(len, still))
+    assert measured(probe)["update_share"] == pytest.approx(small, abs=0.01)
 
 
 @pytest.mark.parametrize(("lr", "share"), [(1e-6, 0.019), (1e-5, 0.155)])

@@ -1,9 +1,12 @@
 """The driver's part of conversations: scores, metrics, transcripts."""
 
 import json
+import math
 
 import pytest
 import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from rlx.config.schema import AlgorithmConfig, EnvironmentConfig, PPOConfig
 from rlx.data.batch import Batch
@@ -68,6 +71,29 @@ def test_an_environments_rewards_are_added_to_the_functions_or_replace_them(batc
     alone = conversations.scores(PPOConfig(environment=EnvironmentConfig(name="a", rewards="replace")), batch, None)
     assert alone.scores.tolist() == [1.5, -1.0] and alone.extra["acc"][0] == 1.0
     assert conversations.scores(PPOConfig(), batch, lambda: functions) is functions
+
+
+def test_reward_functions_read_the_text_as_it_was_written():
+    words = Tokenizer(models.WordLevel({"<unk>": 0, "</s>": 1, "print": 2, "(": 3, ",": 4, ")": 5}, "<unk>"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    tidying = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="</s>", clean_up_tokenization_spaces=True)
+    ids, mask = torch.tensor([[2, 3, 4, 5, 1]]), torch.ones(1, 5, dtype=torch.bool)
+    written = Batch.of({"input_ids": ids, "attention_mask": mask, "response_mask": mask[:, 1:]})
+    rows = Batch.of({"group_id": torch.zeros(1, dtype=torch.int64)})
+    assert conversations.received(rows, written, tidying).info["response_text"] == ["( , )"]
+
+
+def test_right_is_what_the_functions_say_beside_an_environment(batch):
+    config = PPOConfig(environment=EnvironmentConfig(name="a"))
+    one_reports = Scores(torch.tensor([0.0, 1.0]), {"acc": [math.nan, 0.0]})
+    added = conversations.scores(config, batch, lambda: one_reports)
+    assert added.scores.tolist() == [1.5, 0.0] and added.right().tolist() == [0, 0]
+    silent = {**batch.info["conversation"][0], "reward": None}
+    without = Batch(batch.tensors, {**batch.info, "conversation": [silent, silent]})
+    assert [record["info"] for record in without.info["conversation"]] == [{"acc": 1.0}] * 2
+    added = conversations.scores(config, without, lambda: Scores(torch.tensor([0.0, 1.0]), {}))
+    assert added.scores.tolist() == [0.0, 1.0] and added.right().tolist() == [0, 1]
+    assert added.extra["environment_acc"] == [1.0, 1.0]
 
 
 def test_turns_get_their_rewards_and_the_last_token_the_rest(batch):

@@ -24,13 +24,14 @@ from rlx.config.schema import (
 )
 from rlx.data.batch import Batch
 from rlx.data.sampler import PromptSampler
+from rlx.data.seeding import seed_for
 from rlx.rewards.manager import Scores
 from rlx.supervisor.stopping import Terminated
 from rlx.trainer.loop import Trainer
 from rlx.trainer.progress import Progress
 from rlx.trainer.run import located, with_steps
 from rlx.trainer.sample_selection import SelectionError
-from rlx.trainer.steps import zero_advantage_share
+from rlx.trainer.steps import spread, zero_advantage_share
 
 
 def test_folders_of_offloaded_bytes_are_the_same_in_a_worker_that_runs_elsewhere(tmp_path, monkeypatch):
@@ -81,7 +82,7 @@ def test_greedy_validation_takes_one_response_to_a_prompt(val, samples, tmp_path
     sampler = PromptSampler(4, 1, shuffle=True, seed=0)
     trainer = Trainer(config, None, None, Held(), sampler, Held(), None, tmp_path, Progress(4), None)
 
-    def generate(prompts, count, purpose, step):
+    def generate(prompts, count, purpose, step, first):
         batch = prompts.rows([row for row in range(len(prompts)) for _ in range(count)])
         masks = {name: torch.ones(len(batch), 2, dtype=torch.bool) for name in ("attention_mask", "response_mask")}
         return batch.with_(input_ids=batch["prompt_ids"].expand(-1, 2), **masks).drop("prompt_ids", "prompt_mask")
@@ -94,6 +95,27 @@ def test_greedy_validation_takes_one_response_to_a_prompt(val, samples, tmp_path
         f"val-core/x/reward/{what}" for what in ("mean@4", "best@4/mean") if samples == 4
     ]
     assert len((tmp_path / "validation/0.jsonl").read_text().splitlines()) == 3 * samples
+
+
+@pytest.mark.parametrize("together", [None, 1, 2])
+def test_validation_draws_the_same_samples_by_any_batch_size(together, tmp_path, monkeypatch):
+    policy = ActorRolloutRefConfig(
+        rollout=RolloutConfig(val_kwargs=ValKwargsConfig(n=2, do_sample=True, temperature=1))
+    )
+    config = PPOConfig(data=DataConfig(train_batch_size=1, val_batch_size=together), actor_rollout_ref=policy)
+    trainer = Trainer(config, None, None, Held(), None, Held(), None, tmp_path, Progress(4), None)
+    seeds = []
+
+    def generate(prompts, count, purpose, step, first):
+        seeds.extend(spread(prompts, count, 1, purpose, step, first)["seed"].tolist())
+        batch = prompts.rows([row for row in range(len(prompts)) for _ in range(count)])
+        masks = {name: torch.ones(len(batch), 2, dtype=torch.bool) for name in ("attention_mask", "response_mask")}
+        return batch.with_(input_ids=batch["prompt_ids"].expand(-1, 2), **masks).drop("prompt_ids", "prompt_mask")
+
+    monkeypatch.setattr(trainer, "generate", generate)
+    monkeypatch.setattr(trainer, "score", lambda batch: Scores(torch.ones(len(batch)), {}))
+    trainer.validate()
+    assert seeds == [seed_for(1, "val", 0, prompt, sample) for prompt in range(3) for sample in range(2)]
 
 
 class Skipping:

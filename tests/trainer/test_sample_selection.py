@@ -97,6 +97,9 @@ def test_long_responses_lose_part_of_their_score():
     punished = sample_selection.with_scores(batch, scores, OverlongBufferConfig(enable=True, len=2, penalty_factor=0.5))
     assert punished["scores"].tolist() == [1.0, 1.0, 0.75, 0.5]
     assert scores.scores.tolist() == [1.0] * 4, "the reward functions' own verdict stays"
+    second_is_a_tools = batch.with_(response_mask=batch["response_mask"] & (torch.arange(4) != 1))
+    again = sample_selection.with_scores(second_is_a_tools, scores, OverlongBufferConfig(True, 2, 0.5))
+    assert again["scores"].tolist() == [1.0, 1.0, 0.75, 0.5], "a conversation ends at the same number of tokens"
 
 
 def test_recorded_experts_are_widened_with_the_prompts():

@@ -126,6 +126,16 @@ class Relabelled(PromptDataset):
 """
 
 
+def test_a_template_that_writes_the_date_is_told_of(config):
+    prepared = prepare(config())
+    template = "{{ strftime_now('%d %b %Y') }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    prepared.tokenizer.chat_template = template
+    (said,) = prepared.tokenizer.apply_chat_template([[{"role": "user", "content": "x"}]], tokenize=False)
+    assert said[-5:-1].isdigit(), "the year"
+    (notice,) = prepared.notices(config())
+    assert "the present date" in notice and "fixed date" in notice
+
+
 def test_a_class_of_the_users_own_may_make_its_own_data_sources(config, rows, tmp_path):
     (tmp_path / "mine.py").write_text(OWN_SOURCES)
     own = (f"data.custom_cls.path={tmp_path}/mine.py", "data.custom_cls.name=Relabelled")

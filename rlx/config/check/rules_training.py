@@ -13,10 +13,12 @@ from rlx.config.schema.roles import (
     has_critic,
     has_environment,
     is_tiny,
+    may_save,
     sharded_roles,
     trained_roles,
     validates,
 )
+from rlx.config.schema.tree import as_text
 
 PROCESSES = "trainer.n_gpus_per_node"
 MICRO_KEYS = (
@@ -309,7 +311,24 @@ def fsdp1_can_do_it(s: CheckContext) -> Faults:
             yield s.fault("FSDP1 cannot replicate these sharding groups", expected, either, *keys)
 
 
-# Resuming
+# Checkpoints and resuming
+
+
+def checkpoints_hold_weights(s: CheckContext) -> Faults:
+    """A checkpoint holds the weights, in one of two forms; without them it serves for nothing."""
+    for role in trained_roles(s.config) if may_save(s.config) else ():
+        key = f"{role.key}.checkpoint.save_contents"
+        if not {"model", "hf_model"} & set(s.value(key)):
+            expected = "model, from which a run can be resumed, or hf_model, a folder for from_pretrained"
+            yield s.fault("checkpoints would have no weights", expected, f"set {key}=[model,optimizer,extra]", key)
+
+
+def checkpoint_warnings(s: CheckContext) -> Iterator[str]:
+    """Warn of checkpoints from which no run goes on."""
+    for role in trained_roles(s.config) if may_save(s.config) else ():
+        key = f"{role.key}.checkpoint.save_contents"
+        if "model" not in (contents := s.value(key)) and "hf_model" in contents:
+            yield f"{key}={as_text(contents)} has no model: no run can be resumed from these checkpoints"
 
 
 def resume_path_is_given(s: CheckContext) -> Faults:
@@ -344,6 +363,7 @@ TRAINING_RULES = (
     sharding_group_divides_processes,
     one_way_to_the_host,
     fsdp1_can_do_it,
+    checkpoints_hold_weights,
     resume_path_is_given,
     own_rewards_fit_the_validation,
     validation_has_a_model,

@@ -15,8 +15,8 @@ from rlx.config.schema.roles import (
     has_reference,
     has_reference_model,
     is_tiny,
+    may_save,
     only_environment_scores,
-    saves,
     validates,
 )
 from rlx.config.schema.tree import as_text
@@ -235,7 +235,7 @@ UNUSED_KEYS = (
     ),
     _row(
         "neither trainer.save_freq nor trainer.save_every_minutes is set: nothing is saved",
-        lambda s: not saves(s.config),
+        lambda s: not may_save(s.config),
         *("trainer.max_actor_ckpt_to_keep", "trainer.max_critic_ckpt_to_keep", "*.checkpoint.*"),
     ),
     _row(

@@ -11,7 +11,13 @@ from rlx.config.check.rules_memory import memory_suffices, memory_warnings
 from rlx.config.check.rules_offload import OFFLOAD_RULES, disk_warnings, offload_warnings
 from rlx.config.check.rules_reward import REWARD_RULES
 from rlx.config.check.rules_rollout import ROLLOUT_RULES, rollout_warnings
-from rlx.config.check.rules_training import TRAINING_RULES, context_warnings, moment_warnings, validation_warnings
+from rlx.config.check.rules_training import (
+    TRAINING_RULES,
+    checkpoint_warnings,
+    context_warnings,
+    moment_warnings,
+    validation_warnings,
+)
 from rlx.config.check.unused_keys import unused_keys
 from rlx.config.compose.command_line import Composed
 from rlx.config.faults import Fault
@@ -56,6 +62,7 @@ def _warnings(s: CheckContext, broken: frozenset[str], repeated: Mapping[str, st
     yield from rollout_warnings(s)
     yield from context_warnings(s)
     yield from moment_warnings(s)
+    yield from checkpoint_warnings(s)
     yield from validation_warnings(s)
     if not s.config.actor_rollout_ref.rollout.calculate_log_probs:
         yield "the sampler's mismatch with the trainer is not measured: actor_rollout_ref.rollout.calculate_log_probs=False"

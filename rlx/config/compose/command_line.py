@@ -30,6 +30,7 @@ from rlx.config.secrets import override_without_secrets, without_secrets
 CONFIG_NAME = "ppo"
 DEFAULT_GROUPS = {"experiment": "arithmetic"}
 MODEL_KEY = "actor_rollout_ref.model.path"
+LOW_HIGH = re.compile(r"(?<![\w.'\"])[\d.]+(?:e[+-]?\d+)?_[\d.]+(?:e[+-]?\d+)?(?![\w'\"])", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -179,7 +180,7 @@ def _pieces_after(text: str, rest: Sequence[str]) -> int:
 def _parse(text: str, faults: list[Fault]) -> Override | None:
     """Return one override as Hydra reads it. If it is invalid or of a kind that one run cannot use, add a fault; return None."""
     try:
-        parsed = OverridesParser.create().parse_override(text)
+        parsed = OverridesParser.create().parse_override(_with_quoted_bounds(text))
     except HydraException as error:
         key, equals, _ = text.partition("=")
         remedy = f"quote a value that holds special characters: \"{key}='...'\"" if equals else "write key=value"
@@ -208,6 +209,13 @@ def _parse(text: str, faults: list[Fault]) -> Override | None:
     else:
         return parsed
     return None
+
+
+def _with_quoted_bounds(text: str) -> str:
+    """Return an override of bounds with each low_high in quotes, because Hydra drops underscores from numbers: 1_5 would be 15."""
+    key, equals, value = text.partition("=")
+    leaf = LEAVES.get(key.lstrip("+"))
+    return text if leaf is None or not leaf.info.bounds else key + equals + LOW_HIGH.sub(r"'\g<0>'", value)
 
 
 def _choose(override: Override, faults: list[Fault]) -> dict[str, str | None]:

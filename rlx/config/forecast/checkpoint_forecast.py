@@ -9,7 +9,7 @@ from rlx.config.forecast.memory_forecast import MemoryForecast
 from rlx.config.forecast.role_memory import RoleMemory, role_memories
 from rlx.config.machine import processes
 from rlx.config.schema import CheckpointConfig, PPOConfig
-from rlx.config.schema.roles import has_critic, saves
+from rlx.config.schema.roles import has_critic, may_save, saves
 
 NOT_SAVED = "no checkpoint will be written; trainer.save_freq=20 writes one every 20 steps and after the last"
 
@@ -26,7 +26,7 @@ class RoleCheckpoint(NamedTuple):
 def role_checkpoints(forecast: MemoryForecast) -> dict[str, RoleCheckpoint]:
     """Return the checkpoints of the trained roles whose models are known; none if the run saves nothing."""
     config, trainer = forecast.config, forecast.config.trainer
-    if not saves(config) and not trainer.save_on_sigterm_s:
+    if not may_save(config):
         return {}
     actor = config.actor_rollout_ref.actor
     settings = {"actor": (actor.checkpoint, trainer.max_actor_ckpt_to_keep)}

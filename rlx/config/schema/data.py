@@ -36,8 +36,8 @@ class DataConfig:
 
     train_files: tuple[str, ...] = key((ARITHMETIC,), "Parquet or JSONL files (verl rows or GSM8K's own).")
     val_files: tuple[str, ...] = key((ARITHMETIC,), "The same, for validation.")
-    train_max_samples: int = key(-1, "Most training rows to use; -1: all.", minimum=-1)
-    val_max_samples: int = key(-1, "Most validation rows to use; -1: all.", minimum=-1)
+    train_max_samples: int = key(-1, "Use at most so many training rows, the first ones; -1: all.", minimum=-1)
+    val_max_samples: int = key(-1, "The same of validation rows; -1: all.", minimum=-1)
     prompt_key: str = key("prompt", "Column with the chat messages (list of {role, content}) or plain text.")
     reward_fn_key: str = key("data_source", "Column that tells which reward function scores the row.")
     answer_key: str | None = key(

@@ -250,3 +250,8 @@ def validates(config: PPOConfig) -> bool:
 def saves(config: PPOConfig) -> bool:
     """Whether training writes checkpoints at regular times."""
     return config.trainer.save_freq > 0 or config.trainer.save_every_minutes is not None
+
+
+def may_save(config: PPOConfig) -> bool:
+    """Whether training may write a checkpoint, if only when it is told to end."""
+    return saves(config) or config.trainer.save_on_sigterm_s > 0

@@ -195,6 +195,7 @@ CASES = [
     ),
     ("trainer.save_freq=2 trainer.max_critic_ckpt_to_keep=1", ["trainer.max_critic_ckpt_to_keep"]),
     ("trainer.save_every_minutes=9 trainer.max_actor_ckpt_to_keep=1", []),
+    (f"trainer.save_on_sigterm_s=9 {ACTOR}.checkpoint.save_contents=[model]", []),
     (
         f"trainer.test_freq=-1 trainer.val_before_train=False trainer.log_val_generations=2 data.val_batch_size=8 "
         f"{ROLLOUT}.val_kwargs.do_sample=True {ROLLOUT}.val_kwargs.temperature=1",

@@ -419,6 +419,13 @@ CASES = [
         ["there are adapters to start from, but no rank"],
         f"set {MODEL}.lora_rank",
     ),
+    # checkpoints
+    (
+        "checkpoints_hold_weights",
+        f"trainer.save_freq=2 {ACTOR}.checkpoint.save_contents=[optimizer,extra]",
+        ["checkpoints would have no weights"],
+        f"set {ACTOR}.checkpoint.save_contents=[model,optimizer,extra]",
+    ),
     # the sampler's mismatch
     (
         "each_test_has_bounds",
@@ -446,9 +453,9 @@ CASES = [
     ),
     (
         "bounds_suit_the_test",
-        f"{CORRECTION}.rollout_is=token {CORRECTION}.rollout_is_threshold=0.5_5",
+        f"{CORRECTION}.rollout_is=token {CORRECTION}.rollout_is_threshold=0.5",
         ["bounds of a ratio exclude 1"],
-        "decimal points",
+        "rollout_is_threshold=0.5_2.0",
     ),
     (
         "bypass_leaves_nothing_to_correct",
@@ -852,6 +859,14 @@ def test_flash_attention_needs_a_gpu_where_its_package_is(verdict):
 def test_a_critic_on_the_actors_path_gets_no_fault_of_its_own(verdict):
     (fault,) = verdict([GAE, f"{MODEL}.attn_implementation=flash_attention_2"]).faults
     assert fault.keys == (f"{MODEL}.attn_implementation",)
+
+
+def test_checkpoints_for_export_alone_are_warned_of(verdict):
+    saved = f"{ACTOR}.checkpoint.save_contents=[hf_model]"
+    found = verdict(["trainer.save_freq=2", saved])
+    (warning,) = (each for each in found.warnings if "resumed" in each)
+    assert found.faults == () and warning.startswith(f"{saved} has no model")
+    assert not [each for each in verdict(["trainer.save_freq=2"]).warnings if "resumed" in each]
 
 
 @pytest.mark.parametrize(("beta", "is_warned"), [(0.999, True), (0.997, True), (0.996, False), (0.95, False)])

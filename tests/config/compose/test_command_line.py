@@ -77,6 +77,24 @@ def test_plus_signs_change_nothing(plus: str):
     assert compose([f"{plus}trainer.seed=3"]).config.trainer.seed == 3
 
 
+@pytest.mark.parametrize(
+    ("key", "given", "read"),
+    [
+        ("rollout_is_threshold", "0.5_5", "0.5_5"),
+        ("rollout_is_threshold", "1_5", "1_5"),
+        ("rollout_is_threshold", "'1_5'", "1_5"),
+        ("rollout_is_threshold", "1e-4_5", "1e-4_5"),
+        ("rollout_is_threshold", "2", "2.0"),
+        ("rollout_rs_threshold", "[1.0_2, 0.1]", ("1.0_2", "0.1")),
+        ("rollout_rs_threshold", '[0.5_2,"1_3"]', ("0.5_2", "1_3")),
+        ("rollout_rs_threshold", "'0.5_2,1_3'", ("0.5_2", "1_3")),
+    ],
+)
+def test_an_underscore_parts_two_bounds(key: str, given: str, read: object):
+    composed = compose([f"+algorithm.rollout_correction.{key}={given}"])
+    assert getattr(composed.config.algorithm.rollout_correction, key) == read
+
+
 def test_mappings_set_the_keys_they_name():
     composed = compose(["data={seed: 3, arithmetic: {difficulty: 2}}"])
     assert composed.set_keys == {"data.seed", "data.arithmetic.difficulty"}
