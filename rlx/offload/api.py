@@ -261,8 +261,8 @@ def enable_activation_offloading(
 
     Raises:
         TypeError: if `model` is no module, such as a trainer, or `options` no OffloadOptions.
-        ValueError: if no layer is found, or one is compiled by torch.jit or lazy and without shapes yet, if the options
-            contradict `enable_ckpt`, or if the model is already enabled with other options or layers.
+        ValueError: if no layer is found, or one is compiled by torch.jit, lazy and without shapes yet, or has an RReLU, if the
+            options contradict `enable_ckpt`, or if the model is already enabled with other options or layers.
         DiskError: if the disk tier is asked for and its directory cannot be used.
     """
     if not isinstance(model, nn.Module):
@@ -303,6 +303,11 @@ def _check_layer(name: str, module: nn.Module, recomputes: bool) -> None:
         raise ValueError(
             f"layer {name} has parameters or buffers that get their shapes in its first forward (lazy modules); run one batch "
             "through the model, then enable activation offloading"
+        )
+    if any(isinstance(part, nn.RReLU) for part in module.modules()):
+        raise ValueError(
+            f"layer {name} has an RReLU, whose noise torch saves for backward before it is drawn, so that its gradients would be "
+            "wrong; take another activation, or leave the layer out of layers="
         )
     if recomputes and isinstance(module, torch.jit.ScriptModule):
         raise ValueError(

@@ -5,9 +5,12 @@ import gc
 import sys
 import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+
+from rlx.offload.recompute.saved_slots import SavedSlots
 
 
 class Interrupt(Exception):
@@ -76,6 +79,21 @@ def test_an_exception_in_forward(enable, toys, mode, place):
     hook.remove()
     assert handle.stats().held_bytes == 0
     expected.assert_equal(toys.grade(model, toys.read))
+
+
+def test_an_interruption_at_a_layers_end(enable, monkeypatch, toys, mode):
+    """Ctrl-C may come anywhere. Other threads, such as that of a device's backward, may draw random numbers after it."""
+    model = toys.decoder(dropout=0.1)
+    expected = toys.grade(copy.deepcopy(model), toys.read)
+    enable(model, **mode)
+    release = SavedSlots.release_forward
+    with monkeypatch.context() as patch:
+        if mode["save"] != "all":
+            patch.setattr(SavedSlots, "release_forward", lambda slots: (patch.undo(), release(slots), raises()))
+            with pytest.raises(Interrupt):
+                toys.read(model)
+    with ThreadPoolExecutor(1) as pool:
+        expected.assert_equal(pool.submit(toys.grade, model, toys.read).result())
 
 
 @pytest.mark.parametrize("place", ["norm", "q", "o", "mlp.up"])

@@ -104,6 +104,20 @@ def test_autocast_of_a_leaf_that_is_a_layers_input(enable, toys, saving, cache):
     assert all(map(torch.equal, got, expected))
 
 
+def test_another_default_dtype_in_backward(compare, toys, saving):
+    def step(model):
+        loss = toys.step(model)
+        torch.set_default_dtype(torch.float64)
+        try:
+            loss.backward()
+            assert torch.get_default_dtype() == torch.float64
+        finally:
+            torch.set_default_dtype(torch.float32)
+        return loss.detach()
+
+    compare(toys.of(lambda m, x: x + torch.tanh(m.lin(x * torch.linspace(0.1, 1, 8)))), step, **saving)
+
+
 def test_backward_inside_autocast(compare, toys, saving):
     def step(model):
         with torch.autocast("cpu", dtype=torch.bfloat16):

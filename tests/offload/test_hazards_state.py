@@ -126,7 +126,27 @@ def counted(m, x):
     return m.block(x) * m.calls
 
 
+def own_generator(m):
+    m.generator = torch.Generator().manual_seed(3)
+
+
+def draws_from_its_own(m, x):
+    return m.block(x * torch.rand(x.shape, generator=m.generator))
+
+
+def last_result(m):
+    m.register_buffer("result", torch.ones(8, 8))
+
+
+def keeps_a_result_with_its_graph(m, x):
+    y = m.block(x * m.result.detach().mean())
+    m.result = m.block.up.weight[:8] * y.detach().sum()
+    return x + y @ m.result
+
+
 LAYERS = {
+    "a generator of its own": (draws_from_its_own, own_generator),
+    "a buffer with a graph": (keeps_a_result_with_its_graph, last_result),
     "a buffer that is None at first": (fills_its_buffer, mean_is_none),
     "an attribute that is None at first": (fills_its_buffer, no_mean),
     "a buffer that forward registers": (registers_a_buffer, lambda m: None),
@@ -421,6 +441,14 @@ def test_layers_in_torchscript(enable, toys, make):
     with pytest.raises(ValueError, match=r"layer layers.0 is compiled by torch.jit"):
         enable(model, True)
     toys.grade(model, toys.step)
+
+
+def test_a_noise_that_is_saved_before_it_is_drawn_is_refused(enable, toys, stack, saving):
+    def prepare(m):
+        m.noisy = nn.RReLU()
+
+    with pytest.raises(ValueError, match=r"layers\.0 has an RReLU"):
+        enable(stack(lambda m, x: m.noisy(m.block(x)), prepare), **saving)
 
 
 def test_lazy_layers_are_refused_before_their_first_batch(enable, toys, saving):

@@ -1,4 +1,4 @@
-"""The state around a layer's forward: random generators, autocast, default device, allowed attention kernels.
+"""The state around a layer's forward: random generators, autocast, default dtype and device, allowed attention kernels.
 
 A recomputation must see the same state, but runs on autograd's threads, outside of the context managers around forward.
 """
@@ -43,41 +43,43 @@ _cuda: Any = torch.backends.cuda
 _flash, _mem_efficient = _cuda.flash_sdp_enabled, _cuda.mem_efficient_sdp_enabled
 _cudnn, _math = _cuda.cudnn_sdp_enabled, _cuda.math_sdp_enabled
 _is_autocast, _autocast_dtype = torch.is_autocast_enabled, torch.get_autocast_dtype
+_default_dtype = torch.get_default_dtype
 
 
 class _Sections:
     """Sections of code whose random numbers must be repeatable: forwards, and recomputations of layers that drew numbers.
 
     A device has one generator for all threads. If two threads draw at once, their numbers interleave and cannot be repeated.
-    So each section notes whether another thread ran a section meanwhile.
+    So each section notes whether another thread ran a section meanwhile. Sections go by their owner, and ending one twice does
+    no harm: Ctrl-C may interrupt the end, and a section that stays open would refuse random numbers on all other threads.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._running: dict[int, int] = {}  # number of open sections, by thread
+        self._running: dict[int, set[object]] = {}  # owners of open sections, by thread
         self._last_thread = 0  # the thread that began the last section
         self._switches = 0  # how often another thread than the last one began a section
         self._sets = 0  # how often a generator's state was set; after setting it back, it looks as if nothing was drawn
 
-    def begin(self) -> tuple[bool, int, int]:
-        """Begin a section; return the argument of `end`."""
+    def begin(self, owner: object) -> tuple[bool, int, int]:
+        """Begin a section; return an argument of `end`."""
         thread, running = threading.get_ident(), self._running
         with self._lock:
             if thread != self._last_thread:
                 self._last_thread = thread
                 self._switches += 1
-            mine = running.get(thread, 0)
-            running[thread] = mine + 1
+            running.setdefault(thread, set()).add(owner)
             return len(running) == 1, self._switches, self._sets
 
-    def end(self, begun: tuple[bool, int, int]) -> tuple[bool, bool]:
+    def end(self, owner: object, begun: tuple[bool, int, int]) -> tuple[bool, bool]:
         """End a section; return whether no other thread ran one meanwhile, and whether no state was set meanwhile."""
         was_alone, switches, sets = begun
         thread, running = threading.get_ident(), self._running
         with self._lock:
-            running[thread] -= 1
-            if not running[thread]:
-                del running[thread]
+            mine = running.get(thread, set())
+            mine.discard(owner)
+            if not mine:
+                running.pop(thread, None)
             return was_alone and self._switches == switches, self._sets == sets
 
     def is_another_thread_inside(self) -> bool:
@@ -94,10 +96,15 @@ class _Sections:
 
 
 _sections = _Sections()
+_NOT_BEGUN = (False, 0, 0)
 
 
 class AmbientState:
     """The state at the start of a layer's forward: the CPU's, and that of accelerators."""
+
+    _section = _NOT_BEGUN
+    _random: RandomState = ()
+    _is_drawn = True
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
         self._devices = tuple(devices)
@@ -105,24 +112,22 @@ class AmbientState:
         if self._devices:
             self._kinds = tuple({device.type for device in self._devices if has_autocast(device.type)})
         self._surroundings = _surroundings(self._kinds)
-        self._is_drawn = True
-        self._section = _sections.begin()
-        try:
-            self._random = self.random_state()
-        except BaseException:
-            _sections.end(self._section)
-            raise
+
+    def begin_forward(self) -> None:
+        """Forward begins. `end_forward` or `leave_forward` must follow."""
+        self._section = _sections.begin(self)
+        self._random = self.random_state()
 
     def leave_forward(self) -> None:
-        """An exception has ended forward."""
-        _sections.end(self._section)
+        """An exception has ended forward, or interrupted its beginning or `end_forward`."""
+        _sections.end(self, self._section)
 
     def end_forward(self) -> None:
         """Forward has ended. Note whether it drew random numbers; RuntimeError if so while another thread ran a section."""
         try:
             is_same = self._random == self.random_state()
         finally:
-            is_alone, is_unset = _sections.end(self._section)
+            is_alone, is_unset = _sections.end(self, self._section)
         self._is_drawn = not (is_same and (is_alone or is_unset))
         if self._is_drawn and not is_alone:
             raise RuntimeError(_SEVERAL_THREADS)
@@ -143,14 +148,17 @@ class AmbientState:
 
     @contextlib.contextmanager
     def _restored(self, redraws: bool) -> Iterator[None]:
-        device, kernels, cache_enabled, *autocasts = self._surroundings
-        device_now, kernels_now, cache_enabled_now, *autocasts_now = _surroundings(self._kinds)
+        dtype, device, kernels, cache_enabled, *autocasts = self._surroundings
+        dtype_now, device_now, kernels_now, cache_enabled_now, *autocasts_now = _surroundings(self._kinds)
         with contextlib.ExitStack() as stack:
             for i, kind in enumerate(("cpu", *self._kinds)):
-                (enabled, dtype), now = autocasts[i], autocasts_now[i]
-                differs = (enabled, dtype, cache_enabled) != (*now, cache_enabled_now)
+                (enabled, cast_to), now = autocasts[i], autocasts_now[i]
+                differs = (enabled, cast_to, cache_enabled) != (*now, cache_enabled_now)
                 if differs and (enabled or now[0]):
-                    stack.enter_context(torch.autocast(kind, dtype, enabled=enabled, cache_enabled=cache_enabled))
+                    stack.enter_context(torch.autocast(kind, cast_to, enabled=enabled, cache_enabled=cache_enabled))
+            if dtype != dtype_now:
+                stack.callback(torch.set_default_dtype, dtype_now)
+                torch.set_default_dtype(dtype)
             if device != device_now:
                 stack.enter_context(device)
             if kernels != kernels_now:
@@ -162,8 +170,9 @@ class AmbientState:
 
     @contextlib.contextmanager
     def _redrawing(self) -> Iterator[None]:
-        section = _sections.begin()
+        owner, section = object(), _NOT_BEGUN
         try:
+            section = _sections.begin(owner)
             before = self.random_state()
             self._set_random_state(self._random)
             try:
@@ -171,7 +180,7 @@ class AmbientState:
             finally:
                 self._set_random_state(before)
         finally:
-            is_alone, _ = _sections.end(section)
+            is_alone, _ = _sections.end(owner, section)
         if self._is_drawn and not is_alone:
             raise RuntimeError(_SEVERAL_THREADS)
 
@@ -202,8 +211,9 @@ class AmbientState:
 
 
 def _surroundings(kinds: tuple[str, ...]) -> tuple[Any, ...]:
-    """Return default device, attention kernels, autocast's cache, then autocast's state on the CPU and on other devices."""
+    """Return default dtype and device, attention kernels, autocast's cache, then its state on the CPU and on other devices."""
     return (
+        _default_dtype(),
         # Only a mode changes the default device, per thread. An empty tensor is 5 times as fast as torch.get_default_device.
         torch.empty(0).device if has_torch_function(_ANYTHING) else _CPU,
         (_flash(), _mem_efficient(), _cudnn(), _math()),

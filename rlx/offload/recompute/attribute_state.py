@@ -4,10 +4,10 @@ A recomputation sees the same, and leaves no trace: afterwards each object holds
 
 Note [attributes]
 A forward also reads plain attributes: `layer.mask = mask`, set by the model before each forward, or `weight`, which the
-hook of a spectral normalisation sets. Tensors and simple values (numbers, strings, None) are noted. Lists and objects in
-attributes of modules are not: they may hold a graph, which holds the layer's call. For the same reason a tensor with a
-gradient is noted as an alias without its graph. A large one that forward itself replaces is dropped when forward has ended:
-mostly it is the last result, kept for a look at it, and would take memory.
+hook of a spectral normalisation sets. Tensors, simple values (numbers, strings, None) and the states of random generators are
+noted. Lists and other objects in attributes of modules are not: they may hold a graph, which holds the layer's call. For the
+same reason a tensor with a gradient is noted as an alias without its graph. A large one that forward itself replaces is dropped
+when forward has ended: mostly it is the last result, kept for a look at it, and would take memory.
 """
 
 from __future__ import annotations
@@ -15,21 +15,23 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from functools import partial
 from itertools import islice
 from operator import is_
-from types import ModuleType
+from types import MemberDescriptorType, ModuleType
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from rlx.offload.recompute.stash import StashedTensor
+from rlx.offload.runtime.pytree import sort_leaves, tensors_in
 from rlx.offload.storage.regions import is_parameter, size_bytes
 
 SMALL_BYTES = 1 << 20
-_NOTED = frozenset({Tensor, type(None), bool, int, float, str})
+_BY_VALUE = frozenset({Tensor, torch.Generator})  # what they hold is noted
+_NOTED = _BY_VALUE | {type(None), bool, int, float, str}
 # Names that torch gives each module, before all others; none of them is noted, so that most modules take no time.
 _OF_TORCH = list(vars(nn.Module()))
 # Modules whose forward reads no simple attributes, or that have no forward.
@@ -83,7 +85,7 @@ class _Copied(NamedTuple):
 
 
 class _Kept(NamedTuple):
-    """A buffer that is large, has a gradient (from `functional_call`), or has no strided layout."""
+    """A buffer that is large or has no strided layout."""
 
     tensor: Tensor
     version: int
@@ -93,8 +95,21 @@ class _Kept(NamedTuple):
         place[name] = self.tensor
 
 
+class _Drawing(NamedTuple):
+    """A random generator of the layer's own, and its state."""
+
+    generator: torch.Generator
+    state: Tensor
+
+    def restore(self, place: dict[str, Any], name: str, undo: list[Callable[[], Any]]) -> None:
+        """Put the generator in place, in the state that it had."""
+        undo.append(partial(self.generator.set_state, self.generator.get_state()))
+        self.generator.set_state(self.state)
+        place[name] = self.generator
+
+
 class _Aliased(NamedTuple):
-    """An attribute that is large or has a gradient."""
+    """An attribute that is large or has a gradient, or a small buffer with one."""
 
     tensor: weakref.ref[Tensor]
     alias: StashedTensor
@@ -110,7 +125,7 @@ class _Aliased(NamedTuple):
             place[name] = self.alias.tensor()
 
 
-_RESTORED = (_Copied, _Kept, _Aliased)
+_RESTORED = (_Copied, _Kept, _Aliased, _Drawing)
 
 
 class ModuleAttributes:
@@ -205,70 +220,113 @@ class ModuleAttributes:
 
 
 class ArgumentObjects:
-    """Arguments of a layer that are neither tensors nor numbers: modules, and objects of the user's own classes.
+    """Arguments of a layer that are neither tensors nor numbers: modules, random generators, and objects of the user's own classes.
 
     A layer may replace the tensors in an object: `state.x = y`. So their attributes count as inputs, with the tensors in
-    lists, tuples and dicts among them, and so do the elements of a deque.
+    containers among them, and so do the elements of a deque or set. The same holds for the objects in these attributes:
+    `state.layers[0].x = y`. Objects further inside are not looked at.
     """
 
     def __init__(self, leaves: Iterable[Any]) -> None:
-        unique = {id(leaf): leaf for leaf in leaves}.values()
-        given = (leaf for leaf in unique if isinstance(leaf, nn.Module))
+        unique = {id(leaf): leaf for leaf in leaves}
+        given = (leaf for leaf in unique.values() if isinstance(leaf, nn.Module))
         self.modules = list({id(module): module for leaf in given for module in leaf.modules()}.values())
-        self._objects = [leaf for leaf in unique if _is_object(leaf)]
+        self._generators = [_attribute(leaf) for leaf in unique.values() if isinstance(leaf, torch.Generator)]
+        outer = [place for leaf in unique.values() for place in _places(leaf)]
+        found: list[Any] = []
+        for place in outer:
+            sort_leaves(place.values() if isinstance(place, MutableMapping) else tuple(place), [], found)
+        inner = {id(leaf): leaf for leaf in found if id(leaf) not in unique}
+        self._places = outer + [place for leaf in inner.values() for place in _places(leaf)]
 
     def contents(self) -> list[Any]:
         """Return what the objects hold."""
         return [
-            list(held)
-            if isinstance(held, deque)
-            else {
-                name: value for name, value in vars(held).items() if _may_hold_tensors(value) or type(value) in _NOTED
-            }
-            for held in self._objects
+            {name: value for name, value in place.items() if _is_content(value)}
+            if isinstance(place, MutableMapping)
+            else list(place)
+            for place in self._places
         ]
 
     @contextlib.contextmanager
     def restored(self, contents: list[Any]) -> Iterator[None]:
         """Enclose a recomputation: the objects hold what `contents` returned."""
-        before: list[Any] = [list(held) if isinstance(held, deque) else dict(vars(held)) for held in self._objects]
+        before: list[Any] = [
+            dict(place) if isinstance(place, MutableMapping) else list(place) for place in self._places
+        ]
+        undo: list[Callable[[], Any]] = []
         try:
-            for held, was, noted in zip(self._objects, before, contents, strict=True):
-                if isinstance(held, deque):
-                    _fill(held, noted)
+            for generator in self._generators:
+                generator.restore({}, "", undo)
+            for place, was, noted in zip(self._places, before, contents, strict=True):
+                if isinstance(place, MutableMapping):
+                    _restore(place, was, noted, undo)
                 else:
-                    _restore(vars(held), was, noted, [])
+                    _fill(place, noted)
             yield
         finally:
-            for held, was in zip(self._objects, before, strict=True):
-                _fill(held if isinstance(held, deque) else vars(held), was)
+            for place, was in zip(self._places, before, strict=True):
+                _fill(place, was)
+            for function in undo:
+                function()
 
 
-def _is_object(leaf: Any) -> bool:
-    if isinstance(leaf, deque):
-        return True
-    return not isinstance(leaf, nn.Module | ModuleType | type) and type(getattr(leaf, "__dict__", None)) is dict
+class _Slots(MutableMapping[str, Any]):
+    """The attributes that an object keeps in slots, as `vars` returns others."""
+
+    def __init__(self, held: Any, names: list[str]) -> None:
+        self._held = held
+        self._names = names
+
+    def __getitem__(self, name: str) -> Any:
+        try:
+            return getattr(self._held, name)
+        except AttributeError:
+            raise KeyError(name) from None
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        object.__setattr__(self._held, name, value)
+
+    def __delitem__(self, name: str) -> None:
+        object.__delattr__(self._held, name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter([name for name in self._names if hasattr(self._held, name)])
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
 
 
-def _may_hold_tensors(value: Any) -> bool:
-    """Whether a value is an empty list, tuple or dict, or has a tensor in it."""
-    if type(value) not in (list, tuple, dict):
-        return False
-    items = value.values() if type(value) is dict else value
-    return not value or any(isinstance(item, Tensor) for item in items)
+def _places(leaf: Any) -> Iterator[Any]:
+    """Yield where an object keeps what it holds: itself if it is a deque or set, the dict of its attributes, its slots."""
+    if isinstance(leaf, deque | set):
+        yield leaf
+    if isinstance(leaf, nn.Module | ModuleType | type | Tensor):
+        return
+    if type(attributes := getattr(leaf, "__dict__", None)) is dict:
+        yield attributes
+    kinds = [vars(kind) for kind in type(leaf).__mro__ if "__slots__" in vars(kind)]
+    names = [name for kind in kinds for name, value in kind.items() if type(value) is MemberDescriptorType]
+    if names:
+        yield _Slots(leaf, names)
+
+
+def _is_content(value: Any) -> bool:
+    """Whether an attribute is noted: one of a simple type, a list, tuple, dict or deque, or what else has tensors in it."""
+    return type(value) in _NOTED or isinstance(value, list | tuple | dict | deque) or bool(tensors_in(value))
 
 
 def _fill(held: Any, content: Any) -> None:
-    """Let a list, deque or dict hold what it held before."""
+    """Let a list, deque, set or mapping hold what it held before."""
     held.clear()
-    if isinstance(held, dict):
-        held.update(content)
-    else:
+    if isinstance(held, list | deque):
         held.extend(content)
+    else:
+        held.update(content)
 
 
 def _restore(
-    place: dict[str, Any], before: dict[str, Any], noted: dict[str, Any], undo: list[Callable[[], Any]]
+    place: MutableMapping[str, Any], before: dict[str, Any], noted: dict[str, Any], undo: list[Callable[[], Any]]
 ) -> None:
     """Let a dict of attributes or buffers, which holds `before`, hold what was noted of it, and no other tensors."""
     for name, was in noted.items():
@@ -309,36 +367,43 @@ def _is_sharded(value: Any) -> bool:
 
 
 def _is_small(tensor: Tensor) -> bool:
-    is_strided = tensor.layout is torch.strided and not tensor.is_nested
-    return is_strided and not tensor.requires_grad and tensor.nbytes < SMALL_BYTES
+    return tensor.layout is torch.strided and not tensor.is_nested and tensor.nbytes < SMALL_BYTES
 
 
 def _attributes(place: dict[str, Any], start: int) -> dict[str, Any]:
     """Note the attributes of a module from number `start` on."""
     noted = {name: value for name, value in islice(place.items(), start, None) if type(value) in _NOTED}
-    if Tensor in map(type, noted.values()):
-        return {
-            name: _attribute(value) if type(value) is Tensor else value
-            for name, value in noted.items()
-            if not _is_sharded(value)
-        }
-    return noted
+    if _BY_VALUE.isdisjoint(map(type, noted.values())):
+        return noted
+    return {
+        name: _attribute(value) if type(value) in _BY_VALUE else value
+        for name, value in noted.items()
+        if not _is_sharded(value)
+    }
 
 
 def _buffers(place: dict[str, Any]) -> dict[str, Any]:
     return {name: _buffer(tensor) for name, tensor in place.items()}
 
 
-def _buffer(tensor: Any) -> _Copied | _Kept | None:
+def _buffer(tensor: Any) -> _Copied | _Aliased | _Kept | None:
     if not isinstance(tensor, Tensor):
         return None
-    return _Copied(tensor, tensor.detach().clone()) if _is_small(tensor) else _Kept(tensor, _version_of(tensor))
+    if not _is_small(tensor):
+        return _Kept(tensor, _version_of(tensor))
+    return _Aliased(weakref.ref(tensor), StashedTensor(tensor, None)) if tensor.requires_grad else _copied(tensor)
 
 
-def _attribute(tensor: Tensor) -> _Copied | _Aliased:
-    if _is_small(tensor):
-        return _Copied(tensor, tensor.detach().clone())
-    return _Aliased(weakref.ref(tensor), StashedTensor(tensor, None))
+def _attribute(value: Any) -> _Copied | _Aliased | _Drawing:
+    if isinstance(value, torch.Generator):
+        return _Drawing(value, value.get_state())
+    if _is_small(value) and not value.requires_grad:
+        return _copied(value)
+    return _Aliased(weakref.ref(value), StashedTensor(value, None))
+
+
+def _copied(tensor: Tensor) -> _Copied:
+    return _Copied(tensor, tensor.detach().clone())
 
 
 def _can_be_written(tensor: Tensor, value: Tensor) -> bool:

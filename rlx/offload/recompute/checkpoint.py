@@ -120,6 +120,7 @@ class RecomputedCall(LayerCall):
         """
         forward, context = self._repeatable.forward, None
         try:
+            self._ambient.begin_forward()
             with self._hooks():
                 context = self._policy.begin_forward(self)
                 if context is None:
@@ -127,11 +128,11 @@ class RecomputedCall(LayerCall):
                 else:
                     with context:
                         outputs = forward(*args, **kwargs)
+            self._end_forward(context, outputs)
         except BaseException:
             self._slots.release_forward()
             self._ambient.leave_forward()
             raise
-        self._end_forward(context, outputs)
         return outputs
 
     def _hooks(self) -> saved_tensors_hooks:

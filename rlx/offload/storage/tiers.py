@@ -285,15 +285,18 @@ class DiskTier:
         if self._warning is not None:
             logger.warning(self._warning)
             self._warning = None
-        with self._lock:
-            self._held_bytes += nbytes
+        self._add_to_held(nbytes)
         return DiskAllocation(self, nbytes, extents)
 
     @property
     def held_bytes(self) -> int:
         """Bytes that are allocated now."""
+        return self._add_to_held(0)
+
+    def _add_to_held(self, nbytes: int) -> int:
         with self._lock:
-            while self.freed:
+            self._held_bytes += nbytes
+            while self.freed:  # at each allocation: a program may never ask for the statistics
                 self._held_bytes -= self.freed.popleft()
             return self._held_bytes
 

@@ -156,11 +156,12 @@ class TiledCall:
                 entry.data = torch.empty(0, dtype=entry.dtype, device=entry.device)  # the graph keeps the leaf alive
 
         try:
+            ambient.begin_forward()
             self._tiled.with_weights(leaves, run)
+            ambient.end_forward()
         except BaseException:
             ambient.leave_forward()
             raise
-        ambient.end_forward()
 
     def backward(self, gradient: Tensor, hidden: Tensor, weights: Sequence[Tensor]) -> list[Tensor | None]:
         """Return the gradients of the input and of the weights; None for tensors that want none."""

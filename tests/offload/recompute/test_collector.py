@@ -38,6 +38,7 @@ def streams(monkeypatch):
 
 def ambient():
     found = AmbientState(())
+    found.begin_forward()
     found.end_forward()
     return found
 

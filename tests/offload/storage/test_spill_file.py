@@ -160,6 +160,20 @@ def test_an_arena_that_others_fill_makes_room_beside_it_with_one_warning(compare
     assert caplog.text.count("host arena is full") == 1
 
 
+def test_nothing_grows_where_nobody_asks_for_statistics(enable, toys, tmp_path):
+    model = toys.stack()
+    handle = enable(model, False, tier="disk", directory=str(tmp_path))
+    for _ in range(5):
+        toys.step(model).backward()
+    (tier,) = (tier for tiers in handle.session._tiers.values() for tier in tiers)
+    toys.step(model)
+    freed = len(tier.freed)
+    for _ in range(5):
+        toys.step(model)
+    assert len(tier.freed) <= freed < 100
+    assert handle.stats().held_bytes == 0
+
+
 def test_two_models_share_a_file(enable, toys, tmp_path):
     models = [toys.wide(), toys.wide(blocks=3)]
     expected = [toys.grade(copy.deepcopy(model), toys.read_wide) for model in models]
