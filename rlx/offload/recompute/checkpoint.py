@@ -38,7 +38,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Parameter
 
 from rlx.offload.recompute.ambient_state import AmbientState, RandomState, accelerators_of
-from rlx.offload.recompute.attribute_state import ArgumentObjects
+from rlx.offload.recompute.argument_objects import ArgumentObjects
 from rlx.offload.recompute.collector import Collector, RecomputedLayer, RecomputeError, changed, not_the_same
 from rlx.offload.recompute.module_state import ModuleState, TensorSites
 from rlx.offload.recompute.policy import Around, RecomputePolicy
