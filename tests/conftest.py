@@ -6,6 +6,7 @@ Run as a script this file is the process that ranks are forked from: each joins 
 
 import ctypes
 import datetime
+import faulthandler
 import gc
 import importlib
 import importlib.metadata
@@ -330,6 +331,7 @@ def fork_ranks() -> None:
 
 def serve(requests: Connection) -> NoReturn:
     """One rank: answers requests (module, function, arguments) until they end."""
+    faulthandler.enable()  # a rank that crashes says where: its test sees only that the connection ended
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     requests.send(rank)
     listener = None

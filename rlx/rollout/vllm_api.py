@@ -1,4 +1,4 @@
-"""The one file that imports vLLM and knows how its versions differ.
+"""The one file that imports vLLM; with `vllm_end` it knows how its versions differ.
 
 Importing this module imports vLLM, with the settings that let it run in a process that trains.
 """
@@ -8,12 +8,9 @@ import copy
 import dataclasses
 import difflib
 import functools
-import gc
 import inspect
-import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -25,6 +22,7 @@ from rlx.rollout.block_hashes import ContinuedHashes
 from rlx.rollout.process_state import OwnRandomState, own_random_state, restored_process_state
 from rlx.rollout.protocol import Completion, EngineError, Request, Sampling
 from rlx.rollout.vllm_answers import completion_of
+from rlx.rollout.vllm_end import collect, end, remove_names
 from rlx.rollout.vllm_log import hush
 from rlx.rollout.vllm_shared_memory import shared_memory
 from rlx.rollout.vllm_weights import (
@@ -34,7 +32,6 @@ from rlx.rollout.vllm_weights import (
     probe,
     reload,
     rounded_parameters,
-    tensors_of,
 )
 
 _version = supported_vllm()
@@ -47,7 +44,7 @@ os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
 with restored_process_state():
     from vllm import LLM, ModelRegistry, SamplingParams
-    from vllm.distributed import destroy_model_parallel, get_tp_group
+    from vllm.distributed import get_tp_group
     from vllm.engine.arg_utils import EngineArgs
     from vllm.inputs import TokensPrompt, tokens_input
     from vllm.lora.lora_model import LoRAModel
@@ -55,7 +52,6 @@ with restored_process_state():
     from vllm.lora.utils import parse_fine_tuned_lora_name
     from vllm.sampling_params import RequestOutputKind
 
-logger = logging.getLogger(__name__)
 _ADAPTER_OPTIONS = inspect.signature(LoRAModel.from_lora_tensors).parameters
 hush()
 
@@ -117,7 +113,7 @@ class VLLMEngine:
                     "or set actor_rollout_ref.rollout.name=hf"
                 ) from error
             if options["tensor_parallel_size"] > 1:
-                _remove_names(get_tp_group().mq_broadcaster)
+                remove_names(get_tp_group().mq_broadcaster)
         # Newer versions destroy the default process group, which is the trainer's, together with the engine.
         finalizer = getattr(self._client, "_finalizer", None)
         if finalizer is not None:
@@ -288,27 +284,12 @@ class VLLMEngine:
             core, self._llm = self._client.engine_core, None
             # vLLM's outer objects hold the model and must go first: when the engine ends, so does the allocator that frees
             # the model's memory.
-            _collect()
-            _end(core)
+            collect()
+            end(core)
             del core
-        _collect()
+        collect()
         if torch.accelerator.is_available():
             torch.accelerator.empty_cache()
-
-
-def _remove_names(queue: Any) -> None:
-    """Remove the files of a queue that all processes of a group have opened: the workers end by SIGKILL, which would leave them.
-
-    Its writer has 25 MB in /dev/shm and two sockets. What the processes have opened stays until they end.
-    """
-    if queue is None or not queue._is_writer or queue.buffer is None:
-        return
-    queue.buffer.shared_memory.unlink()
-    queue.buffer.is_creator = False  # else it would unlink the name again when it is closed
-    for name in ("local_subscribe_addr", "local_notify_addr"):
-        address = getattr(queue.handle, name, None)  # not every version has both
-        if address is not None:
-            Path(address.removeprefix("ipc://")).unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
@@ -365,43 +346,6 @@ def _failing() -> Iterator[None]:
         yield
     except Exception as error:
         raise EngineError(f"vLLM failed while generating: {type(error).__name__}: {error}") from error
-
-
-def _end(core: Any) -> None:
-    """End the parts of an engine. If a part of a failed engine raises, the other parts are still ended."""
-
-    def give_back() -> None:
-        core.model_executor.collective_rpc(_give_back)
-
-    # The last one, because another engine makes groups of its own.
-    for part in (give_back, core.model_executor.shutdown, core.scheduler.shutdown, destroy_model_parallel):
-        try:
-            part()
-        except Exception as error:
-            logger.warning("vLLM: %s of an engine that ends: %s: %s", part.__qualname__, type(error).__name__, error)
-
-
-def _give_back(worker: Any) -> None:
-    """Empty weights and cache even if others refer to them: compiled code keeps its examples, an error its frames.
-
-    vLLM cannot start a second engine in a process while a byte of them is left.
-    """
-    from vllm.model_executor.layers.rotary_embedding import _ROPE_DICT
-    from vllm.model_executor.model_loader.reload.layerwise import LAYERWISE_INFO
-
-    _ROPE_DICT.clear()  # else the next engine would reuse its rotary tables, which are now empty
-    for layer in worker.get_model().modules():
-        LAYERWISE_INFO.pop(layer, None)  # kept for reloading, and refers to the layer
-        for value in vars(layer).values():
-            for tensor in tensors_of(value):
-                storage = tensor.untyped_storage()
-                if storage.resizable():
-                    storage.resize_(0)
-
-
-def _collect() -> None:
-    gc.unfreeze()  # vLLM freezes all objects that exist at its start, including its own
-    gc.collect()
 
 
 def _sampling_params(request: Request, seeded: bool) -> SamplingParams:
