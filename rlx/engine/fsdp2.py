@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from rlx.config.schema import FSDPConfig
 from rlx.engine.sharded import Precision, Sharded, build_mesh, casts, sum_dtype_of
-from rlx.engine.units import Unit, materialise, own_names, sharding_units
+from rlx.engine.units import Unit, materialise, own_names, sharding_units, whole
 
 
 class FSDP2Model(Sharded):
@@ -98,7 +98,10 @@ class FSDP2Model(Sharded):
         if tensor.device_mesh.size() == 1:
             return tensor.to_local().detach().to(self.device, copy=True)
         # The device's collectives cannot reach shards that an offload policy keeps in host memory.
-        full = tensor.detach().to(self.device).full_tensor()
+        shards = tensor.detach().to(self.device)
+        if self.device.type == "cpu":
+            return whole(shards)
+        full = shards.full_tensor()
         # If the shards are over one process (HSDP), nothing was gathered: the result is the parameter's own memory.
         own = tensor.to_local().untyped_storage().data_ptr()
         return full.clone() if full.untyped_storage().data_ptr() == own else full

@@ -2,6 +2,12 @@
 
 Each transformer layer is a unit, and so is the root with everything outside the layers (embeddings, final norm, head). Tied
 embeddings therefore belong to one unit.
+
+Note [gloo and DTensor.full_tensor]
+`DTensor.full_tensor` gathers by an operation that torch calls ALLGATHER_COALESCED. A gloo group has two threads, and after each
+operation its thread writes this name to a string of the group, while the other thread may do so too (`ProcessGroupGloo::runLoop`,
+torch 2.13). A name of more than 15 letters is in allocated memory, which both threads may then free. Of some 100,000 gathers one
+crashed a process. The name of `dist.all_gather` is short enough to lie in the string itself.
 """
 
 from collections.abc import Sequence, Set
@@ -18,6 +24,22 @@ from rlx.offload.runtime.layers import find_layers
 def local(tensor: Tensor) -> Tensor:
     """Return this process's shard of a sharded tensor; return a plain tensor unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def whole(tensor: DTensor) -> Tensor:
+    """Gather the shards of a tensor that FSDP2 divides by its first dimension, on the CPU. All processes that have shards call it.
+
+    See Note [gloo and DTensor.full_tensor]. The result has memory of its own.
+    """
+    divided = next(dim for dim, placement in enumerate(tensor.placements) if placement.is_shard())
+    group, shard = tensor.device_mesh.get_group(divided), tensor.to_local().detach()
+    processes = dist.get_world_size(group)
+    rows = -(-tensor.shape[0] // processes)  # of each shard but the last ones
+    padded = shard.new_zeros(rows, *tensor.shape[1:])
+    padded[: len(shard)] = shard
+    found = shard.new_empty(rows * processes, *tensor.shape[1:])
+    dist.all_gather(list(found.chunk(processes)), padded, group)
+    return found[: tensor.shape[0]]
 
 
 def sharding_units(model: nn.Module) -> dict[str, nn.Module]:

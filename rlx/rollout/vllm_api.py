@@ -1,4 +1,4 @@
-"""The one file that imports vLLM; with `vllm_end` it knows how its versions differ.
+"""The one file that imports vLLM and knows how its versions differ.
 
 Importing this module imports vLLM, with the settings that let it run in a process that trains.
 """
@@ -8,7 +8,9 @@ import copy
 import dataclasses
 import difflib
 import functools
+import gc
 import inspect
+import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
@@ -22,9 +24,8 @@ from rlx.rollout.block_hashes import ContinuedHashes
 from rlx.rollout.process_state import OwnRandomState, own_random_state, restored_process_state
 from rlx.rollout.protocol import Completion, EngineError, Request, Sampling
 from rlx.rollout.vllm_answers import completion_of
-from rlx.rollout.vllm_end import collect, end, remove_names
 from rlx.rollout.vllm_log import hush
-from rlx.rollout.vllm_shared_memory import shared_memory
+from rlx.rollout.vllm_shared_memory import remove_names, shared_memory
 from rlx.rollout.vllm_weights import (
     Stream,
     count_adapters,
@@ -32,6 +33,7 @@ from rlx.rollout.vllm_weights import (
     probe,
     reload,
     rounded_parameters,
+    tensors_of,
 )
 
 _version = supported_vllm()
@@ -44,7 +46,7 @@ os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
 with restored_process_state():
     from vllm import LLM, ModelRegistry, SamplingParams
-    from vllm.distributed import get_tp_group
+    from vllm.distributed import destroy_model_parallel, get_tp_group
     from vllm.engine.arg_utils import EngineArgs
     from vllm.inputs import TokensPrompt, tokens_input
     from vllm.lora.lora_model import LoRAModel
@@ -52,6 +54,7 @@ with restored_process_state():
     from vllm.lora.utils import parse_fine_tuned_lora_name
     from vllm.sampling_params import RequestOutputKind
 
+logger = logging.getLogger(__name__)
 _ADAPTER_OPTIONS = inspect.signature(LoRAModel.from_lora_tensors).parameters
 hush()
 
@@ -284,10 +287,10 @@ class VLLMEngine:
             core, self._llm = self._client.engine_core, None
             # vLLM's outer objects hold the model and must go first: when the engine ends, so does the allocator that frees
             # the model's memory.
-            collect()
-            end(core)
+            _collect()
+            _end(core)
             del core
-        collect()
+        _collect()
         if torch.accelerator.is_available():
             torch.accelerator.empty_cache()
 
@@ -346,6 +349,43 @@ def _failing() -> Iterator[None]:
         yield
     except Exception as error:
         raise EngineError(f"vLLM failed while generating: {type(error).__name__}: {error}") from error
+
+
+def _end(core: Any) -> None:
+    """End the parts of an engine. If a part of a failed engine raises, the other parts are still ended."""
+
+    def give_back() -> None:
+        core.model_executor.collective_rpc(_give_back)
+
+    # The last one, because another engine makes groups of its own.
+    for part in (give_back, core.model_executor.shutdown, core.scheduler.shutdown, destroy_model_parallel):
+        try:
+            part()
+        except Exception as error:
+            logger.warning("vLLM: %s of an engine that ends: %s: %s", part.__qualname__, type(error).__name__, error)
+
+
+def _give_back(worker: Any) -> None:
+    """Empty weights and cache even if others refer to them: compiled code keeps its examples, an error its frames.
+
+    vLLM cannot start a second engine in a process while a byte of them is left.
+    """
+    from vllm.model_executor.layers.rotary_embedding import _ROPE_DICT
+    from vllm.model_executor.model_loader.reload.layerwise import LAYERWISE_INFO
+
+    _ROPE_DICT.clear()  # else the next engine would reuse its rotary tables, which are now empty
+    for layer in worker.get_model().modules():
+        LAYERWISE_INFO.pop(layer, None)  # kept for reloading, and refers to the layer
+        for value in vars(layer).values():
+            for tensor in tensors_of(value):
+                storage = tensor.untyped_storage()
+                if storage.resizable():
+                    storage.resize_(0)
+
+
+def _collect() -> None:
+    gc.unfreeze()  # vLLM freezes all objects that exist at its start, including its own
+    gc.collect()
 
 
 def _sampling_params(request: Request, seeded: bool) -> SamplingParams:

@@ -1,4 +1,4 @@
-"""The named shared memory through which vLLM's processes on CPU exchange tensors."""
+"""The named shared memory and sockets of vLLM's processes, which would outlive them."""
 
 import contextlib
 import fcntl
@@ -6,6 +6,7 @@ import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
@@ -30,3 +31,18 @@ def shared_memory() -> Iterator[None]:
 def _unlink() -> None:
     for segment in Path("/dev/shm").glob("-tp:*-cpushm_*"):
         segment.unlink(missing_ok=True)
+
+
+def remove_names(queue: Any) -> None:
+    """Remove the files of a queue that all processes of a group have opened: the workers end by SIGKILL, which would leave them.
+
+    Its writer has 25 MB in /dev/shm and two sockets. What the processes have opened stays until they end.
+    """
+    if queue is None or not queue._is_writer or queue.buffer is None:
+        return
+    queue.buffer.shared_memory.unlink()
+    queue.buffer.is_creator = False  # else it would unlink the name again when it is closed
+    for name in ("local_subscribe_addr", "local_notify_addr"):
+        address = getattr(queue.handle, name, None)  # not every version has both
+        if address is not None:
+            Path(address.removeprefix("ipc://")).unlink(missing_ok=True)

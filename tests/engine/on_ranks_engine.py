@@ -6,13 +6,15 @@ import gc
 import torch
 import torch.distributed as dist
 from rank_tools import FP64, ROWS, SPLIT_BYTES, Gradients, P, build, make_batch, own_share, policy, value, weights_of
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlx.config.schema import FSDPConfig, MixedPrecisionConfig, ModelConfig
 from rlx.engine.micro_batch import MicroBatch, MicroBatchRule
 from rlx.engine.objectives import totals_of
 from rlx.engine.optimizer_state import OptimizerStateOnHost
-from rlx.engine.units import local
+from rlx.engine.units import local, whole
 from rlx.models.loading import load_model
 from rlx.models.lora import adapters_off
 from rlx.offload import host_arena
@@ -77,6 +79,39 @@ def exported(folder, strategy):
         expected[row, :length] = every.gather(-1, ids[real][-length:, None])[:, 0] if length else 0
     untrained = plain.log_probs(share, ROWS, temperature=1.0, with_entropy=False)["log_probs"]
     return trained, expected, untrained
+
+
+def gathered(shapes):
+    """Tensors of these shapes; each from its shards, which are over all processes; and from one that each process has."""
+    tensors = [torch.arange(torch.Size(shape).numel(), dtype=torch.float64).view(shape) for shape in shapes]
+    plain = init_device_mesh("cpu", (dist.get_world_size(),))
+    hybrid = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("replicate", "shard"))
+    ways = [(plain, [Shard(0)]), (hybrid, [Replicate(), Shard(0)])]
+    shards = [[distribute_tensor(tensor, *way) for way in ways] for tensor in tensors]
+    for each in shards:
+        assert whole(each[1]).data_ptr() != each[1].to_local().data_ptr()
+    return tensors, [[whole(one) for one in each] for each in shards]
+
+
+class _Names(TorchDispatchMode):
+    """Collects the names of operations."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = set()
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        self.seen.add(operation.name())
+        return operation(*args, **(kwargs or {}))
+
+
+def operations_of_the_stream(folder):
+    """Names of the operations that give the weights."""
+    engine = build(folder, optim=None)
+    with _Names() as names:
+        for _ in engine.weights():
+            pass
+    return names.seen
 
 
 def shares_for_world():

@@ -23,6 +23,7 @@ from rlx.data.batch import Batch
 from rlx.engine.engine import Engine
 from rlx.engine.micro_batch import MicroBatchRule
 from rlx.engine.objectives import PolicyObjective, ValueObjective
+from rlx.engine.units import whole
 
 P, R = 6, 7
 FP64 = FSDPConfig(model_dtype="fp64", mixed_precision=MixedPrecisionConfig(reduce_dtype="fp64"))
@@ -149,5 +150,5 @@ class Gradients:
                 }
         else:
             grads = {name: p.grad for name, p in root.named_parameters() if p.requires_grad}
-            found = {n: (g.full_tensor() if isinstance(g, DTensor) else g).clone() for n, g in grads.items()}
+            found = {n: whole(g) if isinstance(g, DTensor) else g.clone() for n, g in grads.items()}
         return torch.cat([found[name].flatten() for name in sorted(found)])

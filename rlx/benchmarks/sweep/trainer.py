@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from rlx.benchmarks.sweep.reference import (
     GRAD_CLIP,
@@ -33,6 +34,7 @@ from rlx.engine.engine import Engine
 from rlx.engine.experts import ExpertOptions
 from rlx.engine.micro_batch import MicroBatchRule
 from rlx.engine.objectives import PolicyObjective, ValueObjective
+from rlx.engine.units import whole
 from rlx.models.loading import Head, load_model
 from rlx.models.preflight import faults_of
 from rlx.rollout.protocol import EngineError
@@ -174,8 +176,7 @@ def compared(
 
 def full(parameter: Tensor) -> Tensor:
     """Return a copy of a parameter that FSDP2 may have sharded."""
-    whole: Tensor = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
-    return whole.detach().clone()
+    return whole(parameter) if isinstance(parameter, DTensor) else parameter.detach().clone()
 
 
 def wanted_changes(wanted: Expected, adapters: Mapping[str, tuple[Tensor, float, bool]]) -> dict[str, Tensor]:
