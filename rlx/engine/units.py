@@ -4,10 +4,10 @@ Each transformer layer is a unit, and so is the root with everything outside the
 embeddings therefore belong to one unit.
 
 Note [gloo and DTensor.full_tensor]
-`DTensor.full_tensor` gathers by an operation that torch calls ALLGATHER_COALESCED. A gloo group has two threads, and after each
-operation its thread writes this name to a string of the group, while the other thread may do so too (`ProcessGroupGloo::runLoop`,
-torch 2.13). A name of more than 15 letters is in allocated memory, which both threads may then free. Of some 100,000 gathers one
-crashed a process. The name of `dist.all_gather` is short enough to lie in the string itself.
+`DTensor.full_tensor` gathers by an operation that torch calls ALLGATHER_COALESCED. A gloo group has two threads. After each
+operation its thread writes this name to a string of the group, without a lock (`ProcessGroupGloo::runLoop`, torch 2.13). A name
+of more than 15 letters is in allocated memory, so both threads may free the same bytes, and the process crashes, though rarely.
+The name of `dist.all_gather` is short enough to lie in the string itself.
 """
 
 from collections.abc import Sequence, Set
