@@ -1,6 +1,7 @@
 """docs/activation_offloading.md says what the code does."""
 
 import ast
+import copy
 import inspect
 import re
 import shlex
@@ -32,7 +33,7 @@ def test_the_code_runs(toys, request):
 
     class Trainer:
         def __init__(self, model, arguments, train_dataset):
-            self.model, self.arguments, self.dataset = model, arguments, train_dataset
+            self.model, self.arguments, self.dataset = copy.deepcopy(model), arguments, train_dataset
 
         def train(self):
             for batch in self.dataset:

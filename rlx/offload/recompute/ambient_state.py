@@ -1,6 +1,10 @@
 """The state around a layer's forward: random generators, autocast, default dtype and device, allowed attention kernels.
 
 A recomputation must see the same state, but runs on autograd's threads, outside of the context managers around forward.
+
+Note [generators of Python and NumPy]
+The states of `random` and `numpy.random` are read before and after each forward, and set for a recomputation if they differ. They
+are left alone otherwise: a thread that loads data may draw from them at any time, and its numbers must not repeat.
 """
 
 from __future__ import annotations
@@ -8,6 +12,9 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import pickle
+import random
+import sys
 import threading
 from collections.abc import Iterable, Iterator
 from types import ModuleType
@@ -44,6 +51,44 @@ _flash, _mem_efficient = _cuda.flash_sdp_enabled, _cuda.mem_efficient_sdp_enable
 _cudnn, _math = _cuda.cudnn_sdp_enabled, _cuda.math_sdp_enabled
 _is_autocast, _autocast_dtype = torch.is_autocast_enabled, torch.get_autocast_dtype
 _default_dtype = torch.get_default_dtype
+
+
+# The states of `random` and `numpy.random`; None for NumPy's while it is not imported.
+HostStates = tuple[Any, Any]
+_latest_python: Any = None  # calls share it while nothing is drawn
+_latest_numpy: tuple[bytes, Any] = (b"", None)  # the words of the generator, and its state
+
+
+def _host_states() -> HostStates:
+    global _latest_python
+    python = random.getstate()
+    if python == _latest_python:
+        python = _latest_python
+    _latest_python = python
+    numpy = sys.modules.get("numpy.random")
+    return python, None if numpy is None else _numpy_state(numpy)
+
+
+def _numpy_state(numpy: Any) -> Any:
+    global _latest_numpy
+    # The words of a Mersenne twister tell all but whether half of a pair of normal numbers is left. Reading them takes a
+    # thirtieth of the time that reading the whole state takes.
+    generator, (latest_words, latest) = numpy.get_bit_generator(), _latest_numpy
+    words = _bytes_at(generator.ctypes.state_address, 625 * 4) if type(generator) is numpy.MT19937 else b""
+    if words and words == latest_words and not latest["has_gauss"]:
+        return latest
+    state = numpy.get_state(legacy=False)
+    if pickle.dumps(state) == pickle.dumps(latest):  # it holds an array
+        state = latest
+    _latest_numpy = words, state
+    return state
+
+
+def _set_host_states(states: HostStates) -> None:
+    python, numpy = states
+    random.setstate(python)
+    if numpy is not None:
+        sys.modules["numpy.random"].set_state(numpy)
 
 
 class _Sections:
@@ -105,6 +150,7 @@ class AmbientState:
     _section = _NOT_BEGUN
     _random: RandomState = ()
     _is_drawn = True
+    _host: HostStates | None = None  # states of the generators of Python and NumPy; None: forward drew from neither
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
         self._devices = tuple(devices)
@@ -116,7 +162,7 @@ class AmbientState:
     def begin_forward(self) -> None:
         """Forward begins. `end_forward` or `leave_forward` must follow."""
         self._section = _sections.begin(self)
-        self._random = self.random_state()
+        self._random, self._host = self.random_state(), _host_states()
 
     def leave_forward(self) -> None:
         """An exception has ended forward, or interrupted its beginning or `end_forward`."""
@@ -126,16 +172,19 @@ class AmbientState:
         """Forward has ended. Note whether it drew random numbers; RuntimeError if so while another thread ran a section."""
         try:
             is_same = self._random == self.random_state()
+            python, numpy = _host_states()
+            if self._host is not None and python == self._host[0] and numpy is self._host[1]:
+                self._host = None
         finally:
             is_alone, is_unset = _sections.end(self, self._section)
         self._is_drawn = not (is_same and (is_alone or is_unset))
-        if self._is_drawn and not is_alone:
+        if (self._is_drawn or self._host is not None) and not is_alone:
             raise RuntimeError(_SEVERAL_THREADS)
 
     def restored(self) -> contextlib.AbstractContextManager[None] | None:
         """Return a context with the state of forward, which restores the caller's state at its end; None if both are equal."""
         redraws = self._is_drawn or self._may_be_drawn(self._random)
-        if not redraws and self._surroundings == _surroundings(self._kinds):
+        if not redraws and self._host is None and self._surroundings == _surroundings(self._kinds):
             return None
         return self._restored(redraws)
 
@@ -166,6 +215,9 @@ class AmbientState:
                 stack.enter_context(sdpa_kernel(allowed))
             if redraws:
                 stack.enter_context(self._redrawing())
+            if self._host is not None:
+                stack.callback(_set_host_states, _host_states())
+                _set_host_states(self._host)
             yield
 
     @contextlib.contextmanager
