@@ -43,8 +43,8 @@ def token_rewards(scores: Tensor, mask: Tensor, kl: Tensor | None = None, coef: 
 def overlong_penalty(lengths: Tensor, longest: int, buffer: int, factor: float) -> Tensor:
     """Return DAPO's soft overlong punishment (B,) fp32, which is added to the score.
 
-    min(0, (longest - buffer - length) / buffer) factor: 0 up to `longest - buffer` tokens, then falling to -factor at
-    `longest`.
+    min(0, max(-1, (longest - buffer - length) / buffer)) factor: 0 up to `longest - buffer` tokens, then falling to -factor at
+    `longest` and beyond, which only a conversation of several rows reaches.
 
     Args:
         lengths: (B,) int, tokens of each response.
@@ -54,7 +54,7 @@ def overlong_penalty(lengths: Tensor, longest: int, buffer: int, factor: float) 
 
     Source: arXiv:2503.14476, equation 13.
     """
-    return ((longest - buffer - lengths) / buffer * factor).clamp(max=0.0)
+    return ((longest - buffer - lengths) / buffer).clamp(-1.0, 0.0) * factor
 
 
 def masked_whiten(x: Tensor, mask: Tensor) -> Tensor:

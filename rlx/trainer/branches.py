@@ -5,6 +5,7 @@ ones before the models run. `joined` lays a conversation's branches one after th
 is computed over the tokens of a sample, such as advantages, counts a conversation once.
 """
 
+from collections.abc import Callable
 from itertools import groupby
 from typing import NamedTuple
 
@@ -50,8 +51,17 @@ def last_rows(batch: Batch) -> Batch:
 
 def sampled_tokens(batch: Batch) -> Tensor:
     """Return the number of sampled tokens of each conversation of a batch before `all_rows`, (B,) int64."""
-    earlier = [0 if each is None else int(each["response_mask"].sum()) for each in batch.info.get(EARLIER, [])]
-    return batch["response_mask"].sum(dim=1) + torch.tensor(earlier or [0])
+    return _over_rows(batch, lambda rows: rows["response_mask"])
+
+
+def written_tokens(batch: Batch) -> Tensor:
+    """Return the same of all tokens behind the prompts; a history that a row repeats counts again."""
+    return _over_rows(batch, lambda rows: rows["attention_mask"][:, rows.prompt_length :])
+
+
+def _over_rows(batch: Batch, mask_of: Callable[[Batch], Tensor]) -> Tensor:
+    earlier = [0 if each is None else int(mask_of(each).sum()) for each in batch.info.get(EARLIER, [])]
+    return mask_of(batch).sum(dim=1) + torch.tensor(earlier or [0])
 
 
 class _Places(NamedTuple):

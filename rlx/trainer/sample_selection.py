@@ -14,6 +14,7 @@ from rlx.config.schema import OverlongBufferConfig
 from rlx.data.batch import Batch, concat
 from rlx.errors import ExplainedError
 from rlx.rewards.manager import Scores
+from rlx.trainer.branches import written_tokens
 
 Part = tuple[Batch, Scores]
 """Samples and the scores that the reward functions gave them."""
@@ -24,11 +25,14 @@ class SelectionError(ExplainedError, ValueError):
 
 
 def with_scores(batch: Batch, scores: Scores, overlong: OverlongBufferConfig) -> Batch:
-    """Write the scores of the reward functions, less the length penalty if configured: of all tokens behind the prompt."""
+    """Write the scores of the reward functions, less the length penalty if configured.
+
+    The penalty counts all tokens behind the prompt, and in a conversation that forked those of all its rows.
+    """
     if not overlong.enable:
         return batch.with_(scores=scores.scores)
-    lengths_B, longest = batch["attention_mask"][:, batch.prompt_length :].sum(dim=1), batch.response_length
-    penalty_B = overlong_penalty(lengths_B, longest, overlong.len, overlong.penalty_factor)
+    lengths_B = written_tokens(batch)
+    penalty_B = overlong_penalty(lengths_B, batch.response_length, overlong.len, overlong.penalty_factor)
     return batch.with_(scores=scores.scores + penalty_B)
 
 

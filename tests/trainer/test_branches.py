@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rlx.algorithms.advantages import ESTIMATORS
-from rlx.config.schema import AlgorithmConfig, ModelConfig, RolloutCorrectionConfig
+from rlx.config.schema import AlgorithmConfig, ModelConfig, OverlongBufferConfig, RolloutCorrectionConfig
 from rlx.data.batch import Batch
 from rlx.environments.conversation import Conversation
 from rlx.environments.rows import batch_of
@@ -82,6 +82,19 @@ def test_all_rows_are_those_of_each_conversation_in_order():
     assert whole["turn_rewards"].sum(dim=1).tolist() == [1.0, 0.5, 1.5, 0.25, 0.0, 2.75]
     assert whole["scores"].tolist() == [1.0, 2.0, 2.0, 3.0, 3.0, 3.0] and "earlier_rows" not in whole.info
     assert branches.conversations_of(whole).info["sample"] == [0, 1, 2]
+
+
+def test_the_length_penalty_counts_the_tokens_of_all_rows():
+    """Of 2, 5 and 10 tokens with 16 allowed and a buffer of 12, (16 - 12 - length) / 12; with a buffer of 2 beyond 16 no more than 1."""
+    for samples, overlong, expected in (
+        ((ONE, TWO, THREE), OverlongBufferConfig(True, 12, 1.0), [0.0, -1 / 12, -6 / 12]),
+        ((THREE, [(0, [70] * 12, 0.0), (1, [71] * 12, 0.0)]), OverlongBufferConfig(True, 2, 0.5), [0.0, -0.5]),
+    ):
+        batch = a_batch(*samples)
+        scored = sample_selection.with_scores(batch, Scores(batch["scores"], {}), overlong)
+        penalty = scored["scores"] - batch["scores"]
+        assert penalty.tolist() == pytest.approx(expected, abs=1e-6)
+        assert branches.all_rows(scored)["scores"].unique().numel() == len(samples)
 
 
 def test_a_batch_without_forks_stays_as_it_is():

@@ -12,7 +12,7 @@ LENGTH, LONGEST = "reward.overlong_buffer.len", "data.max_response_length"
 AGGREGATION = "actor_rollout_ref.actor.loss_agg_mode"
 
 REWRITTEN = "actor_rollout_ref.rollout.multi_turn.on_rewritten_history"
-LOSS_MODE, PENALTY = "actor_rollout_ref.actor.policy_loss.loss_mode", "reward.overlong_buffer.enable"
+LOSS_MODE = "actor_rollout_ref.actor.policy_loss.loss_mode"
 
 METRICS = ("acc", "score", "seq_reward", "seq_final_reward")
 SEQUENCE_LOSSES = ("gspo", "geo_mean", "sapo")
@@ -72,16 +72,13 @@ def penalty_fits_the_length(s: CheckContext) -> Faults:
 
 
 def branches_are_no_samples(s: CheckContext) -> Faults:
-    """The rows of a conversation that forks are parts of one sample, so no ratio or penalty may be one of a row."""
+    """The rows of a conversation that forks are parts of one sample, so no ratio may be one of a row."""
     if s.value(REWRITTEN) != "fork":
         return
     policy_loss = s.config.actor_rollout_ref.actor.policy_loss
     if policy_loss.loss_mode in SEQUENCE_RATIOS and policy_loss.path is None:
         what = f"{policy_loss.loss_mode} has a ratio for each row, and a conversation that forks has several rows"
         yield s.fault(what, "a ratio of tokens", f"set {LOSS_MODE}=vanilla, or {REWRITTEN}=keep", LOSS_MODE, REWRITTEN)
-    if s.value(PENALTY):
-        what = f"the penalty compares a row with {LONGEST}, and a conversation that forks has several rows"
-        yield s.fault(what, "no penalty", f"set {PENALTY}=False, or {REWRITTEN}=keep", PENALTY, REWRITTEN)
 
 
 ALGORITHM_RULES = (

@@ -199,12 +199,6 @@ CASES = [
         ["gspo has a ratio for each row"],
         "loss_mode=vanilla",
     ),
-    (
-        "branches_are_no_samples",
-        f"{FORK} reward.overlong_buffer.enable=True reward.overlong_buffer.len=9",
-        ["the penalty compares a row with data.max_response_length"],
-        "reward.overlong_buffer.enable=False",
-    ),
     ("critic_is_used", "critic.optim.lr=1e-4 critic.cliprange_value=0.2", ["grpo has no critic"], GAE),
     (
         "validation_samples_at_a_temperature",
