@@ -52,6 +52,8 @@ def main(arguments: Sequence[str]) -> int:
         has faults, all of them listed. 130: Ctrl-C. 141: the reader
         of standard output ended first. 143: SIGTERM.
     """
+    # Waiting threads of OpenMP would spin on cores that other programs could use. Processes started here inherit it.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         if "--help" in arguments or "-h" in arguments:
             print(help_text())

@@ -103,6 +103,7 @@ class WorkerProcess:
         of the node's address, and NCCL chooses its own.
         """
         os.environ.update(environment)
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # on a machine that is joined; see `rlx.driver.main`
         if "torch" in sys.modules:  # in a fork of rlx.cluster.template torch has read its number of threads already
             first = os.environ["OMP_NUM_THREADS"].partition(",")[0]  # OpenMP takes a number for each level of nesting
             if first.strip().isdecimal():
