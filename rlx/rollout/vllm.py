@@ -74,8 +74,8 @@ def engine_options(
         "enforce_eager": rollout.enforce_eager or on_cpu,
         "enable_chunked_prefill": is_chunked,
         "enable_prefix_caching": rollout.enable_prefix_caching,
-        # The trainer's definition of log-probs. Raw ones ignore the temperature; processed ones include top-k and top-p.
-        "logprobs_mode": "raw_logprobs" if rollout.temperature == 1.0 else "processed_logprobs",
+        # Before top_k and top_p; the model divides its logits by the temperature, see `divide_logits`.
+        "logprobs_mode": "raw_logprobs",
         "enable_return_routed_experts": rollout.enable_rollout_routing_replay,
         "disable_log_stats": True,
         "seed": seed,
@@ -151,7 +151,7 @@ class VLLMRollout(RequestsInFlight):
             if options["enable_sleep_mode"]:
                 refuse_expandable_segments()
         self._device = device
-        self._is_raw = options["logprobs_mode"] == "raw_logprobs"
+        self._temperature = rollout.temperature
         self._version: int | None = None
         self._asleep: set[str] = set()  # parts whose memory is free
         try:
@@ -205,10 +205,10 @@ class VLLMRollout(RequestsInFlight):
                 f"has a prompt of {prompt} tokens and asks for {sampling.max_tokens} more, but vLLM's max_model_len is {longest}; "
                 "raise data.max_prompt_length, or engine_kwargs.vllm.max_model_len if set"
             )
-        if self._is_raw and sampling.with_log_probs and sampling.log_prob_temperature != 1.0:
+        if sampling.with_log_probs and sampling.log_prob_temperature != self._temperature:
             return (
-                f"asks for log-probs at temperature {sampling.temperature}, but with rollout.temperature=1 vLLM is set up for "
-                "temperature 1"
+                f"asks for log-probs at temperature {sampling.log_prob_temperature:g}, but vLLM was started for those at "
+                f"rollout.temperature={self._temperature:g}"
             )
         return None
 

@@ -29,6 +29,7 @@ from rlx.rollout.vllm_shared_memory import remove_names, shared_memory
 from rlx.rollout.vllm_weights import (
     Stream,
     count_adapters,
+    divide_logits,
     has_head,
     probe,
     reload,
@@ -94,7 +95,8 @@ class VLLMEngine:
     Args:
         options: vLLM's engine arguments.
         on_cpu: run functions uncompiled, because a compiler may be missing and takes longer than it saves.
-        sampling: of most requests. Kernels for it are compiled now, those of others at their first request.
+        sampling: of most requests. Kernels for it are compiled now, those of others at their first request. Log-probs are those
+            at its temperature.
 
     Raises:
         ValueError: vLLM refuses the options or the model; the message holds its reason.
@@ -102,6 +104,7 @@ class VLLMEngine:
 
     def __init__(self, options: Mapping[str, Any], on_cpu: bool, sampling: Sampling) -> None:
         self._stance = "force_eager" if on_cpu else "default"
+        self._temperature = sampling.temperature
         self._adapters: LoRARequest | None = None
         self._random, self._has_unseeded = OwnRandomState(), False
         shares_memory = on_cpu and options["tensor_parallel_size"] > 1
@@ -117,6 +120,8 @@ class VLLMEngine:
                 ) from error
             if options["tensor_parallel_size"] > 1:
                 remove_names(get_tp_group().mq_broadcaster)
+            if self._temperature != 1.0:
+                self._llm.collective_rpc(divide_logits, args=(self._temperature,))
         # Newer versions destroy the default process group, which is the trainer's, together with the engine.
         finalizer = getattr(self._client, "_finalizer", None)
         if finalizer is not None:
@@ -172,7 +177,7 @@ class VLLMEngine:
         self._hashes.expect(request.memory)
         with _failing():
             self._engine.llm_engine.add_request(
-                str(number), prompt, _sampling_params(request, seeded), lora_request=self._adapters
+                str(number), prompt, self._params(request, seeded), lora_request=self._adapters
             )
 
     def step(self, requests: Mapping[int, Request]) -> list[tuple[int, Completion]]:
@@ -192,6 +197,9 @@ class VLLMEngine:
         with _failing():
             self._engine.llm_engine.abort_request([str(number) for number in numbers])
 
+    def _params(self, request: Request, seeded: bool) -> SamplingParams:
+        return _sampling_params(request, seeded, self._temperature)
+
     @contextlib.contextmanager
     def _at_work(self) -> Iterator[None]:
         # The second model runner draws seeds for requests that have none from numpy; nothing else in a step uses it.
@@ -202,7 +210,7 @@ class VLLMEngine:
     def direct(self, requests: Sequence[Request], seeded: bool) -> Callable[[], list[Any]]:
         """Return a function that calls vLLM's own `generate` and returns its objects, to compare with; it may be called repeatedly."""
         prompts = [TokensPrompt(prompt_token_ids=list(request.prompt_ids)) for request in requests]
-        params = [_sampling_params(request, seeded) for request in requests]
+        params = [self._params(request, seeded) for request in requests]
 
         def call() -> list[Any]:
             with own_random_state(requests[0].seed), torch.compiler.set_stance(self._stance):
@@ -308,7 +316,11 @@ def _warming_up(sampling: Sampling) -> Iterator[None]:
         yield
         return
     request = Request((0,), seed=0, sampling=sampling)
-    setattr(SamplingParams, name, staticmethod(lambda: _sampling_params(request, seeded=True)))
+    setattr(
+        SamplingParams,
+        name,
+        staticmethod(lambda: _sampling_params(request, seeded=True, divided_by=sampling.temperature)),
+    )
     try:
         yield
     finally:
@@ -388,35 +400,39 @@ def _collect() -> None:
     gc.collect()
 
 
-def _sampling_params(request: Request, seeded: bool) -> SamplingParams:
-    """Return parameters of the request's own: vLLM changes them when it takes the request."""
-    sampling = request.sampling
-    usual, changeable = _usual_params(
-        sampling.temperature, sampling.top_p, sampling.top_k, sampling.stop_token_ids, sampling.with_log_probs
-    )
+def _sampling_params(request: Request, seeded: bool, divided_by: float) -> SamplingParams:
+    """Return parameters of the request's own: vLLM changes them when it takes the request.
+
+    Args:
+        request: to be completed.
+        seeded: whether it draws from its own seed.
+        divided_by: what the model divides its logits by, see `divide_logits`.
+    """
+    usual, changeable = _usual_params(request.sampling, divided_by)
     params = copy.copy(usual)  # 0.3 µs; making them takes 6, most of it for checks
     for name in changeable:
         setattr(params, name, getattr(usual, name).copy())
-    params.max_tokens, params.seed = sampling.max_tokens, request.seed if seeded else None
+    params.seed = request.seed if seeded else None
     return params
 
 
-@functools.lru_cache(maxsize=64)
-def _usual_params(
-    temperature: float, top_p: float, top_k: int, stop_token_ids: tuple[int, ...], with_log_probs: bool
-) -> tuple[SamplingParams, list[str]]:
+@functools.lru_cache(maxsize=256)
+def _usual_params(sampling: Sampling, divided_by: float) -> tuple[SamplingParams, list[str]]:
     """Return parameters to be copied, without a seed, and the names of their lists and sets."""
     params = SamplingParams(
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        stop_token_ids=list(stop_token_ids),
+        temperature=1.0 if sampling.temperature else 0.0,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        stop_token_ids=list(sampling.stop_token_ids),
         ignore_eos=True,  # stop_token_ids holds it already
-        logprobs=0 if with_log_probs else None,  # only that of the chosen token
+        max_tokens=sampling.max_tokens,
+        logprobs=0 if sampling.with_log_probs else None,  # only that of the chosen token
         flat_logprobs=True,
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
         skip_clone=True,  # each request has a copy
     )
+    # Set afterwards, because vLLM's limits are those of values that nothing was divided by.
+    params.temperature = sampling.temperature / divided_by
     names = params.__struct_fields__
     return params, [name for name in names if isinstance(getattr(params, name), list | set | dict)]

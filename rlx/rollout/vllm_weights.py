@@ -49,6 +49,22 @@ def rounded_parameters(worker: Any) -> list[str]:
     return [name for name, p in each if p.is_floating_point() and torch.finfo(p.dtype).bits < bits]
 
 
+def divide_logits(worker: Any, temperature: float) -> None:
+    """Let the model return its logits in fp32 and divided by `temperature`.
+
+    vLLM takes raw log-probs from what the model returns, before penalties, min_p, top_k and top_p. So they are log-probs at this
+    temperature over the whole vocabulary.
+    """
+    model = worker.get_model()
+    compute = model.compute_logits
+
+    def compute_divided(*args: Any, **kwargs: Any) -> Tensor | None:
+        logits = compute(*args, **kwargs)
+        return None if logits is None else logits.float().div_(temperature)
+
+    model.compute_logits = compute_divided
+
+
 def has_head(worker: Any) -> bool:
     """Return whether the model has a head of its own, which may be tied to the embedding."""
     return any(name.rpartition(".")[2] == "lm_head" for name, _ in worker.get_model().named_modules())

@@ -91,7 +91,8 @@ def stop():
 def disturbed():
     """What the process is like before and after it generates, takes new weights and generates again."""
     before, temperature = process(), NOW[-1].rollout.temperature
-    for sampling in (Sampling(4, 0.0), Sampling(4, temperature), Sampling(4, temperature, with_log_probs=False)):
+    greedy = Sampling(4, 0.0, with_log_probs=False)
+    for sampling in (greedy, Sampling(4, temperature), Sampling(4, temperature, with_log_probs=False)):
         generate(sampling)
         sync(NOW[-1].vllm.version)
     return before, process()
@@ -306,8 +307,8 @@ def refusal(action, *args):
 
 
 def too_long(prompt_tokens, response_tokens):
-    longer = Request((5,) * prompt_tokens, 0, Sampling(response_tokens))
-    NOW[-1].vllm.generate([Request((5,), 0, Sampling(2)), longer])
+    short, long = (Sampling(tokens, with_log_probs=False) for tokens in (2, response_tokens))
+    NOW[-1].vllm.generate([Request((5,), 0, short), Request((5,) * prompt_tokens, 0, long)])
 
 
 def without(name):
@@ -373,14 +374,14 @@ def parameters_are_a_requests_own():
     from rlx.rollout.vllm_api import _sampling_params
 
     request = Request((5,), 1, Sampling(3, 0.7, stop_token_ids=(4, 9)))
-    first, before = _sampling_params(request, True), repr(_sampling_params(request, True))
+    first, before = _sampling_params(request, True, 0.7), repr(_sampling_params(request, True, 0.7))
     first.temperature, first.cached = 0.1, 1
     for name in first.__struct_fields__:
         value = getattr(first, name)
         if isinstance(value, list | set):
             (value.append if isinstance(value, list) else value.add)(99)
     assert "99" in repr(first)
-    after = _sampling_params(request, True)
+    after = _sampling_params(request, True, 0.7)
     return repr(after) == before and after.all_stop_token_ids == {4, 9} and not vars(after)
 
 

@@ -9,7 +9,7 @@ from rlx.models.tiny import make_tiny
 from rlx.rollout.protocol import Sampling
 
 RESPONSE = 12
-GREEDY = Sampling(RESPONSE, temperature=0.0)
+GREEDY = Sampling(RESPONSE, temperature=0.0, with_log_probs=False)
 SAMPLED = Sampling(RESPONSE, temperature=0.7)
 LORA = {"lora_rank": 4, "lora": LoraConfig(use_rslora=True)}
 MERGED = {"lora_rank": 4, "lora": LoraConfig(use_rslora=True, merge=True)}

@@ -118,12 +118,6 @@ def rollout_warnings(s: CheckContext) -> Iterator[str]:
     rollout = s.config.actor_rollout_ref.rollout
     if rollout.name != "vllm":
         return
-    is_cut = rollout.top_p < 1 or rollout.top_k > 0
-    if rollout.calculate_log_probs and is_cut and rollout.temperature != 1:
-        yield (
-            f"at {ROLLOUT}.temperature={rollout.temperature}, which is not 1, vLLM returns log-probs only after the cut by "
-            "top_p and top_k: the mismatch figures include this cut"
-        )
     if rollout.dtype == "fp32" and s.on_accelerator:
         yield f"{ROLLOUT}.dtype=fp32: vLLM decodes at a fraction of its speed in bf16"
 
