@@ -5,7 +5,7 @@ import logging
 import math
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -31,6 +31,7 @@ NOT_OVERRIDABLE = {
 }
 RANDOMNESS = re.compile("drop|noise")
 FRESH_HEAD_SCALE = 0.01
+ROWS_AT_ONCE = 8192  # of weights that are compared
 Head = Literal["lm", "value", "score"]
 """The output of a model: next-token logits, one number per token, or one number per sequence."""
 
@@ -136,8 +137,12 @@ def load_model(config: ModelConfig, head: Head, dtype: torch.dtype, seed: int = 
     _check_report(config.path, model, report, head)
     if head == "value" and report["missing_keys"]:
         _init_head(model, report["missing_keys"], seed)
+    skeleton = load_skeleton(config, head, dtype)
+    # transformers gives up ties of weights that differ in the checkpoint
+    if untied := sorted(skeleton.all_tied_weights_keys.keys() - model.all_tied_weights_keys.keys()):
+        raise ModelError(f"{config.path}: {_unlike(untied[0], skeleton.all_tied_weights_keys[untied[0]])}")
     # Loading forgets which parameters the class does not train, such as AFMoE's expert biases.
-    flags = {name: parameter.requires_grad for name, parameter in load_skeleton(config, head, dtype).named_parameters()}
+    flags = {name: parameter.requires_grad for name, parameter in skeleton.named_parameters()}
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(flags.get(name, True))
     return model.eval()
@@ -159,6 +164,41 @@ def load_skeleton(config: ModelConfig, head: Head, dtype: torch.dtype) -> "PreTr
             trust_remote_code=config.trust_remote_code,
         )
     return model.eval()
+
+
+def fault_of_ties(config: ModelConfig, skeleton: "PreTrainedModel") -> str | None:
+    """Return the fault of a folder whose config ties weights that differ in its safetensors files, or None.
+
+    `load_model` refuses such a model too, wherever its weights are. This only reads weights that the config ties.
+    """
+    from safetensors import safe_open
+
+    folder = Path(_source(config.path))
+    index = folder / "model.safetensors.index.json"
+    names = json.loads(index.read_bytes())["weight_map"].values() if index.exists() else ["model.safetensors"]
+    files = [folder / name for name in sorted(set(names)) if (folder / name).exists()]
+    with ExitStack() as opened, explained(f"the weights of {config.path}"):
+        tensors: dict[str, Any] = {}
+        for file in files if skeleton.all_tied_weights_keys else ():
+            found = opened.enter_context(safe_open(file, "pt"))
+            tensors |= {name: found for name in found.keys()}  # noqa: SIM118, it is no dict
+        for target, source in skeleton.all_tied_weights_keys.items():
+            if target in tensors and source in tensors:
+                one, other = (tensors[name].get_slice(name) for name in (target, source))
+                rows = one.get_shape()[0]
+                parts = (slice(start, start + ROWS_AT_ONCE) for start in range(0, rows, ROWS_AT_ONCE))
+                if one.get_shape() != other.get_shape() or not all(
+                    torch.equal(one[part], other[part]) for part in parts
+                ):
+                    return _unlike(target, source)
+    return None
+
+
+def _unlike(target: str, source: str) -> str:
+    return (
+        f"override_config.tie_word_embeddings: the config ties {target} to {source}, but they differ in the checkpoint, expected a "
+        "config that says so; set override_config.tie_word_embeddings=False to use both as they are"
+    )
 
 
 def class_and_config(config: ModelConfig, head: Head) -> tuple[Any, "PreTrainedConfig"]:

@@ -1,4 +1,4 @@
-"""Check a model before workers load it, without reading or making weights."""
+"""Check a model before workers load it, without making weights; only weights that the config ties are read."""
 
 from collections.abc import Collection
 from dataclasses import fields, replace
@@ -13,7 +13,7 @@ from rlx.config.schema.roles import TINY
 from rlx.errors import did_you_mean
 from rlx.models.adapter_folder import load_adapters
 from rlx.models.experts import LEAVE_EXPERTS_ALONE
-from rlx.models.loading import Head, ModelError, class_and_config, load_skeleton, why_not_shared
+from rlx.models.loading import Head, ModelError, class_and_config, fault_of_ties, load_skeleton, why_not_shared
 from rlx.models.lora import adapter_targets, add_lora, expert_targets
 from rlx.models.tiny import make_tiny_config, make_tiny_tokenizer
 
@@ -59,6 +59,7 @@ def faults_of(
         # This machine may lack kernels that the workers have.
         here = model.attn_implementation if model.attn_implementation == "sdpa" else "eager"
         skeleton = load_skeleton(replace(model, attn_implementation=here), head, torch.float32)
+        faults += filter(None, [fault_of_ties(model, skeleton)])
         recomputes = model.enable_gradient_checkpointing and not model.enable_activation_offload
         if recomputes and not skeleton.supports_gradient_checkpointing:
             faults.append(

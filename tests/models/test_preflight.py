@@ -10,6 +10,7 @@ from torch.torch_version import TorchVersion
 
 from rlx.benchmarks.sweep.tiny_models import config_of
 from rlx.config.schema import LoraConfig, ModelConfig
+from rlx.models.loading import ModelError, load_model
 from rlx.models.preflight import faults_of
 
 
@@ -48,6 +49,28 @@ def test_processes_that_share_sequences_divide_the_heads(folders):
     for shared, heads, allowed in ((tiny, 4, "1 or 2 or 4"), (model(folders), 2, "1 or 2")):
         (fault,) = faults_of(shared, "lm", sizes=[8], processes=8)
         assert f"got 8 with 8 processes and {heads} attention heads" in fault and fault.endswith(f"set it to {allowed}")
+
+
+@pytest.mark.parametrize("shard_size", ["1GB", "20KB"])
+def test_a_config_that_ties_unlike_weights_is_refused_and_the_remedy_uses_the_file(folders, tmp_path, shard_size):
+    like = transformers.AutoModelForCausalLM.from_pretrained(folders["qwen3"])
+    like.save_pretrained(
+        tmp_path / "like", state_dict={**like.state_dict(), "lm_head.weight": like.lm_head.weight.clone()}
+    )
+    unlike = transformers.AutoModelForCausalLM.from_pretrained(folders["llama"])
+    unlike.save_pretrained(tmp_path, max_shard_size=shard_size)
+    unlike.config.tie_word_embeddings = True
+    unlike.config.save_pretrained(tmp_path)
+    assert faults_of(ModelConfig(path=str(tmp_path / "like")), "lm") == []
+    assert faults_of(ModelConfig(path=str(tmp_path)), "value") == []
+    (fault,) = faults_of(ModelConfig(path=str(tmp_path)), "lm")
+    assert "ties lm_head.weight to model.embed_tokens.weight, but they differ in the checkpoint" in fault
+    assert "set override_config.tie_word_embeddings=False" in fault
+    with pytest.raises(ModelError, match="they differ in the checkpoint"):
+        load_model(ModelConfig(path=str(tmp_path)), "lm", torch.float32)
+    remedied = ModelConfig(path=str(tmp_path), override_config={"tie_word_embeddings": False})
+    assert faults_of(remedied, "lm") == []
+    assert torch.equal(load_model(remedied, "lm", torch.float32).lm_head.weight, unlike.lm_head.weight)
 
 
 def test_a_choice_between_keys_that_score_alike_is_refused(tmp_path):
