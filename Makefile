@@ -46,14 +46,14 @@ chaos: $(STAMP)
 	$(PY) tests/chaos --runs $(or $(N),50) --seed $(or $(SEED),0) --jobs $(or $(JOBS),1) $(ARGS)
 
 learns: $(STAMP)
-	$(PY) -m rlx.benchmarks.learns --out $(or $(OUT),outputs/learns) $(ARGS)
+	$(PY) -m benchmarks.learns --out $(or $(OUT),outputs/learns) $(ARGS)
 
 docs: $(STAMP)
 	$(PY) -m rlx.config.describe > docs/configuration.md.new
 	mv docs/configuration.md.new docs/configuration.md
 	$(PY) -m rlx.trainer.metric_table > docs/metrics.md.new
 	mv docs/metrics.md.new docs/metrics.md
-	$(PY) -m rlx.benchmarks.sweep.page > docs/models.md.new
+	$(PY) -m benchmarks.sweep.page > docs/models.md.new
 	mv docs/models.md.new docs/models.md
 
 setup: $(STAMP)

@@ -69,7 +69,7 @@ def given(page: str, folder: Path) -> list[list[str]]:
 def inline(page: str) -> list[list[str]]:
     """Commands within a sentence or a table; words with … or NAME are left to the reader."""
     starts = "|".join(f"rlx {name}" for name in COMMANDS)
-    found = re.findall(rf"`((?:{starts}|python -m rlx[\w.]*) [^`]+)`", BLOCK.sub("", PAGES[page]))
+    found = re.findall(rf"`((?:{starts}|python -m (?:rlx|benchmarks)[\w.]*) [^`]+)`", BLOCK.sub("", PAGES[page]))
     return [[word for word in shlex.split(command) if not re.search("…|NAME", word)] for command in found]
 
 
@@ -85,7 +85,7 @@ def fault(words: list[str]) -> str | None:
             return None
         case (("python" | "torchrun"), *rest) if "-m" in rest:
             module, *arguments = rest[rest.index("-m") + 1 :]
-            return of_module(module, arguments) if module.startswith("rlx") else None
+            return of_module(module, arguments) if module.startswith(("rlx", "benchmarks")) else None
         case "pip", "install", *rest:
             return of_pip(rest)
         case "make", target, *variables:
@@ -121,7 +121,7 @@ def source(module: str, imported: bool = True) -> str:
         file for file in (home.with_suffix(".py"), home / "__main__.py", home / "__init__.py") if file.is_file()
     ][:1]
     text = file.read_text()
-    further = re.findall(r"from (rlx[\w.]*) import", text) if imported else []
+    further = re.findall(r"from ((?:rlx|benchmarks)[\w.]*) import", text) if imported else []
     return "\n".join([text, *(source(name, imported=False) for name in further)])
 
 

@@ -50,14 +50,14 @@ def test_the_files_of_the_map_exist():
     assert len(named) > 60
     paths = [
         f"/{path.relative_to(ROOT)}"
-        for top in ("rlx", "tests", "docs")
+        for top in ("rlx", "benchmarks", "tests", "docs")
         for path in (ROOT / top, *(ROOT / top).rglob("*"))
     ]
     assert [name for name in sorted(named) if not any(path.endswith(f"/{name}") for path in paths)] == []
 
 
 def test_the_names_of_the_map_exist():
-    source = "\n".join(file.read_text() for file in (ROOT / "rlx").rglob("*.py"))
+    source = "\n".join(file.read_text() for part in ("rlx", "benchmarks") for file in (ROOT / part).rglob("*.py"))
     words = set(re.findall(r"\w+", source)) | set(re.findall(r"\w+", (ROOT / "Makefile").read_text()))
     code = re.findall(r"`([A-Za-z_][\w.]*)(?:\(.*?\))?`", ARCHITECTURE.read_text())
     names = {part for name in code if not name.endswith((".py", ".md", ".jsonl")) for part in name.split(".")}

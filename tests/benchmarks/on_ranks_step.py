@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from rlx.benchmarks.optimizer_step import measure
+from benchmarks.optimizer_step import measure
 
 TOKENS = 64
 

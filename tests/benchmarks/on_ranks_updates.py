@@ -2,7 +2,7 @@
 
 import torch
 
-from rlx.benchmarks.updates import MODELS, train
+from benchmarks.updates import MODELS, train
 
 
 def forms(names, lr, steps):

@@ -3,7 +3,7 @@
 import json
 import sys
 
-from rlx.benchmarks import checkpoint
+from benchmarks import checkpoint
 from rlx.offload.plan.shapes import SHAPES
 
 TINY = {

@@ -6,7 +6,7 @@ from argparse import Namespace
 import pytest
 import torch
 
-from rlx.benchmarks.grpo_step import main, medians, settings, show, write_inputs
+from benchmarks.grpo_step import main, medians, settings, show, write_inputs
 from rlx.config.check.validate import check
 from rlx.config.compose.command_line import compose
 from rlx.config.machine import inspect_machine

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rlx.benchmarks import hostile_calls
+from benchmarks import hostile_calls
 
 
 @pytest.mark.slow

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from rlx.benchmarks import learning
-from rlx.benchmarks.learning import PLAIN, Curve, read, table
+from benchmarks import learning
+from benchmarks.learning import PLAIN, Curve, read, table
 
 
 def finished(folder, accuracies, reward=0.5):

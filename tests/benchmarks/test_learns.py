@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from rlx.benchmarks import learns
-from rlx.benchmarks.learning import Curve, read
+from benchmarks import learns
+from benchmarks.learning import Curve, read
 
 
 def metrics(folder, accuracies, rewards):

@@ -3,7 +3,7 @@ import json
 import pytest
 import torch
 
-from rlx.benchmarks.log_probs import forms, main
+from benchmarks.log_probs import forms, main
 from rlx.models import head_log_probs
 
 SMALL = ["--vocabulary", "50", "--width", "8", "--rounds", "1", "--device", "cpu", "--dtype", "fp32"]

@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from rlx.benchmarks.optimizer_offload import main
+from benchmarks.optimizer_offload import main
 
 ROWS = ["offload, first time", "fetch", "offload", 'tensor.to("cpu")', "tensor.to(device)"]
 

@@ -5,9 +5,9 @@ import sys
 import pytest
 import torch
 
-from rlx.benchmarks import optimizer_step
-from rlx.benchmarks.common import write_random_model
-from rlx.benchmarks.optimizer_step import (
+from benchmarks import optimizer_step
+from benchmarks.common import write_random_model
+from benchmarks.optimizer_step import (
     PROGRESS,
     STEP_PHASES,
     TIMES,

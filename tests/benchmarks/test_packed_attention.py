@@ -1,6 +1,6 @@
 import pytest
 
-from rlx.benchmarks.packed_attention import main
+from benchmarks.packed_attention import main
 from rlx.models import packed_attention
 
 SMALL = ["--heads", "2", "--key-heads", "1", "--width", "4", "--rounds", "1", "--device", "cpu"]

@@ -6,9 +6,9 @@ from argparse import Namespace
 import pytest
 import torch
 
-from rlx.benchmarks.common import random_model
-from rlx.benchmarks.race.__main__ import figures, main, racers, run, shared_keys, show, trl_racer, verl_racer
-from rlx.benchmarks.race.inputs import MARGIN, byte_tokenizer, forbid
+from benchmarks.common import random_model
+from benchmarks.race.__main__ import figures, main, racers, run, shared_keys, show, trl_racer, verl_racer
+from benchmarks.race.inputs import MARGIN, byte_tokenizer, forbid
 
 WORK = {"shape": "tiny", "prompts": 2, "samples": 4, "prompt": 40, "response": 8, "steps": 3}
 SIZE = [f"--{name}={value}" for name, value in WORK.items()]

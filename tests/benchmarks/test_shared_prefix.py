@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from rlx.benchmarks.shared_prefix import main
+from benchmarks.shared_prefix import main
 
 SMALL = ["--shape", "tiny", "--layers", "2", "--rounds", "1", "--device", "cpu"]
 

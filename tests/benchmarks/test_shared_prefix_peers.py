@@ -4,7 +4,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from rlx.benchmarks.shared_prefix_peers import MAKERS, flash_padded, flash_varlen, main
+from benchmarks.shared_prefix_peers import MAKERS, flash_padded, flash_varlen, main
 
 PACKAGES = {"TRL": "trl", "AReaL": "areal", "verl": "verl"}
 

@@ -4,7 +4,7 @@ import sys
 import psutil
 import pytest
 
-from rlx.benchmarks.soak import Sample, growth, main, name_of, table
+from benchmarks.soak import Sample, growth, main, name_of, table
 
 
 def test_growth_compares_medians_of_both_ends():

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from rlx.benchmarks.start_up import CACHES, Round, main, show, timed
+from benchmarks.start_up import CACHES, Round, main, show, timed
 
 SPEAKS = """
 import os, time

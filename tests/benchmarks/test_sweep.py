@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlx.benchmarks.sweep.page import COLUMNS, FAMILIES, RESULTS, joined, page, read_results, write_results
-from rlx.benchmarks.sweep.reference import largest_difference, lora_change, step_of
-from rlx.benchmarks.sweep.replay import replay_error
-from rlx.benchmarks.sweep.run import CheckResult, outcomes_of
-from rlx.benchmarks.sweep.tiny_models import config_of, rows, tiny_model, write_tiny
-from rlx.benchmarks.sweep.trainer import TinyModel
+from benchmarks.sweep.page import COLUMNS, FAMILIES, RESULTS, joined, page, read_results, write_results
+from benchmarks.sweep.reference import largest_difference, lora_change, step_of
+from benchmarks.sweep.replay import replay_error
+from benchmarks.sweep.run import CheckResult, outcomes_of
+from benchmarks.sweep.trainer import TinyModel
 from rlx.models.experts import _Choice
+from tests.tiny_models import config_of, rows, tiny_model, write_tiny
 
 ROOT = Path(__file__).parents[2]
 FEATURES = ["packed", "value", "boundary", "lora", "replay", "hf sampler"]
@@ -77,7 +77,7 @@ def test_weights_are_large_enough_for_masks_and_positions_to_matter():
 
 
 def test_the_change_by_formula_is_that_of_adamw():
-    from rlx.benchmarks.sweep.reference import OPTIM
+    from benchmarks.sweep.reference import OPTIM
 
     weight, a = torch.randn(5, 7, dtype=torch.float64), torch.randn(2, 7, dtype=torch.float64)
     b = torch.zeros(5, 2, dtype=torch.float64, requires_grad=True)
@@ -128,7 +128,7 @@ def test_results_of_one_version_are_joined(tmp_path):
 def test_the_page_is_current_and_complete():
     results, versions = read_results(ROOT / RESULTS)
     assert (ROOT / "docs" / "models.md").read_text() == page(results, versions), (
-        "python -m rlx.benchmarks.sweep.page > docs/models.md"
+        "python -m benchmarks.sweep.page > docs/models.md"
     )
     assert {row for members in FAMILIES.values() for row in members} <= set(results)
     features = {name for names in COLUMNS.values() for name in names}

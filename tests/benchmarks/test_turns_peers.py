@@ -10,7 +10,7 @@ import pytest
 
 SMALL = (
     "from rlx.offload.plan.shapes import SHAPES; SHAPES['tiny'] |= {'num_attention_heads': 2, 'head_dim': 32};"  # for vLLM
-    "from rlx.benchmarks.turns_peers import main; raise SystemExit(main())"
+    "from benchmarks.turns_peers import main; raise SystemExit(main())"
 )
 SIZES = "--shape tiny --trajectories 8 --tokens 12 --turns 3 --max-num-seqs 4 --tool-s 0.05 --processes 1 --rounds 1"
 

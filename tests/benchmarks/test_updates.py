@@ -2,7 +2,7 @@
 
 import pytest
 
-from rlx.benchmarks.updates import main
+from benchmarks.updates import main
 
 
 def test_masters_on_the_host_move_as_fp32_weights_and_plain_bf16_does_not(one_rank):

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from rlx.benchmarks.learns import SEEDS, TASKS
+from benchmarks.learns import SEEDS, TASKS
 from rlx.config.machine import Machine
 from rlx.config.schema import ADV_ESTIMATORS, LOSS_MODES
 

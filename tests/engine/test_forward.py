@@ -8,7 +8,6 @@ import torch.distributed as dist
 import transformers as hf
 from torch.overrides import TorchFunctionMode
 
-from rlx.benchmarks.sweep.tiny_models import config_of, tiny_model
 from rlx.config.schema import ModelConfig
 from rlx.data.batch import Batch
 from rlx.engine.cutting import SequenceGroup
@@ -19,6 +18,7 @@ from rlx.models.loading import ModelError
 from rlx.models.packed_attention import PACKED, packed_attention
 from rlx.models.prefix_tree import NEVER
 from rlx.offload import OffloadOptions, enable_activation_offloading, register_attention
+from tests.tiny_models import config_of, tiny_model
 
 P, R, VOCAB = 5, 8, 61
 SMALL = {"vocab_size": VOCAB, "num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48}

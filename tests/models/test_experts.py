@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from rlx.benchmarks.sweep.tiny_models import config_of, tiny_model
 from rlx.models.experts import ExpertRouting, Pass, RoutingError, differing_layers, expert_loads, recorded
+from tests.tiny_models import config_of, tiny_model
 
 TOKENS = 7
 MAINSTREAM = ("qwen3_moe", "olmoe", "mixtral", "deepseek_v2", "deepseek_v3", "glm4_moe")

@@ -18,10 +18,10 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from rlx.benchmarks.sweep.tiny_models import config_of, write_tiny
 from rlx.config.schema import ModelConfig
 from rlx.errors import ExplainedError
 from rlx.models.loading import ModelError, load_config, load_model, load_skeleton, load_tokenizer
+from tests.tiny_models import config_of, write_tiny
 
 IDS = torch.arange(12).reshape(2, 6)
 

@@ -10,7 +10,6 @@ import torch
 from peft import get_peft_model, set_peft_model_state_dict
 from torch import nn
 
-from rlx.benchmarks.sweep.tiny_models import config_of, tiny_model
 from rlx.config.schema import LoraConfig, ModelConfig
 from rlx.models.adapter_folder import AdapterKind, load_adapters, write_adapters
 from rlx.models.loading import ModelError, load_model
@@ -24,6 +23,7 @@ from rlx.models.lora import (
     merged_weights,
     refuse_idle_adapters,
 )
+from tests.tiny_models import config_of, tiny_model
 
 IDS = torch.arange(12).reshape(2, 6)
 

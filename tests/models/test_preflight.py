@@ -8,10 +8,10 @@ import torch
 import transformers
 from torch.torch_version import TorchVersion
 
-from rlx.benchmarks.sweep.tiny_models import config_of
 from rlx.config.schema import LoraConfig, ModelConfig
 from rlx.models.loading import ModelError, load_model
 from rlx.models.preflight import faults_of
+from tests.tiny_models import config_of
 
 
 def model(folders, name="qwen3", **options):

@@ -13,7 +13,7 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from rlx.offload import OffloadOptions, OffloadStats, enable_activation_offloading, host_arena
-from rlx.offload.benchmark.plan_command import main
+from rlx.offload.plan_command import main
 from rlx.offload.runtime.options import SAVE_MODES
 
 ROOT = Path(__file__).parents[2]

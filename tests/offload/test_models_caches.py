@@ -6,8 +6,8 @@ import pytest
 import torch
 import transformers
 
-from rlx.benchmarks.sweep.tiny_models import config_of
 from rlx.offload import OffloadOptions, enable_activation_offloading
+from tests.tiny_models import config_of
 
 # Gemma's last layers attend to keys and values that earlier ones have left in a mapping, which all of them are called with.
 # Bamba, Qwen3.5 and Mamba have layers of several kinds, whose caches answer different questions. BART's cache is one of two

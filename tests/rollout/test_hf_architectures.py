@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from rlx.benchmarks.sweep.tiny_models import config_of, tiny_model
 from rlx.rollout.hf import HFRollout
 from rlx.rollout.protocol import EngineError, Request, Sampling
+from tests.tiny_models import config_of, tiny_model
 
 TYPES = [
     "bamba",

@@ -9,11 +9,11 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from benchmarks.offload.models import Case, build
 from rlx.config.schema import ModelConfig
 from rlx.engine.optimizer_state import PIECE_BYTES, TEMPORARY
 from rlx.models import head_log_probs
 from rlx.models.lora import add_lora
-from rlx.offload.benchmark.models import Case, build
 from rlx.offload.plan import Budget, LayerPlan, make_plan, predict, sent_bytes
 from rlx.offload.plan.decoder import ARCHITECTURES as READ
 from rlx.offload.plan.decoder import read_decoder

@@ -1,0 +1,1 @@
+"""The same GRPO steps by rlx and other frameworks: `python -m benchmarks.race`."""

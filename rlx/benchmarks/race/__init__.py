@@ -1,1 +1,0 @@
-"""The same GRPO steps by rlx and other frameworks: `python -m rlx.benchmarks.race`."""

@@ -1,1 +1,0 @@
-"""Commands: `python -m rlx.offload.benchmark` measures activation offloading on this machine; the planner's command."""

@@ -1,0 +1,405 @@
+"""The benchmark's command: what it measures, writes and refuses. Figures are checked against each other, not for size."""
+
+import contextlib
+import gc
+import json
+import statistics
+import sys
+
+import pytest
+import torch
+from transformers import Gemma3TextConfig, GPT2Config
+
+from benchmarks.offload import modes
+from benchmarks.offload.__main__ import main
+from benchmarks.offload.device import memory_curve
+from benchmarks.offload.models import Case, build, read_shape, share
+from benchmarks.offload.modes import MODE_DESCRIPTIONS, EnabledMode, Mode, parse_mode
+from benchmarks.offload.overhead import overhead_of
+from benchmarks.offload.results import CaseResult, HostMemoryUse, Row, table
+from rlx.offload import OffloadOptions
+
+CPU = torch.device("cpu")
+TINY = ("--device", "cpu", "--model", "tiny", "--case", "16x3", "--rounds", "3", "--dtype", "float32")
+
+
+@pytest.fixture
+def run_benchmark(tmp_path, capsys):
+    """`run_benchmark(*arguments)`: what it printed and its results file."""
+
+    def run(*arguments):
+        assert main([*arguments, "--out", str(tmp_path / "out")]) == 0
+        return capsys.readouterr().out, json.loads((tmp_path / "out" / "results.json").read_text())
+
+    return run
+
+
+@pytest.fixture
+def refusal(tmp_path, capsys, monkeypatch):
+    """`refusal(*arguments)`: the message with which the command ends before it measures anything."""
+    monkeypatch.setattr("benchmarks.offload.measure.CaseRun", None)
+
+    def run(*arguments):
+        with pytest.raises(SystemExit) as ended:
+            main(["--device", "cpu", "--out", str(tmp_path), *arguments])
+        assert ended.value.code == 2
+        return capsys.readouterr().err.splitlines()[-1]
+
+    return run
+
+
+def rows_of(results, number=0):
+    return {row["mode"]: row for row in results["cases"][number]["rows"]}
+
+
+# A run
+
+
+def test_frozen_weights_stream_beside_resident_ones(run_benchmark):
+    pytest.importorskip("peft", reason="the adapters are peft's, no dependency of rlx.offload")
+    arguments = (*TINY[:-4], "--rounds", "1", "--dtype", "float32", "--no-picture")
+    printed, results = run_benchmark(
+        *arguments, "--frozen", "--modes", "checkpointing,boundary,boundary:resident=1,axolotl"
+    )
+    rows = rows_of(results)
+    assert rows.pop("axolotl")["note"].startswith("left out: axolotl ")  # not installed, or no CUDA
+    assert all(row["note"] is None for row in rows.values())
+    assert rows["boundary"]["streamed_bytes"] is None
+    # q, k, v, o and three maps of the MLP, in two of three layers.
+    assert rows["boundary:resident=1"]["streamed_bytes"] == 2 * 4 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128)
+    assert "streamed GB" in printed
+
+
+def test_quantised_weights_stream_in_their_small_form(run_benchmark):
+    pytest.importorskip("peft")
+    pytest.importorskip("bitsandbytes", reason="NF4 needs bitsandbytes (rlx[nf4])")
+    arguments = (*TINY[:-4], "--rounds", "1", "--no-picture", "--frozen", "--quantization", "nf4")
+    _, results = run_benchmark(*arguments, "--modes", "boundary,boundary:resident=0")
+    rows = rows_of(results)
+    assert all(row["note"] is None for row in rows.values())
+    elements = 3 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128)
+    assert rows["boundary:resident=0"]["streamed_bytes"] == pytest.approx(elements * 9 / 16, rel=0.1)  # and alignment
+    assert results["quantization"] == "nf4"
+
+
+def test_streaming_needs_frozen_weights_and_a_number(refusal):
+    assert "quantised weights cannot be trained" in refusal("--quantization", "nf4")
+    assert "resident= and axolotl stream frozen weights" in refusal("--modes", "boundary:resident=0")
+    assert "resident= and axolotl stream frozen weights" in refusal("--modes", "axolotl")
+    assert "got resident=x" in refusal("--frozen", "--modes", "boundary:resident=x")
+
+
+def test_a_run_writes_table_figures_and_picture(run_benchmark, tmp_path):
+    printed, results = run_benchmark(*TINY, "--modes", "plain,checkpointing,boundary,all,boundary:prefetch_layers=0")
+    rows = rows_of(results)
+    assert list(rows) == ["plain", "checkpointing", "boundary", "all", "boundary:prefetch_layers=0"]
+    for name, row in rows.items():
+        assert row["note"] is None and row["layers"] == 3 and len(row["step_s"]) == 3
+        assert row["median_s"] == statistics.median(row["step_s"])
+        assert row["min_s"] == min(row["step_s"]) and row["max_s"] == max(row["step_s"])
+        for base in ("plain", "checkpointing"):
+            assert row[f"ratio_to_{base}"] == row["median_s"] / rows[base]["median_s"]
+        assert row["peak_bytes"] is None  # the CPU has no device memory
+        assert f"\n{name} " in printed
+    # The inputs of three layers: 16 tokens of width 64, in 4 bytes.
+    boundary = rows["boundary"]
+    assert boundary["offloaded_bytes_per_step"] == boundary["held_bytes"] == 3 * 16 * 64 * 4
+    assert rows["all"]["offloaded_bytes_per_step"] > boundary["offloaded_bytes_per_step"]
+    assert boundary["stall_share"] == pytest.approx(boundary["stall_ms_per_step"] / 1e3 / boundary["median_s"])
+    assert boundary["recomputed_ms_per_step"] > 0 == rows["all"]["recomputed_ms_per_step"]
+    assert rows["plain"]["offloaded_bytes_per_step"] is None
+    host = results["cases"][0]["host"]
+    assert host["allocations_after_warm_up"] == 0 and "allocations after warm-up: 0" in printed
+    assert host["largest_held_bytes"] == rows["all"]["held_bytes"] <= host["reserved_bytes"]
+    assert torch.__version__.startswith(results["torch"]) and "--rounds 3" in results["command"]
+    assert results["options"]["boundary:prefetch_layers=0"]["prefetch_layers"] == 0
+    assert (tmp_path / "out" / "16x3.png").read_bytes().startswith(b"\x89PNG")
+    assert str(tmp_path / "out" / "16x3.png") in printed.splitlines()[-1]
+
+
+def test_plain_with_fewer_layers_is_scaled_and_says_so(run_benchmark, tmp_path):
+    printed, results = run_benchmark(
+        *TINY, "--case", "8x2", "--case", "4", "--modes", "plain,boundary", "--plain-layers", "2", "--no-picture"
+    )
+    assert [(case["tokens"], case["layers"]) for case in results["cases"]] == [(16, 3), (8, 2), (4, 8)]
+    first, second = (rows_of(results, number)["plain"] for number in (0, 1))
+    assert (first["layers"], first["note"]) == (2, "scaled from 2 layers")
+    assert (second["layers"], second["note"]) == (2, None)
+    assert "plain: scaled from 2 layers" in printed
+    assert not list((tmp_path / "out").glob("*.png"))
+
+
+def test_plain_that_does_not_fit_is_tried_with_two_layers(run_benchmark, monkeypatch):
+    def prepare(model):
+        if len(model.layers) > 2:
+            raise torch.OutOfMemoryError("no room for 3 layers")
+        return EnabledMode()
+
+    monkeypatch.setitem(modes.PEERS, "plain", prepare)
+    _, results = run_benchmark(*TINY, "--modes", "plain,checkpointing", "--no-picture")
+    assert rows_of(results)["plain"]["note"] == "scaled from 2 layers"
+    assert rows_of(results)["checkpointing"]["note"] is None
+
+
+def test_a_peer_that_fails_is_a_row(run_benchmark, monkeypatch):
+    class Failing:
+        """Raises in the step with that number."""
+
+        def __init__(self, number):
+            self.left = number
+
+        def __call__(self, model):
+            return EnabledMode(around_step=self.around)
+
+        @contextlib.contextmanager
+        def around(self):
+            self.left -= 1
+            if self.left < 0:
+                raise RuntimeError("device on fire\nand more")
+            yield
+
+    monkeypatch.setitem(modes.PEERS, "trl", Failing(0))
+    monkeypatch.setitem(modes.PEERS, "trl-all", Failing(3))
+    printed, results = run_benchmark(*TINY, "--modes", "trl,plain,trl-all", "--no-picture")
+    rows = rows_of(results)
+    for name in ("trl", "trl-all"):
+        assert rows[name]["note"] == "failed: RuntimeError: device on fire"
+        assert rows[name]["median_s"] is None and rows[name]["ratio_to_plain"] is None
+        assert f"{name}: failed: RuntimeError: device on fire\n" in printed
+    assert len(rows["plain"]["step_s"]) == 3
+
+
+def test_nothing_measured_is_a_failure(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "trl", None)
+    assert main([*TINY, "--modes", "trl,trl-all", "--out", str(tmp_path)]) == 1
+
+
+def test_a_peer_that_is_not_installed_is_named(run_benchmark, monkeypatch):
+    monkeypatch.setitem(sys.modules, "trl", None)
+    printed, results = run_benchmark(*TINY, "--modes", "plain,trl", "--no-picture")
+    assert rows_of(results)["trl"]["note"] == "left out: trl is not installed"
+    assert "trl: left out: trl is not installed" in printed
+
+
+def test_no_round_begins_after_the_time_is_up(run_benchmark):
+    _, results = run_benchmark(*TINY, "--modes", "plain", "--rounds", "1000000", "--seconds", "1", "--no-picture")
+    assert 1 <= len(rows_of(results)["plain"]["step_s"]) < 1000000
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 2])
+def test_processes_share_the_layers_with_fsdp2(run_benchmark, processes):
+    _, results = run_benchmark(*TINY, "--modes", "checkpointing,boundary", "--gpus", str(processes))
+    rows = rows_of(results)
+    assert results["processes"] == processes
+    assert rows["boundary"]["note"] is None and len(rows["boundary"]["step_s"]) == 3
+    # Each process has a sequence of its own; the figures are the first one's.
+    assert rows["boundary"]["held_bytes"] == 3 * 16 * 64 * 4
+
+
+def test_the_disk_tier(run_benchmark, tmp_path):
+    printed, results = run_benchmark(
+        *TINY, "--modes", "checkpointing,boundary", "--tier", "disk", "--directory", str(tmp_path), "--no-picture"
+    )
+    boundary = rows_of(results)["boundary"]
+    assert boundary["note"] is None and boundary["disk_gb_per_s"] > 0
+    assert results["cases"][0]["host"]["disk_reserved_bytes"] >= boundary["held_bytes"] == 3 * 16 * 64 * 4
+    assert " GB on disk reserved" in printed
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.slow
+def test_overhead_runs(tmp_path, capsys):
+    assert main(["--overhead", "--rounds", "2", "--out", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    results = json.loads((tmp_path / "overhead.json").read_text())
+    own = ["boundary", "attention", "auto", "all"]
+    assert list(results["modes"]) == ["checkpointing", *own, *(f"{name}:min_bytes=0" for name in own)]
+    for name, figures in results["modes"].items():
+        assert tuple(figures.values()) == overhead_of(name, results["step_cpu_us"], results["no_grad_cpu_us"])
+        assert (figures["no_grad_ratio"] is None) == (name not in own)
+        assert f"\n{name} " in printed
+
+
+def test_overhead_is_what_a_plain_step_and_a_forward_leave():
+    steps_us = {"boundary": [90.0, 190.0, 90.0], "all": [90.0] * 3, "plain": [20.0] * 3, "forward": [10.0, 30.0, 10.0]}
+    no_grad_us = {"boundary": [3.0, 2.0, 9.0], "plain": [2.0, 2.0, 3.0]}
+    # Eight layers.
+    assert overhead_of("boundary", steps_us, no_grad_us) == (60 / 8, 60 / 8, 1.5)
+    assert overhead_of("all", steps_us, no_grad_us) == (70 / 8, 70 / 8, None)
+    sent = {**steps_us, "all:min_bytes=0": steps_us["all"]}
+    assert overhead_of("all:min_bytes=0", sent, no_grad_us) == (70 / 8, 70 / 8, None)
+
+
+# Models and modes
+
+
+def test_every_mode_computes_the_same_gradients():
+    torch.manual_seed(0)
+    ids = torch.randint(0, 64, (1, 16))
+
+    def gradients(name):
+        model = build(read_shape("tiny"), Case(16, 3), CPU, torch.float32)
+        prepared = parse_mode(name, {"min_bytes": 0}).prepare(model)
+        with prepared.around_step():
+            with prepared.around_forward():
+                output = model(input_ids=ids).last_hidden_state
+            output.backward(torch.ones_like(output))
+        return [parameter.grad for parameter in model.parameters()]
+
+    expected = gradients("plain")
+    for name in ("checkpointing", "boundary", "attention", "all", "save-on-cpu"):
+        assert all(map(torch.equal, expected, gradients(name))), name
+    for name in ("plain:tile=5", "checkpointing:tile=5", "attention:tile=5"):
+        for gradient, found in zip(expected, gradients(name), strict=True):
+            torch.testing.assert_close(found, gradient, rtol=0, atol=1e-5 * gradient.abs().max().item())
+
+
+def test_modes_share_weights_but_not_modules():
+    model = build(read_shape("tiny"), Case(8, 2), CPU, torch.bfloat16)
+    assert model.training and next(model.parameters()).dtype == torch.bfloat16
+    shared = share(model)
+    assert all(a is b for a, b in zip(model.parameters(), shared.parameters(), strict=True))
+    assert all(a is not b for a, b in zip(model.modules(), shared.modules(), strict=True))
+    parse_mode("checkpointing", {}).prepare(shared)
+    assert shared.layers[0].gradient_checkpointing and not model.layers[0].gradient_checkpointing
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        GPT2Config(vocab_size=64, n_embd=16, n_head=2, n_layer=2, n_positions=8),
+        Gemma3TextConfig(
+            vocab_size=64,
+            hidden_size=16,
+            intermediate_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            head_dim=8,
+        ),
+    ],
+    ids=["gpt2", "gemma3"],
+)
+@pytest.mark.parametrize("layers", [1, 5])
+def test_a_local_configuration_is_a_model(tmp_path, config, layers):
+    config.save_pretrained(tmp_path)
+    for path in (tmp_path, tmp_path / "config.json"):
+        model = build(read_shape(str(path)), Case(16, layers), CPU, torch.float32)
+        assert model.config.num_hidden_layers == layers
+    assert model(input_ids=torch.zeros(1, 16, dtype=torch.int64)).last_hidden_state.shape == (1, 16, 16)
+
+
+def test_a_mode_takes_options_of_its_own():
+    mode = parse_mode("boundary:prefetch_layers=2:pin_memory=false", {"min_bytes": 5, "prefetch_layers": 7})
+    options = OffloadOptions(save="boundary", min_bytes=5, prefetch_layers=2, pin_memory=False)
+    assert mode == Mode("boundary:prefetch_layers=2:pin_memory=false", "boundary", options)
+    assert parse_mode("plain:tile=auto", {}) == Mode("plain:tile=auto", "plain", None, 0)
+    assert parse_mode("all:min_bytes=5:tile=9", {}).tile == 9
+    streamed = parse_mode("boundary:tile=9:resident=2:weights_in=/disk", {})
+    assert (streamed.tile, streamed.resident, streamed.weights_in) == (9, 2, "/disk")
+    assert set(MODE_DESCRIPTIONS) == {*modes.OWN_MODES, *modes.PEERS}
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ("--model", "qwen9"),
+            "'qwen9' is neither a named shape nor a local configuration; choose one of tiny, qwen2-0.5b, qwen2-7b",
+        ),
+        (("--case", "8192x0"), "got '8192x0', expected TOKENSxLAYERS, such as 8192x28, or TOKENS"),
+        (("--case", "x28"), "got 'x28', expected TOKENSxLAYERS"),
+        (("--overhead", "--model", "tiny"), "--overhead has a model and modes of its own, but got --device, --model"),
+        (("--modes", "plain,boundry"), "mode 'boundry' does not exist; choose from plain, checkpointing, boundary"),
+        (("--modes", "plain,plain"), "--modes names plain more than once"),
+        (("--modes", "plain:min_bytes=1"), "only boundary, attention, auto, all take options"),
+        (("--modes", "plain:tile=0"), "got tile=0, expected auto or tokens, at least 1"),
+        (
+            ("--modes", "boundary:min_byte=1"),
+            "got 'min_byte=1', expected option=value with an option of OffloadOptions",
+        ),
+        (("--modes", "boundary:min_bytes=many"), "OffloadOptions.min_bytes: got 'many'"),
+        (("--modes", "all:prefetch_layers=-1"), "OffloadOptions.prefetch_layers: got -1, expected an integer >= 0"),
+        (("--tier", "disk"), "have no usable folder: got directory=None"),
+        (("--tier", "disk", "--directory", "/no/such/folder"), "cannot use the directory (No such file or directory)"),
+        (("--tier", "tape"), "OffloadOptions.tier: got 'tape'"),
+        (("--rounds", "0"), "got '0', expected a whole number of at least 1"),
+        (("--gpus", "two"), "got 'two', expected a whole number of at least 1"),
+        (("--out", "/dev/null/folder"), "the folder /dev/null/folder cannot be made"),
+    ],
+)
+def test_bad_arguments_end_the_command_at_once(refusal, arguments, message):
+    assert message in refusal(*arguments)
+
+
+def test_a_file_that_is_no_configuration(refusal, tmp_path):
+    file = tmp_path / "some.json"
+    file.write_text("[1]")
+    assert "it has no 'model_type'" in refusal("--model", str(file))
+    file.write_text("{")
+    assert "is not JSON" in refusal("--model", str(file))
+
+
+# The table
+
+
+def test_the_table_names_what_was_not_measured():
+    rows = [
+        Row("plain", median_s=2.0, min_s=1.5, max_s=3.0, ratio_to_plain=1.0, peak_bytes=49_400_000_000),
+        Row("boundary", "failed: OutOfMemoryError: no room"),
+    ]
+    lines = table(CaseResult(8, 2, rows, HostMemoryUse(0, 0, 0, None, 0))).splitlines()
+    assert lines[0].split()[:5] == ["mode", "step", "s", "min", "max"]
+    assert lines[0].split()[5:] == ["x", "plain", "peak", "GB"]  # nothing else was measured
+    assert lines[1].split() == ["plain", "2.0000", "1.5000", "3.0000", "1.000", "49.4"]
+    assert lines[2:] == ["boundary: failed: OutOfMemoryError: no room"]
+
+
+# On a GPU
+
+
+@pytest.fixture
+def clean_device():
+    """Free what cycles of earlier tests hold: if they were collected during a step, it would seem to take less memory."""
+    gc.collect()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_the_curve_reaches_the_peak(clean_device):
+    device = torch.device("cuda", 0)
+    model = build({**read_shape("tiny"), "hidden_size": 512}, Case(1024, 4), device, torch.bfloat16)
+    prepared = parse_mode("boundary", {}).prepare(model)
+    ids = torch.zeros(1, 1024, dtype=torch.int64, device=device)
+
+    def step():
+        with prepared.around_step():
+            output = model(input_ids=ids).last_hidden_state
+            output.backward(torch.ones_like(output))
+
+    step()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    step()
+    peak = torch.cuda.max_memory_allocated() - before
+    curve = memory_curve(model, device, step)
+    assert max(curve.used_bytes) == pytest.approx(peak, rel=0.1)  # the allocator rounds by what it has cached
+    assert list(curve.seconds) == sorted(curve.seconds) and len(curve.seconds) > 3 * len(list(model.modules()))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_run_on_a_gpu_measures_memory(clean_device, run_benchmark):
+    _, results = run_benchmark(
+        "--model", "tiny", "--case", "4096x6", "--rounds", "2", "--modes", "plain,checkpointing,boundary,save-on-cpu"
+    )
+    rows = rows_of(results)
+    assert all(row["note"] is None for row in rows.values())
+    assert rows["boundary"]["peak_bytes"] < rows["plain"]["peak_bytes"]
+    for row in rows.values():
+        assert max(row["curve"]["used_bytes"]) == pytest.approx(row["peak_bytes"], rel=0.1)
