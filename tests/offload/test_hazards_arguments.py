@@ -3,8 +3,7 @@
 import copy
 import dataclasses
 import gc
-import types
-from collections import OrderedDict, defaultdict, deque
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -218,63 +217,6 @@ def test_a_container_that_contains_itself(enable, given, toys, mode, make):
     assert handle.stats().held_bytes == 0
 
 
-class Slotted:
-    __slots__ = ("k", "v")
-
-
-class Memory:
-    """Keeps its values where `vars` alone does not show them."""
-
-    def __init__(self, kind):
-        self.kind = kind
-        self.slotted = Slotted()
-        self.by_name = defaultdict(lambda: 0.0)
-        self.nested = {"layers": [types.SimpleNamespace(), {}]}
-
-    def holder(self):
-        slots, attributes, inner = self.slotted, self.nested["layers"][0].__dict__, self.nested["layers"][1]
-        return {"slots": slots, "a defaultdict": self.by_name, "an object inside": attributes, "a dict inside": inner}[
-            self.kind
-        ]
-
-    def add(self, name, value):
-        holder = self.holder()
-        if isinstance(holder, Slotted):
-            setattr(holder, name, getattr(holder, name, 0.0) + value)
-            return getattr(holder, name)
-        holder[name] = holder.get(name, 0.0) + value
-        return holder[name]
-
-
-@pytest.mark.parametrize("kind", ["slots", "a defaultdict", "an object inside", "a dict inside"])
-def test_keys_and_values_in_an_object(compare, given, toys, mode, kind):
-    """Each layer adds its keys and values to those of the layers before it."""
-
-    def forward(block, x, memory):
-        k, v = memory.add("k", block.mlp.norm(x)), memory.add("v", block.mlp(x))
-        return block.mlp(x + k * v.tanh())
-
-    def step(model):
-        return through(model, model.embed(toys.tokens()), Memory(kind)).sum()
-
-    compare(given(forward), step, **mode)
-
-
-def test_a_set_of_tensors(compare, given, toys, mode):
-    def forward(block, x, seen):
-        y = block.mlp(x * len(seen) + sum(seen))
-        seen.clear()
-        seen.add(block.mlp.norm(y))
-        return y
-
-    def step(model):
-        x = model.embed(toys.tokens())
-        seen = {x * 2}
-        return through(model, x, seen).sum() + seen.pop().sum()
-
-    compare(given(forward), step, **mode)
-
-
 def test_a_generator_as_an_argument(compare, given, toys, mode):
     def forward(block, x, generator):
         return x + block.mlp(x * torch.rand(x.shape, generator=generator))
@@ -292,18 +234,6 @@ def test_one_element_of_a_column(compare, given, toys, mode):
         return block.mlp(x) * block.mlp.norm(x)[0, :1].t()[:1]
 
     compare(given(forward), lambda model: through(model, model.embed(toys.tokens())).sum(), **mode)
-
-
-def test_a_queue_that_layers_pass_on(compare, given, toys, mode):
-    def forward(block, x, queue):
-        y = block.mlp(x + queue.pop() if queue else x)
-        queue.append(y)
-        return y
-
-    def step(model):
-        return through(model, model.embed(toys.tokens()), deque()).sum()
-
-    compare(given(forward), step, **mode)
 
 
 def test_a_configuration_that_must_not_be_written_to(compare, given, toys, mode):

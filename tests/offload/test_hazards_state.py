@@ -2,8 +2,10 @@
 
 import collections
 import copy
+import random
 import types
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -21,8 +23,8 @@ class Layer(nn.Module):
         self.run = run
         prepare(self)
 
-    def forward(self, x, *more):
-        return self.run(self, x, *more)
+    def forward(self, x, *more, **named):
+        return self.run(self, x, *more, **named)
 
 
 @pytest.fixture
@@ -134,19 +136,40 @@ def draws_from_its_own(m, x):
     return m.block(x * torch.rand(x.shape, generator=m.generator))
 
 
-def last_result(m):
-    m.register_buffer("result", torch.ones(8, 8))
+def python_generator(m):
+    m.generator = random.Random(3)
 
 
-def keeps_a_result_with_its_graph(m, x):
-    y = m.block(x * m.result.detach().mean())
-    m.result = m.block.up.weight[:8] * y.detach().sum()
-    return x + y @ m.result
+def draws_from_pythons(m, x):
+    return m.block(x * m.generator.random())
+
+
+def numpy_generator(m):
+    m.generator = numpy.random.default_rng(3)
+
+
+def old_numpy_generator(m):
+    m.generator = numpy.random.RandomState(3)
+
+
+def draws_from_numpys(m, x):
+    return m.block(x * float(m.generator.normal()))
+
+
+def count(m):
+    m.register_buffer("count", torch.zeros(1))
+
+
+def multiplied_by_its_count(m, x):
+    m.count += 1
+    return x + m.block(x) * m.count
 
 
 LAYERS = {
     "a generator of its own": (draws_from_its_own, own_generator),
-    "a buffer with a graph": (keeps_a_result_with_its_graph, last_result),
+    "a generator of Python's": (draws_from_pythons, python_generator),
+    "a generator of NumPy's": (draws_from_numpys, numpy_generator),
+    "an old generator of NumPy's": (draws_from_numpys, old_numpy_generator),
     "a buffer that is None at first": (fills_its_buffer, mean_is_none),
     "an attribute that is None at first": (fills_its_buffer, no_mean),
     "a buffer that forward registers": (registers_a_buffer, lambda m: None),
@@ -179,6 +202,20 @@ def test_state_of_modules(enable, toys, stack, mode, name, step):
         expected = toys.grade(plain, lambda model: step(toys, model))
         expected.assert_equal(toys.grade(model, lambda model: step(toys, model)))
         torch.testing.assert_close(state_of(model), state_of(plain), rtol=0, atol=0)
+
+
+def test_a_count_that_backward_reads(enable, toys, stack, mode):
+    """Of two graphs plain autograd refuses the first one's backward."""
+    model = stack(multiplied_by_its_count, count)
+    plain = copy.deepcopy(model)
+    enable(model, **mode)
+    for _ in range(3):
+        toys.grade(plain, toys.step).assert_equal(toys.grade(model, toys.step))
+    toys.step(model).backward(retain_graph=True)
+    first = toys.step(model)
+    toys.step(model)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        first.backward()
 
 
 def test_buffers_and_modules_that_come_after_the_first_step(enable, toys, stack, mode):
@@ -230,7 +267,25 @@ def test_a_sparse_buffer_that_forward_replaces_is_refused(enable, toys, stack):
 
     model = stack(forward, prepare)
     enable(model, True)
-    with pytest.raises(RuntimeError, match="its layout is not strided"):
+    with pytest.raises(RuntimeError, match="changes buffer 'links' of its module Layer"):
+        toys.step(model)
+
+
+def last_result(m):
+    m.register_buffer("result", torch.ones(8, 8))
+
+
+def keeps_a_result_with_its_graph(m, x):
+    y = m.block(x * m.result.detach().mean())
+    m.result = m.block.up.weight[:8] * y.detach().sum()
+    return x + y @ m.result
+
+
+def test_a_buffer_that_gets_a_gradient_is_refused(enable, toys, stack):
+    model = stack(keeps_a_result_with_its_graph, last_result)
+    enable(model, True)
+    toys.step(model).backward()
+    with pytest.raises(RuntimeError, match="changes buffer 'result' of its module Layer"):
         toys.step(model)
 
 
@@ -251,9 +306,19 @@ class SetsMasks(nn.Module):
 def test_an_attribute_that_the_model_sets(enable, toys, stack, mode, size):
     model = SetsMasks(stack(lambda m, x: m.block(x * m.mask[:8])), size)
     plain = copy.deepcopy(model)
-    expected = toys.grade(plain, lambda model: two_graphs(toys, model))
+    step = two_graphs if size == 8 else one_graph
+    expected = toys.grade(plain, lambda model: step(toys, model))
     enable(model, **mode)
-    expected.assert_equal(toys.grade(model, lambda model: two_graphs(toys, model)))
+    expected.assert_equal(toys.grade(model, lambda model: step(toys, model)))
+
+
+def test_a_large_attribute_that_the_model_sets_before_the_backward_is_refused(enable, toys, stack):
+    model = SetsMasks(stack(lambda m, x: m.block(x * m.mask[:8])), 1 << 18)
+    enable(model, True)
+    loss = toys.step(model)
+    toys.step(model)
+    with pytest.raises(RecomputeError, match="attribute 'mask' of its module Layer has been modified or replaced"):
+        loss.backward()
 
 
 def test_a_large_attribute_that_is_written_to_is_refused(enable, toys, stack):
@@ -263,16 +328,16 @@ def test_a_large_attribute_that_is_written_to_is_refused(enable, toys, stack):
     enable(model, True)
     loss = toys.step(model)
     model.layers[1].mask.zero_()
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+    with pytest.raises(RecomputeError, match="attribute 'mask' of its module Layer has been modified or replaced"):
         loss.backward()
 
 
 def test_spectral_normalisation_of_a_layer(enable, toys, mode):
     """The hook of the layer sets its weight as an attribute, before the layer's forward."""
     model = toys.stack(lambda: torch.nn.utils.spectral_norm(nn.Linear(8, 8)))
-    expected = toys.grade(copy.deepcopy(model), lambda model: two_graphs(toys, model))
+    expected = toys.grade(copy.deepcopy(model), toys.step)
     enable(model, **mode)
-    expected.assert_equal(toys.grade(model, lambda model: two_graphs(toys, model)))
+    expected.assert_equal(toys.grade(model, toys.step))
 
 
 def test_an_attribute_that_keeps_the_last_result_holds_no_graph(enable, toys, stack, saving):
@@ -382,39 +447,86 @@ def test_a_norm_as_an_argument(enable, toys, stack, mode):
 
 
 def in_an_attribute(m, x, state):
-    state.x = m.block(state.x) * len(state.names)
-    state.names = [*state.names, "layer"]
+    state.x = m.block(state.x)
     return x * 0.5
 
 
+def in_a_name(m, x, state):
+    state.names = "layer"
+    return m.block(x)
+
+
 def in_a_list_of_an_object(m, x, state):
-    state.kept.append(m.block(state.kept.pop() if state.kept else x))
-    return x * 0.5 + state.kept[-1]
+    state.kept.append(m.block(x))
+    return x * 0.5
 
 
-def in_a_deque(m, x, state):
-    if state:
-        return m.block(x + state.pop())
-    state.append(m.block(x))
-    return state[0] * 0.5
+def in_an_object_inside(m, x, state):
+    state.inner["layers"][0].x = m.block(x)
+    return x * 0.5
 
 
-OBJECTS = {
-    in_an_attribute: lambda x: types.SimpleNamespace(x=x, names=["first"]),
-    in_a_list_of_an_object: lambda x: types.SimpleNamespace(kept=[]),
-    in_a_deque: lambda x: collections.deque(),
+class Slotted:
+    __slots__ = ("k",)
+
+
+def in_a_slot(m, x, state):
+    state.slotted.k = m.block(x)
+    return x * 0.5
+
+
+def in_a_set(m, x, state):
+    state.seen.add(m.block(x))
+    return x * 0.5
+
+
+WRITES = {
+    in_an_attribute: "x",
+    in_a_name: "names",
+    in_a_list_of_an_object: "kept",
+    in_an_object_inside: "x",
+    in_a_slot: "k",
+    in_a_set: "seen",
 }
 
 
-@pytest.mark.parametrize("forward", OBJECTS, ids=lambda forward: forward.__name__)
-def test_state_in_an_object(enable, toys, stack, mode, forward):
+def new_state(x):
+    inner = {"layers": [types.SimpleNamespace()]}
+    return types.SimpleNamespace(x=x, names="first", kept=[], inner=inner, slotted=Slotted(), seen=set())
+
+
+@pytest.mark.parametrize("forward", WRITES, ids=lambda forward: forward.__name__)
+def test_a_layer_that_changes_an_object_is_refused(enable, toys, stack, forward):
+    model = stack(forward)
+    enable(model, True)
+    with pytest.raises(RuntimeError, match=f"changes attribute '{WRITES[forward]}' of an argument of class"):
+        model(toys.batch(), state=new_state(toys.batch()))
+
+
+def test_an_object_that_is_changed_before_backward_is_refused(enable, toys, stack):
+    model = stack(lambda m, x, state: m.block(x * state.x))
+    state = new_state(toys.batch())
+    expected = toys.grade(copy.deepcopy(model), lambda model: model(toys.batch(), state=state))
+    enable(model, True)
+    expected.assert_equal(toys.grade(model, lambda model: model(toys.batch(), state=state)))
+    loss = model(toys.batch(), state=state)
+    state.x = toys.batch(seed=2)
+    with pytest.raises(RecomputeError, match="attribute 'x' of an argument of class SimpleNamespace has been"):
+        loss.backward()
+
+
+def test_a_deque_that_layers_pass_on(enable, toys, stack, mode):
+    def forward(m, x, state):
+        if state:
+            return m.block(x + state.pop())
+        state.append(m.block(x))
+        return state[0] * 0.5
+
     def step(model):
-        x = model.embed(toys.batch())
-        state = OBJECTS[forward](x)
+        x, state = model.embed(toys.batch()), collections.deque()
         for layer in model.layers:
             x = layer(x, state)
-        held = list(state) if forward is in_a_deque else [state.x] if forward is in_an_attribute else state.kept
-        return x.sum() + sum(tensor.square().sum() for tensor in held)
+        return x.sum() + sum(tensor.square().sum() for tensor in state)
 
     model = stack(forward)
     expected = toys.grade(copy.deepcopy(model), step)

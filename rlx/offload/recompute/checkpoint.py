@@ -38,14 +38,12 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Parameter
 
 from rlx.offload.recompute.ambient_state import AmbientState, RandomState, accelerators_of
-from rlx.offload.recompute.argument_objects import ArgumentObjects
 from rlx.offload.recompute.collector import Collector, RecomputedLayer, RecomputeError, changed, not_the_same
 from rlx.offload.recompute.module_state import ModuleState, TensorSites
 from rlx.offload.recompute.policy import Around, RecomputePolicy
 from rlx.offload.recompute.saved_slots import SavedSlots
 from rlx.offload.recompute.stash import LayerInputs, StashedTensor, modified_input, release_leaf_memory
 from rlx.offload.runtime.functional import run_with
-from rlx.offload.runtime.pytree import tensors_in
 from rlx.offload.runtime.session import LayerCall, OffloadSession
 from rlx.offload.storage.offloader import OffloadedRange
 from rlx.offload.storage.regions import is_plain, size_bytes
@@ -92,12 +90,11 @@ class RecomputedCall(LayerCall):
     ) -> None:
         super().__init__(session, layer)
         self._policy = policy
-        self._repeatable = repeatable
+        self._repeatable = repeatable._replace(others=()) if repeatable.others else repeatable
         self._was_training = repeatable.module.training
         if layer.sites is None:
             layer.sites = TensorSites(repeatable.module)
-        self._objects = ArgumentObjects(repeatable.others) if repeatable.others else None
-        self._state = ModuleState(layer.sites, self._objects.modules if self._objects is not None else ())
+        self._state = ModuleState(layer.sites, repeatable.others)
         self._slots = SavedSlots()
         self._values: Values = _NOTHING
         self._ended: torch.Event | None = None  # of a recomputation on several streams
@@ -107,9 +104,7 @@ class RecomputedCall(LayerCall):
         self._device = accelerators[0] if accelerators else None
         self._began_on = torch.accelerator.current_stream(self._device) if accelerators else None
         alias = self._slots.alias_by_base
-        held = self._objects.contents() if self._objects is not None else []
-        inputs = [*tensors, *tensors_in(held)] if held else tensors
-        self._inputs = LayerInputs((args, held), kwargs, inputs, self._offload_input, layer.counters, alias)
+        self._inputs = LayerInputs(args, kwargs, tensors, self._offload_input, layer.counters, alias)
         self._ambient = AmbientState(accelerators)
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -132,6 +127,8 @@ class RecomputedCall(LayerCall):
         except BaseException:
             self._slots.release_forward()
             self._ambient.leave_forward()
+            self._state.leave_forward()
+            del self._inputs  # an argument may hold a graph, which holds this call
             raise
         return outputs
 
@@ -247,14 +244,14 @@ class RecomputedCall(LayerCall):
         policy.begin_recompute()
         self.begin_backward()
         stream = torch.accelerator.current_stream(self._device) if self._device is not None else None
-        (args, held), kwargs, inputs = self._inputs.restored()
+        args, kwargs, inputs = self._inputs.restored()
         if self.session.options.prefetch_layers is not None or policy.prefetches_early:
             self.prefetch()
         else:
             self._prefetch_below = policy.prefetch_below(len(self._slots.versions))
             self._threshold = policy.first_threshold(self._prefetch_below)
         start = mark(stream)
-        saved = policy.recompute(partial(self._run_again, args, kwargs, held))
+        saved = policy.recompute(partial(self._run_again, args, kwargs))
         for tensor in inputs:
             release_leaf_memory(tensor)
         self.session.timeline.add("recomputed_ms", start, mark(stream), self.session.counters, self.layer.counters)
@@ -274,25 +271,14 @@ class RecomputedCall(LayerCall):
         if written is not None:
             raise modified_input(written)
 
-    def _run_again(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], held: list[Any], around: Around | None = None
-    ) -> list[Tensor]:
+    def _run_again(self, args: tuple[Any, ...], kwargs: dict[str, Any], around: Around | None = None) -> list[Tensor]:
         """Run forward up to the last tensor that autograd saves; return the saved tensors (`Run` of a policy)."""
         assert self.layer.sites is not None
         is_worth_it = self._policy.reuses_results or self._device is not None or self._slots.is_rest_worth_skipping()
         may_stop = is_worth_it and not self.layer.sites.is_scripted  # TorchScript turns any exception into its own
         collector = Collector(self.layer, self._slots, self._began_on, may_stop, self._ambient)
         saved = collector.saved
-        contexts: list[Any] = [
-            context
-            for context in (
-                self._repeatable.context(),
-                self._ambient.restored(),
-                self._state.restored(),
-                self._objects.restored(held) if self._objects is not None else None,
-            )
-            if context is not None
-        ]
+        contexts: list[Any] = [self._repeatable.context(), self._ambient.restored(), self._state.restored()]
         if around is not None:
             contexts.append(around(collector))
         run = partial(collector.run, self._repeatable.forward, args, kwargs)
@@ -301,9 +287,10 @@ class RecomputedCall(LayerCall):
             run = partial(run_with, self._repeatable.module, replaced, run)
         try:
             with contextlib.ExitStack() as stack:
-                for context in contexts:
+                for context in filter(None, contexts):
                     stack.enter_context(context)
                 run()
+            self._slots.accept_writes(self._state.rewritten)
             # Checked also if the layer has swallowed the exception that stopped it. The number of tensors comes first:
             # if it differs, parameters are in other slots.
             difference = self._slots.difference(saved)

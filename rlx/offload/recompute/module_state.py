@@ -1,21 +1,145 @@
-"""A layer's parameters and buffers at the beginning of its forward: a recomputation must see the same values."""
+"""A layer's modules and arguments at the start of its forward: what a recomputation restores, and what it watches.
+
+Note [what a recomputation sees]
+Of the layer's modules it sees as they were at the start of forward: buffers and tensors in attributes, if they have no gradient
+and less than 1 MiB, simple attributes (numbers, strings, None), and the states of generators in attributes. Afterwards the
+modules hold what they held before the recomputation, so that a counter counts once. A tensor that forward sets as an attribute
+(an auxiliary loss, for example) is not there during the recomputation.
+Other tensors of modules are watched, not restored, and so are the attributes of objects that are arguments. A change by forward
+is an error at the end of forward, a change by somebody else an error before the recomputation. Lists, dicts and objects in
+attributes of modules are not watched: they may hold a graph, which holds the layer's call.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import operator
+import random
+import sys
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from itertools import islice
+from types import MemberDescriptorType, ModuleType
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.jit import ScriptModule
 from torch.nn import Parameter
 
-from rlx.offload.recompute.attribute_state import ModuleAttributes, first_attribute
 from rlx.offload.runtime.layers import is_fsdp1
+from rlx.offload.runtime.pytree import sort_leaves
+from rlx.offload.storage.regions import is_parameter
 
 _VERSION, _REQUIRES_GRAD = operator.attrgetter("_version"), operator.attrgetter("requires_grad")
+SMALL_BYTES = 1 << 20
+_SIMPLE = frozenset({type(None), bool, int, float, str})
+_NOTED: set[type] = {*_SIMPLE, Tensor, torch.Generator, random.Random}  # NumPy's generators join them
+_MISSING = object()
+_NOTHING: dict[str, Any] = {}
+# Names that torch gives each module, before all others; none of them is noted, so that most modules take no time.
+_OF_TORCH = list(vars(nn.Module()))
+# Modules whose forward reads no simple attributes, or that have no forward.
+_WITHOUT = (
+    *(nn.Linear, nn.Identity, nn.SiLU, nn.ModuleList, nn.ModuleDict, nn.Sequential),
+    *(nn.ParameterList, nn.ParameterDict),
+)
+_HOOKS = (
+    *("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"),
+    *("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
+)
 Site = tuple[weakref.ref[nn.Module], str, str]  # module, attribute, and the attribute's path from the layer
+
+
+class _Copied(NamedTuple):
+    """A small tensor without a gradient, and its value: batch normalisation writes to its statistics past their version."""
+
+    tensor: Tensor
+    value: Tensor
+
+    def restore(self, place: dict[str, Any], name: str, undo: list[Callable[[], Any]]) -> None:
+        """Put the value in place: into the same tensor, if possible, without a new version, since graphs may have saved it."""
+        now, value = place.get(name), self.value
+        can_be_written = (
+            now is self.tensor
+            and (now.shape, now.dtype) == (value.shape, value.dtype)
+            and not now.is_inference()
+            and (0 not in now.stride() or now.is_contiguous())
+        )
+        if can_be_written:
+            undo.append(partial(now.data.copy_, now.detach().clone()))
+            now.data.copy_(value)
+        else:
+            place[name] = value.clone()
+
+
+class _Watched(NamedTuple):
+    """A tensor that is large, has a gradient or has no strided layout. It is put in place for a recomputation if it is alive."""
+
+    tensor: weakref.ref[Tensor]
+    version: int
+
+    def is_whole(self) -> bool:
+        """Whether the tensor exists and nobody has written to it."""
+        tensor = self.tensor()
+        return tensor is not None and _version_of(tensor) == self.version
+
+    def restore(self, place: dict[str, Any], name: str, undo: list[Callable[[], Any]]) -> None:
+        place[name] = self.tensor()
+
+
+class _Drawing(NamedTuple):
+    """A generator of the layer's own, and its state."""
+
+    generator: Any
+    state: Any
+
+    def restore(self, place: dict[str, Any], name: str, undo: list[Callable[[], Any]]) -> None:
+        read, write = _access(self.generator)
+        undo.append(partial(write, read()))
+        write(self.state)
+        place[name] = self.generator
+
+
+def _access(generator: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
+    """Return the functions that read and set the state of a generator."""
+    if isinstance(generator, random.Random):
+        return generator.getstate, generator.setstate
+    if hasattr(generator, "bit_generator"):  # numpy.random.Generator
+        bits = generator.bit_generator
+        return lambda: bits.state, partial(setattr, bits, "state")
+    return generator.get_state, generator.set_state
+
+
+def _noted(value: Any, is_buffer: bool = False) -> Any:
+    """Note a tensor or a generator; None for what is no business of the recomputation."""
+    if not isinstance(value, Tensor):
+        return None if value is None else _Drawing(value, _access(value)[0]())
+    if not is_buffer and is_parameter(value):  # FSDP1 sets views of parameters as attributes, others in each pass
+        return None
+    is_small = value.layout is torch.strided and not value.is_nested and value.nbytes < SMALL_BYTES
+    if is_small and not value.requires_grad:
+        return _Copied(value, value.detach().clone())
+    return _Watched(weakref.ref(value), _version_of(value))
+
+
+def _noted_attributes(place: dict[str, Any], start: int) -> dict[str, Any]:
+    """Note the attributes of a module from number `start` on."""
+    noted = {name: value for name, value in islice(place.items(), start, None) if type(value) in _NOTED}
+    if _SIMPLE.issuperset(map(type, noted.values())):
+        return noted
+    noted = {name: value if type(value) in _SIMPLE else _noted(value) for name, value in noted.items()}
+    return {name: value for name, value in noted.items() if value is not None or place[name] is None}
+
+
+def _first_attribute(module: nn.Module) -> int:
+    """Return how many of a module's attributes come before the first that is noted."""
+    own = vars(module)
+    if type(module) in _WITHOUT and Tensor not in map(type, own.values()):
+        return len(own)  # one that is set later comes after them
+    count = len(_OF_TORCH)
+    return count if list(islice(own, count)) == _OF_TORCH else 0
 
 
 class TensorSites:
@@ -33,6 +157,8 @@ class TensorSites:
         """Search the layer again: adapters may have been added to it since."""
         layer = self._layer()
         assert layer is not None
+        if (numpy := sys.modules.get("numpy.random")) is not None:
+            _NOTED.update((numpy.Generator, numpy.RandomState))
         self.parameters: list[Site] = []
         found: list[nn.Module] = []
         for path, module in layer.named_modules():
@@ -46,7 +172,7 @@ class TensorSites:
         self._scripted = [weakref.ref(module) for module in found if isinstance(module, ScriptModule)]
         others = [module for module in found if not isinstance(module, ScriptModule) and not is_fsdp1(module)]
         self._modules = [weakref.ref(module) for module in others]
-        self._starts = list(map(first_attribute, others))
+        self._starts = list(map(_first_attribute, others))
         self._children = _children(others)
         # Parameters that the last forward did not save, and ids of those that it saved. One tuple, so that threads replace both.
         self.unsaved: tuple[list[Site], list[int]] = (self.parameters, [])
@@ -56,8 +182,11 @@ class TensorSites:
         """Whether a part of the layer is compiled by TorchScript."""
         return bool(self._scripted)
 
-    def attributes(self, given: Sequence[nn.Module]) -> ModuleAttributes:
-        """Return what the layer's modules hold now, and those that it was `given` as arguments."""
+    def modules(self, given: Iterable[nn.Module]) -> tuple[list[tuple[nn.Module, int]], list[nn.Module]]:
+        """Return the layer's modules, those that it was `given` as arguments, and the scripted ones.
+
+        Each but the scripted ones comes with the number of its attributes that are not noted.
+        """
         modules: list[Any] = [reference() for reference in self._modules]
         try:
             is_same = _children(modules) == self._children
@@ -67,12 +196,11 @@ class TensorSites:
             self.find()
             modules = [reference() for reference in self._modules]
         starts = list(zip(modules, self._starts, strict=True))
-        if given:
-            ids = set(map(id, modules))
-            others = (m for m in given if id(m) not in ids and not isinstance(m, ScriptModule) and not is_fsdp1(m))
-            starts += [(module, first_attribute(module)) for module in others]
-        scripted = (module for reference in self._scripted if (module := reference()) is not None)
-        return ModuleAttributes(starts, scripted)
+        ids = set(map(id, modules)) if given else ()
+        for module in {id(inner): inner for outer in given for inner in outer.modules()}.values():
+            if id(module) not in ids and not isinstance(module, ScriptModule) and not is_fsdp1(module):
+                starts.append((module, _first_attribute(module)))
+        return starts, [module for reference in self._scripted if (module := reference()) is not None]
 
 
 def _children(modules: Iterable[nn.Module]) -> list[int]:
@@ -83,27 +211,23 @@ def _listed(module: nn.Module) -> Iterator[nn.Module]:
     """Yield the modules in plain lists, tuples and dicts of a module."""
     for value in tuple(vars(module).values()):
         if type(value) in (list, tuple, dict):
-            yield from (
-                item for item in (value.values() if type(value) is dict else value) if isinstance(item, nn.Module)
-            )
+            items = value.values() if type(value) is dict else value
+            yield from (item for item in items if isinstance(item, nn.Module))
 
 
 class ModuleState:
-    """Parameters, buffers and attributes of a layer at the start of one forward call.
+    """Parameters, buffers and attributes of a layer at the start of one forward call (Note [what a recomputation sees]).
 
     A parameter that has changed since then is an error, because its old value is lost. One in whose place another tensor
     is now comes back during the recomputation. Example: `torch.func.functional_call(model, weights, inputs)` puts `weights`
-    in their places for the forward alone. Small buffers (running statistics, counters, scales) get their old values back
-    during the recomputation, and so do attributes (`ModuleAttributes`).
+    in their places for the forward alone.
 
     Args:
         sites: of the layer.
-        given: modules among the arguments of the call.
+        given: what the call's arguments hold besides tensors and numbers.
     """
 
-    def __init__(self, sites: TensorSites, given: Sequence[nn.Module] = ()) -> None:
-        self._attributes = sites.attributes(given)
-        self.restored = self._attributes.restored
+    def __init__(self, sites: TensorSites, given: Sequence[Any] = ()) -> None:
         self._sites = sites
         self._unsaved_sites, self._saved_ids = sites.unsaved
         self._parameters = _at(self._unsaved_sites)
@@ -111,9 +235,41 @@ class ModuleState:
         self._saved: list[Any] = []
         self._registered: list[tuple[Site, Tensor]] = []  # parameters, at the end of forward
         self._required_grad: list[bool] = []
+        self.rewritten: list[tuple[Tensor, int]] = []  # by the recomputation: buffers, and the number of writes to each
+        modules, scripted = sites.modules([each for each in given if isinstance(each, nn.Module)] if given else ())
+        attributes = [module.__dict__ for module, _ in modules]
+        buffers = [place["_buffers"] for place in attributes]
+        self._kinds = [type(module) for module, _ in modules]
+        self._places = [*attributes, *buffers]
+        self._starts = [start for _, start in modules] + [0] * len(buffers)
+        # Most have none of their own, and a layer with LoRA has 80 modules: no function is called for each.
+        self._noted = {
+            i: _noted_attributes(m.__dict__, start) for i, (m, start) in enumerate(modules) if len(m.__dict__) > start
+        }
+        self._noted |= {
+            i: {name: _noted(tensor, is_buffer=True) for name, tensor in place.items()}
+            for i, place in enumerate(buffers, len(attributes))
+            if place
+        }
+        self._hooks = [  # a module's dict, and what it held; the layer's own hooks run outside of its recomputation
+            (place[name], dict(place[name]))
+            for place in attributes[1:]
+            if place["_forward_pre_hooks"] or place["_forward_hooks"]
+            for name in _HOOKS
+            if place[name]
+        ]
+        self._others: list[tuple[str, Any]] = [  # scripted modules have no Python attributes
+            (name, noted)
+            for module in scripted
+            for name, tensor in module._buffers.items()
+            if isinstance(noted := _noted(tensor, is_buffer=True), _Copied)
+        ]
+        self._others += [("", _noted(each)) for each in given if type(each) in _NOTED]
+        self._objects = [each for each in given if not isinstance(each, nn.Module) and type(each) not in _NOTED]
+        self._held = _held_by(self._objects) if self._objects else _NOTHING
 
     def end_forward(self, saved: Iterable[Parameter]) -> None:
-        """Note which parameters autograd has saved in forward; RuntimeError if forward changed a large buffer."""
+        """Note which parameters autograd has saved; RuntimeError if forward changed what a recomputation would see changed."""
         self._saved = list(saved)
         ids = list(map(id, self._saved))
         if ids != self._saved_ids:
@@ -122,7 +278,40 @@ class ModuleState:
         sites = self._sites.parameters
         registered = zip(sites, map(_registered, sites), strict=True)
         self._registered = [(site, now) for site, now in registered if now is not None]
-        self._attributes.end_forward()
+        for index, name, was in list(self._watched()):
+            now = self._places[index].get(name)
+            if index < len(self._kinds) and now is not was.tensor():
+                del self._noted[index][name]  # the last result, say: a recomputation sets it anew
+            elif now is not was.tensor() or not was.is_whole():
+                raise RuntimeError(
+                    f"a layer's forward changes {self._named(index, name)}, of which no copy was made because it has a gradient, no "
+                    f"strided layout, or {SMALL_BYTES} bytes or more; recomputation would change it a second time. {_OUT}"
+                )
+        if self._objects and (change := self._changed_object()):
+            raise RuntimeError(
+                f"a layer's forward changes {change}; recomputation would see the change. Return the new value from the layer "
+                f"and pass it on, or use a list or dict for it. {_OUT}"
+            )
+
+    def leave_forward(self) -> None:
+        """Forward has failed. What it has changed may hold a graph, which holds this object."""
+        self._places, self._noted, self._objects = [], {}, []
+
+    def _watched(self) -> Iterator[tuple[int, str, _Watched]]:
+        for index, noted in self._noted.items():
+            if _Watched in map(type, noted.values()):
+                yield from [(index, name, each) for name, each in noted.items() if type(each) is _Watched]
+
+    def _named(self, index: int, name: str) -> str:
+        kind = self._kinds[index % len(self._kinds)].__name__
+        return f"{'attribute' if index < len(self._kinds) else 'buffer'} {name!r} of its module {kind}"
+
+    def _changed_object(self) -> str | None:
+        now = _held_by(self._objects)
+        for key in [*self._held, *now]:
+            if self._held.get(key) != now.get(key):
+                return f"attribute {key[2]!r} of an argument of class {key[1]}"
+        return None
 
     def _watch_unsaved(self, saved_ids: list[int]) -> None:
         sites = self._sites
@@ -147,7 +336,7 @@ class ModuleState:
             return [tensor is not None and tensor.requires_grad for tensor in tensors]
 
     def changed(self) -> str | None:
-        """Describe the first parameter or buffer that has changed since forward; None if none has."""
+        """Describe the first thing that has changed since forward and cannot be restored; None if nothing has."""
         versions = _versions(self._parameters)
         if versions != self._versions:
             index = next(i for i, version in enumerate(versions) if version != self._versions[i])
@@ -157,7 +346,12 @@ class ModuleState:
         for (_, name, _), was in self._replaced():
             if not was.is_inference() and was.untyped_storage().nbytes() == 0 < was.nbytes:  # FSDP2 has made new ones
                 return f"its parameter {name!r} has been replaced, and its memory is free"
-        return self._attributes.changed()
+        for index, name, watched in self._watched():
+            if not watched.is_whole():
+                return f"{self._named(index, name)} has been modified or replaced"
+        if self._objects and (change := self._changed_object()):
+            return f"{change} has been modified or replaced"
+        return None
 
     def _replaced(self) -> list[tuple[Site, Tensor]]:
         return [(site, was) for site, was in self._registered if _registered(site) is not was]
@@ -165,6 +359,121 @@ class ModuleState:
     def replaced(self) -> dict[str, Tensor]:
         """Return the parameters of forward in whose places others are now, by their names in the layer."""
         return {path: was for (_, _, path), was in self._replaced()}
+
+    @contextlib.contextmanager
+    def restored(self) -> Iterator[None]:
+        """Enclose a recomputation: the modules hold what they held at the start of forward."""
+        places, starts = self._places, self._starts
+        before = {
+            index: dict(islice(place.items(), start, None))
+            for index, (place, start) in enumerate(zip(places, starts, strict=True))
+            if len(place) > start
+        }
+        copied = [each for noted in self._noted.values() for each in noted.values() if type(each) is _Copied]
+        versions = [_version_of(each.tensor) for each in copied]
+        filled: list[tuple[Any, Any]] = []
+        undo: list[Callable[[], Any]] = []
+        try:
+            for index in before.keys() | self._noted.keys():
+                _restore(places[index], before.get(index, _NOTHING), self._noted.get(index, _NOTHING), undo)
+            filled += [
+                (held, held.copy()) for was in before.values() for held in was.values() if type(held) in (list, dict)
+            ]
+            for name, noted in self._others:
+                noted.restore({name: noted[0]}, name, undo)
+            for hooks, had in self._hooks:
+                if not hooks.keys() >= had.keys():  # some were removed; handles remove hooks from this dict
+                    now = dict(hooks)
+                    undo.append(partial(_fill, hooks, now))
+                    _fill(hooks, had | now)
+            yield
+        finally:
+            for index, (place, start) in enumerate(zip(places, starts, strict=True)):
+                if len(place) > start or index in before:
+                    _put_back(place, start, before.get(index, _NOTHING))
+            for held, content in filled:
+                if len(held) != len(content):  # of most it does not change
+                    _fill(held, content)
+            for function in undo:
+                function()
+            writes = [(each.tensor, _version_of(each.tensor) - was) for each, was in zip(copied, versions, strict=True)]
+            self.rewritten = [(tensor, count) for tensor, count in writes if count]
+
+
+_OUT = "Leave the layer out of layers=, or use enable_ckpt=False"
+
+
+def _restore(
+    place: dict[str, Any], before: dict[str, Any], noted: dict[str, Any], undo: list[Callable[[], Any]]
+) -> None:
+    """Let a dict of attributes or buffers, which holds `before`, hold what was noted of it, and no other tensors."""
+    for name, was in noted.items():
+        if type(was) in (_Copied, _Watched, _Drawing):
+            was.restore(place, name, undo)
+        elif before.get(name, _MISSING) is not was:
+            place[name] = was
+    if Tensor in map(type, before.values()):
+        for name, value in before.items():
+            if type(value) is Tensor and name not in noted and not is_parameter(value):
+                del place[name]
+
+
+def _put_back(place: dict[str, Any], start: int, before: dict[str, Any]) -> None:
+    """Let a dict hold, from number `start` on, the items that it held before."""
+    if len(place) == start + len(before) and all(
+        map(operator.is_, islice(place.values(), start, None), before.values())
+    ):
+        return
+    for name in [name for name in islice(place, start, None) if name not in before]:
+        if not _is_sharded(place[name]):
+            del place[name]
+    for name, value in before.items():
+        if place.get(name, _MISSING) is not value and not _is_sharded(value):
+            place[name] = value
+
+
+def _is_sharded(value: Any) -> bool:
+    return isinstance(value, Tensor) and is_parameter(value)
+
+
+def _fill(held: Any, content: Any) -> None:
+    """Let a list or dict hold what it held before."""
+    held.clear()
+    held.extend(content) if isinstance(held, list) else held.update(content)
+
+
+def _held_by(objects: Iterable[Any]) -> dict[Any, Any]:
+    """Return what marks the values in objects, and in the objects that these hold, by object, class and attribute."""
+    found: dict[Any, Any] = {}
+    pending = [(each, True) for each in objects]
+    for each, is_outer in pending:
+        for name, value in _attributes_of(each):
+            tensors: list[Tensor] = []
+            others: list[Any] = []
+            sort_leaves((value,), tensors, others)
+            size = len(value) if isinstance(value, list | dict | set) else None
+            simple = value if type(value) in _SIMPLE else None
+            found[id(each), type(each).__name__, name] = simple, size, [(id(t), _version_of(t)) for t in tensors]
+            pending += [(inner, False) for inner in others if is_outer]
+    return found
+
+
+def _attributes_of(each: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(each, set):
+        yield "elements", list(each)
+    if isinstance(each, nn.Module | ModuleType | type | Tensor):
+        return
+    if type(attributes := getattr(each, "__dict__", None)) is dict:
+        yield from attributes.items()
+    for kind in type(each).__mro__:
+        if "__slots__" in vars(kind):
+            slots = [name for name, value in vars(kind).items() if type(value) is MemberDescriptorType]
+            yield from ((name, getattr(each, name)) for name in slots if hasattr(each, name))
+
+
+def _version_of(tensor: Tensor) -> int:
+    """Return the number of writes that autograd has seen; 0 for a tensor of inference mode, which has none."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _at(sites: list[Site]) -> list[Any]:

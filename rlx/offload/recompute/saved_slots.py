@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from typing import NamedTuple
 
 import torch
@@ -77,6 +77,8 @@ class SavedSlots:
         self._others: list[int] = []  # the slots of all other tensors
         self._views: list[int] = []  # those of them whose tensor is a view, but not of a parameter
         self.specs = TensorSpecs([], [])  # of the tensors of `_others`
+        # Slots of tensors from before the layer that are no parameters, by the id of their base.
+        self._slots_by_base: dict[int, list[int]] = {}
         # While forward runs: the alias for a tensor and its views, by the id of their base. The layer's inputs are
         # entered before forward ends, and live as long.
         self.alias_by_base: dict[int, Tensor] = {}
@@ -121,6 +123,7 @@ class SavedSlots:
                     alias = by_base[id(base)] = _alias(tensor)
                     self._kept_aliases.append(alias)
                 reference = None if alias is _UNWRITTEN else weakref.ref(alias)
+                self._slots_by_base.setdefault(id(base), []).append(index)
             elif base._version == version:
                 reference = weakref.ref(base)
             else:
@@ -155,6 +158,12 @@ class SavedSlots:
         """Release the tensors, also after an exception in forward."""
         self.saved.clear()
         self.alias_by_base.clear()
+
+    def accept_writes(self, writes: Iterable[tuple[Tensor, int]]) -> None:
+        """Accept writes to buffers, by their number, that were made by the recomputation and undone after it."""
+        for tensor, count in writes:
+            for index in self._slots_by_base.get(id(tensor), ()):
+                self.versions[index] = (self.versions[index] or 0) + count
 
     def is_written(self, index: int) -> bool:
         """Whether somebody has written to the tensor of a slot since it was saved."""
