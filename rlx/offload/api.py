@@ -14,9 +14,8 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.parameter import is_lazy
 
-from rlx.offload.autotune.controller import PlanController
-from rlx.offload.autotune.pass_profile import PassProfile
-from rlx.offload.autotune.profile_cache import ProfileCache
+from rlx.offload.autotune.decide import PlanController
+from rlx.offload.autotune.measure import PassProfile
 from rlx.offload.plan.planner import Plan
 from rlx.offload.recompute.checkpoint import Repeatable
 from rlx.offload.recompute.collector import RecomputedLayer
@@ -121,7 +120,7 @@ class ActivationOffloading:
         self._model: Callable[[], nn.Module | None] = lambda: None  # a weak reference
         self._controller: PlanController | None = None
         if save == "auto":
-            self._controller = PlanController(self.session, self._parameters, self._profile_cache())
+            self._controller = PlanController(self.session, self._parameters)
         self.runner = LayerRunner(self.session, None if self._controller is None else self._controller.decide)
         self.is_enabled = True
         self._layers: list[weakref.ref[LayerForward]] = []
@@ -152,18 +151,15 @@ class ActivationOffloading:
         return self._controller.plan if self._controller is not None else None
 
     def agree(self, group: dist.ProcessGroup | None = None, reserve_bytes: int = 0) -> None:
-        """Make equal plans on all ranks with `save="auto"`; no effect with any other `save`.
-
-        All ranks of the group call it before their steps, while no graph is alive. After the first call, plans are made here
-        only. Each plan uses the slowest times and the smallest budget of any rank.
+        """Tell `save="auto"` between steps what the next step will allocate; no effect with any other `save`.
 
         Args:
-            group: the ranks that train together; None: the default group. Without a group this rank plans by itself.
+            group: has no effect; each rank plans by itself.
             reserve_bytes: device memory that this rank will allocate and keep, besides gradients. Example: the states of an
                 optimizer that has not stepped yet [bytes].
         """
         if self._controller is not None:
-            self._controller.agree(group, reserve_bytes)
+            self._controller.limits.reserve(reserve_bytes)
 
     def measurement(self) -> PassProfile | None:
         """Return the profile of the latest forward's length; None before it exists, and unless `save="auto"`."""
@@ -172,7 +168,7 @@ class ActivationOffloading:
     def limit_device_bytes(self, nbytes: int) -> None:
         """Limit plans of `save="auto"` to `nbytes` on the device, in addition to `OffloadOptions.max_device_bytes`.
 
-        New plans are made from the same profiles: at the next `agree`, or in the next passes if `agree` is never called.
+        New plans are made from the same profiles in the next passes.
         """
         if self._controller is not None:
             self._controller.limit(nbytes)
@@ -228,13 +224,6 @@ class ActivationOffloading:
     def _parameters(self) -> Iterator[nn.Parameter]:
         model = self._model()
         return iter(()) if model is None else model.parameters()
-
-    def _profile_cache(self) -> ProfileCache | None:
-        folder = self.options.measurements_folder
-        if folder is None:
-            return None
-        session = self.session
-        return ProfileCache(folder, self.options, lambda: self._model(), lambda: [each.name for each in session.layers])
 
 
 @refuses_loose_options

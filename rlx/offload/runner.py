@@ -9,8 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from rlx.offload.autotune.layer_profile import LayerProfile
-from rlx.offload.autotune.profiler import ProfilingPolicy
+from rlx.offload.autotune.measure import LayerProfile, ProfilingPolicy
 from rlx.offload.recompute.checkpoint import RecomputedCall, Repeatable
 from rlx.offload.recompute.collector import RecomputedLayer
 from rlx.offload.recompute.policy import BOUNDARY, RecomputePolicy

@@ -1,6 +1,5 @@
-"""Ranks that differ in speed, in what they may hold and in the lengths that they see, and agree on plans."""
+"""Ranks that differ in speed and in what they may hold."""
 
-import os
 import time
 
 import torch
@@ -10,7 +9,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 
 from rlx.offload import OffloadOptions, enable_activation_offloading
-from rlx.offload.autotune.layer_profile import LayerProfile
 
 WIDTH = 16
 
@@ -28,11 +26,10 @@ class Slow(nn.Module):
         return x + self.o(F.scaled_dot_product_attention(q, k, v).transpose(-3, -2).flatten(-2))
 
 
-def enable(budgets, blocks=3, folder=None):
+def enable(budgets, blocks=3):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ModuleList(Slow() for _ in range(blocks)))
-    budget = budgets[dist.get_rank()]
-    options = OffloadOptions(save="auto", min_bytes=0, max_device_bytes=budget, cache_directory=folder)
+    options = OffloadOptions(save="auto", min_bytes=0, max_device_bytes=budgets[dist.get_rank()])
     return model, enable_activation_offloading(model, True, options)
 
 
@@ -43,70 +40,12 @@ def passed(model, tokens):
     x.square().mean().backward()
 
 
-def plans(budgets, measured, planned):
-    """Plans of the lengths `planned` after passes of those that `measured` names for each rank, and after a tighter limit."""
+def planned(budgets):
+    """The plan, and what all gradients add up to."""
     model, handle = enable(budgets)
-    handle.agree()
-    for tokens in measured[dist.get_rank()]:
-        passed(model, tokens)
-        assert handle.plan() is None, "plans are made where all ranks meet only"
-    found = []
-    for step in range(2):
-        handle.agree()
-        for tokens in planned:
-            passed(model, tokens)
-            found.append(handle.plan())
-        if step == 0:
-            handle.limit_device_bytes(0)
-    return found
-
-
-def planned_alone(budgets):
-    """Two passes of one length without agreement, then with it."""
-    model, handle = enable(budgets)
-    for _ in range(3):
+    for _ in range(4):
         passed(model, 6)
-    alone = handle.plan()
-    handle.agree()
-    passed(model, 6)
-    return alone, handle.plan()
-
-
-def first_rank_comes_late(folder):
-    """Files in the cache after agreements between which the first rank calls no layers, but for the last ones."""
-    model, handle = enable((10_000, 20_000), folder=folder)
-    for step in range(6):
-        handle.agree()
-        if dist.get_rank() == 1 or step >= 3:
-            passed(model, 6)
-    handle.agree()
-    return sorted(os.listdir(folder)) if os.path.isdir(folder) else []
-
-
-def with_files(folders, tokens, rounds=2):
-    """Plans of passes, each rank with a folder of its own, and how many layer calls were measured in each round.
-
-    A round is an agreement and a pass of each length; the first one has only the first length.
-    """
-    model, handle = enable((10_000, 20_000), folder=folders[dist.get_rank()])
-    follow, samples = handle.runner.decide, []
-
-    def note(*call):
-        orders = follow(*call)
-        samples.extend([orders] if isinstance(orders, LayerProfile) else [])
-        return orders
-
-    handle.runner.decide = note
-    plans, counts = [], []
-    for number in range(rounds):
-        handle.agree()
-        for length in tokens if number else tokens[:1]:
-            passed(model, length)
-            plans.append(handle.plan())
-        counts.append(len(samples))
-        samples.clear()
-    handle.disable()
-    return plans, counts
+    return handle.plan(), [parameter.grad.sum().item() for parameter in model.parameters()]
 
 
 def sharded_windows():

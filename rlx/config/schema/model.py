@@ -42,8 +42,7 @@ class ActivationOffloadConfig:
     )
     cache_directory: str | None = _option(
         "cache_directory",
-        "Folder in which `save=auto` keeps measurements for later runs; auto: rlx/measurements in $XDG_CACHE_HOME or ~/.cache; "
-        "null: keep none.",
+        "No effect; earlier versions kept measurements of `save=auto` there.",
     )
 
 

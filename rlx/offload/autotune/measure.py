@@ -117,6 +117,11 @@ class DeviceMemoryProbe:
             torch.accelerator.reset_peak_memory_stats(self._device)
 
 
+def is_passed(mark: Mark) -> bool:
+    """Return whether a device has passed a mark; False on the CPU, which is never behind."""
+    return isinstance(mark, torch.Event) and mark.query()
+
+
 def seconds(start: Mark, stop: Mark) -> float:
     """Return the time between two marks that the device has passed."""
     if isinstance(start, torch.Event) and isinstance(stop, torch.Event):
@@ -250,8 +255,7 @@ class LayerProfile:
     def _note_host_bound(self, begin: str) -> None:
         # The host has issued the whole layer. If the device has already begun it, the device is less than a layer behind. It
         # has waited for the host, or was busy with the operations just before; the two cases cannot be told apart.
-        began = self._marks[begin]
-        self.is_host_bound = self.is_host_bound or (isinstance(began, torch.Event) and began.query())
+        self.is_host_bound = self.is_host_bound or is_passed(self._marks[begin])
 
     def end_forward(self, saved: Sequence[Tensor], is_cacheable: Sequence[bool]) -> None:
         """The layer's forward has ended: autograd has `saved` tensors, and the results of some `calls` can be cached."""
@@ -304,9 +308,9 @@ class LayerProfile:
             if self.index in self._state.begun:  # else nobody waits for the pass any more
                 self._state.done[self.index] = self
 
-    def begin_thresholds(self, middle: int) -> int:
-        """Begin to note thresholds in backward, which fetches once it is below `middle`. Return the first threshold."""
-        self._middle = middle
+    def begin_thresholds(self, prefetch_below: int) -> int:
+        """Begin to note thresholds in backward, which fetches below one of them. Return the first threshold."""
+        self._middle = middle = prefetch_below
         if not self._passed:
             self._thresholds_left = sorted({middle, *(call.slots for call in self.calls)} - {0, -1}, reverse=True)
         return self._thresholds_left[0] if self._thresholds_left else middle

@@ -18,7 +18,7 @@ class Operation:
     offload_at: float | None = None
     small_bytes: int = 0  # of `nbytes`, tensors that are too small to be offloaded
     extra_bytes: int = 0  # of `nbytes`, tensors that autograd does not save
-    op: int = 0  # for profiled layers: its op index (Note [op indices] in `rlx.offload.replay.instructions`)
+    op: int = 0  # for profiled layers: the number of its call in the layer
 
 
 class Point(NamedTuple):

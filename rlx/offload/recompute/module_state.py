@@ -60,9 +60,9 @@ class _Copied(NamedTuple):
 
     def restore(self, place: dict[str, Any], name: str, undo: list[Callable[[], Any]]) -> None:
         """Put the value in place: into the same tensor, if possible, without a new version, since graphs may have saved it."""
-        now, value = place.get(name), self.value
+        now, value = self.tensor, self.value
         can_be_written = (
-            now is self.tensor
+            place.get(name) is now
             and (now.shape, now.dtype) == (value.shape, value.dtype)
             and not now.is_inference()
             and (0 not in now.stride() or now.is_contiguous())
@@ -200,7 +200,7 @@ class TensorSites:
         for module in {id(inner): inner for outer in given for inner in outer.modules()}.values():
             if id(module) not in ids and not isinstance(module, ScriptModule) and not is_fsdp1(module):
                 starts.append((module, _first_attribute(module)))
-        return starts, [module for reference in self._scripted if (module := reference()) is not None]
+        return starts, [part for reference in self._scripted if (part := reference()) is not None]
 
 
 def _children(modules: Iterable[nn.Module]) -> list[int]:

@@ -49,22 +49,6 @@ class _FromArgument(NamedTuple):
 Source = _FromArgument | StashedTensor  # of a saved tensor
 
 
-class _Layout(NamedTuple):
-    """The layout of a dead op's result."""
-
-    shape: torch.Size
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-    requires_grad: bool
-
-    def memory(self, poison: bool) -> Tensor:
-        memory = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
-        if poison:
-            memory.fill_(torch.nan)
-        return memory.requires_grad_(self.requires_grad)
-
-
 class CachedOp:
     """An operation of forward that recomputation need not run: it fills the operation's slots and hands out its result.
 
@@ -75,10 +59,7 @@ class CachedOp:
         result: of the function.
     """
 
-    __slots__ = (
-        *("_parameters", "_probes", "_result", "_saved", "_stashed"),
-        *("first_slot", "function", "is_dead", "random_state"),
-    )
+    __slots__ = ("_parameters", "_probes", "_result", "_saved", "_stashed", "first_slot", "function", "random_state")
 
     def __init__(
         self, function: Any, first_slot: int, arguments: Sequence[Tensor], saved: list[Source], result: Any
@@ -91,7 +72,6 @@ class CachedOp:
         self._probes = [VersionProbe(tensor) for tensor in tensors_in(result)]
         self._result: Any = None
         self._stashed: list[StashedTensor | None] = []  # the tensors of `_result`
-        self.is_dead = False
 
     @property
     def next_slot(self) -> int:
@@ -112,11 +92,6 @@ class CachedOp:
             return False
         self._result = map_leaves(stash_leaf, result)
         return None not in self._stashed
-
-    def forget_result(self, result: Tensor) -> None:
-        """Make this a dead op: nobody reads the result, so replay returns memory without values."""
-        self._result = _Layout(result.shape, result.stride(), result.dtype, result.device, result.requires_grad)
-        self.is_dead = True
 
     @property
     def is_result_untouched(self) -> bool:
@@ -140,10 +115,8 @@ class CachedOp:
             tensors.append(tensor)
         return tensors
 
-    def result(self, poison: bool = False) -> Any:
-        """Return the result, ready for the current stream; `poison` fills the memory of a dead op with NaN."""
-        if self.is_dead:
-            return self._result.memory(poison)
+    def result(self) -> Any:
+        """Return the result, ready for the current stream."""
         return map_leaves(lambda leaf: leaf.tensor() if isinstance(leaf, StashedTensor) else leaf, self._result)
 
 
@@ -159,9 +132,9 @@ def why_not_cacheable(tensors: Sequence[Tensor]) -> str | None:
 def sources_of(
     seen: Sequence[Tensor],
     arguments: Sequence[Tensor],
-    results: Sequence[Tensor] = (),
-    stash: Stash = lambda tensor: None,
-    is_attention: bool = False,
+    results: Sequence[Tensor],
+    stash: Stash,
+    is_attention: bool,
 ) -> list[Source] | None:
     """Return a source for each tensor that autograd saved in a call; None if they would take too much room.
 

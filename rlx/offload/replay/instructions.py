@@ -1,31 +1,18 @@
-"""Instructions for one layer call: which results it keeps, and where.
-
-Note [op indices]
-A layer's calls of attention and of linear maps are numbered 0, 1, 2, … in order, the other operations that `dataflow.py` knows
--1, -2, … Example: a norm, two linear maps and their sum are -1 (`pow`), -2 (`mean`), -3 (`mul`), 0, 1, -4 (`add`).
-"""
+"""Instructions for one layer call: which results it keeps, and where."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rlx.offload.replay.dead_ops import DeadOpCheck
-
 
 @dataclass(frozen=True)
 class LayerInstructions:
-    """A plan's decisions for one layer; operations by their indices (Note [op indices])."""
+    """A plan's decisions for one layer. A layer's calls of attention and of linear maps are numbered 0, 1, 2, … in order."""
 
     keep: bool = False  # run the layer without recomputation; the other fields have no effect then
     offload_boundary: bool = True  # offload the layer's inputs; else keep them on the device
     on_device: frozenset[int] = frozenset()  # cached ops whose results are kept on the device
     off_device: frozenset[int] = frozenset()  # cached ops whose results are offloaded
-    # Operations whose results nobody reads if the cached ops are not repeated (Note [dead ops]). If a forward differs from
-    # `other_names` or `dead_op_reads`, its recomputation repeats them.
-    dead_ops: frozenset[int] = frozenset()
-    other_names: tuple[str, ...] = ()  # of the operations with a negative index, in order
-    dead_op_reads: tuple[tuple[str, int], ...] = ()  # (function, op) for each read of a result of `dead_ops`, in order
-    check: DeadOpCheck | None = None  # whether skipping `dead_ops` is known to be right
     # Of all calls, by `call_name`; None: any. From the first call with another name on, no call is cached.
     call_names: tuple[str, ...] | None = None
     # When to prefetch the layer before: as this layer's recomputation begins; else when backward reaches a call, or asks for

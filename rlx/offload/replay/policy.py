@@ -9,7 +9,6 @@ from torch import Tensor
 
 from rlx.offload.recompute.policy import LayerRecording, RecomputePolicy, Run
 from rlx.offload.replay.cached_op import CachedOp
-from rlx.offload.replay.dead_ops import recompute_without_dead_ops
 from rlx.offload.replay.instructions import LayerInstructions
 from rlx.offload.replay.recorder import AttentionRecorder, PlannedRecorder, Recorder
 from rlx.offload.replay.replay_mode import ReplayMode
@@ -72,7 +71,7 @@ class PlannedPolicy(CachedOpPolicy):
         self.is_off_plan = False  # the layer makes other calls than when it was profiled
         self.offloads_inputs = instructions.offload_boundary
         self.prefetches_early = instructions.prefetch_early
-        self.reuses_results = bool(instructions.cached_ops or instructions.dead_ops)
+        self.reuses_results = bool(instructions.cached_ops)
         self._instructions = instructions
 
     def begin_forward(self, recording: LayerRecording) -> PlannedRecorder | None:
@@ -86,13 +85,8 @@ class PlannedPolicy(CachedOpPolicy):
             self.is_off_plan = context.is_off_plan
 
     def recompute(self, run: Run) -> list[Tensor]:
-        """Recompute the layer without its cached ops, and without its dead ops if all that they depend on are cached."""
-        if not self.reuses_results:
-            return run()
-        cached_ops, check = self._cached_ops, self._instructions.check
-        if check is None or not all(cached_ops.get(op) is not None for op in self._instructions.cached_ops):
-            return super().recompute(run)
-        return recompute_without_dead_ops(run, cached_ops, self._call_count, check)
+        """Recompute the layer without its cached ops, if the plan names any."""
+        return super().recompute(run) if self.reuses_results else run()
 
     def prefetch_below(self, slots: int) -> int:
         """Prefetch where the plan says."""

@@ -13,6 +13,7 @@ reads it:
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -24,7 +25,6 @@ from torch.autograd.graph import Node
 from rlx.offload.recompute.policy import LayerRecording
 from rlx.offload.recompute.stash import StashedTensor
 from rlx.offload.replay.cached_op import CachedOp, sources_of, why_not_cacheable
-from rlx.offload.replay.dataflow import CALL, Producers, known_name
 from rlx.offload.replay.instructions import LayerInstructions
 from rlx.offload.replay.replay_mode import OpMode, register_known_attention
 from rlx.offload.runtime.pytree import map_leaves, tensors_in
@@ -34,6 +34,24 @@ from rlx.offload.storage.regions import is_plain, storage_address
 # compute some thousand operations while the link moves one byte, and the link is idle at this point.
 MIN_OPERATIONS_PER_BYTE = 1000
 _PLAIN = frozenset({type(None), bool, int, float, str, tuple})  # types whose values distinguish variants of attention
+
+
+class Producers:
+    """Finds the operation that made a tensor, by the tensor's storage, for as long as that lives."""
+
+    def __init__(self) -> None:
+        self._made: dict[int, tuple[Any, int]] = {}
+
+    def note(self, tensor: Tensor, number: int) -> None:
+        """Note that an operation has made a tensor."""
+        storage = tensor.untyped_storage()
+        self._made[id(storage)] = weakref.ref(storage), number
+
+    def of(self, tensor: Tensor) -> int | None:
+        """Return the operation whose result a tensor is, or is a view of; None if there is none."""
+        storage = tensor.untyped_storage()
+        reference, number = self._made.get(id(storage), (None, 0))
+        return number if reference is not None and reference() is storage else None
 
 
 class Recorder(OpMode):
@@ -192,18 +210,13 @@ class AttentionRecorder(Recorder):
 
 
 class PlannedRecorder(Recorder):
-    """The operations that a plan names, and the dead ops."""
+    """The operations that a plan names."""
 
     def __init__(self, recording: LayerRecording, instructions: LayerInstructions) -> None:
         super().__init__(recording)
         self._instructions = instructions
         self._cached = instructions.cached_ops
         self.is_off_plan = False  # the layer makes other calls than when it was profiled
-        self.sees_all = bool(instructions.other_names)
-        self._other_count = 0
-        self._is_same_flow = True  # the other operations are those of the profile, up to now
-        self._dead_results = Producers()
-        self._dead_op_reads: list[tuple[str, int]] = []
 
     def _run(self, function: Any, args: Any, kwargs: Any, is_attention: bool) -> Any:
         arguments = tensors_in((args, kwargs))
@@ -212,11 +225,7 @@ class PlannedRecorder(Recorder):
         elif self._pending and self.attention_count:
             self._stash_reached(arguments)
         op = self._next_op()
-        self._note_reads(CALL, arguments)
-        is_wanted = self._is_wanted(op, function, args, is_attention)  # also notes whether the layer is off the plan
-        if op in self._instructions.dead_ops:
-            result = self._run_dead(op, function, args, kwargs, arguments)
-        elif is_wanted:
+        if self._is_wanted(op, function, args, is_attention):  # also notes whether the layer is off the plan
             result, cached_op = self._record(function, args, kwargs, arguments, is_attention, op)
             self._note_cached_op(op, cached_op, result, is_attention)
         else:
@@ -224,54 +233,6 @@ class PlannedRecorder(Recorder):
             self.attention_count += is_attention
         self._note_call(is_attention)
         return result
-
-    def end_forward(self, outputs: Any) -> None:
-        """Close the forward; drop the dead ops if it differs from the profile."""
-        super().end_forward(outputs)
-        names, reads = self._instructions.other_names, self._instructions.dead_op_reads
-        is_same = self._is_same_flow and not self.is_off_plan and self._other_count == len(names)
-        if not is_same or tuple(self._dead_op_reads) != reads:
-            self.cached_ops = {op: one for op, one in self.cached_ops.items() if one is None or not one.is_dead}
-
-    def run_other(self, function: Any, args: Any, kwargs: Any) -> Any:
-        """See `OpMode.run_other`."""
-        instructions, arguments = self._instructions, tensors_in((args, kwargs))
-        name = known_name(function, kwargs)
-        self._note_reads(getattr(function, "__name__", "") if name is None else name, arguments)
-        if name is None:
-            return function(*args, **kwargs)
-        self._other_count += 1
-        op, names = -self._other_count, instructions.other_names
-        self._is_same_flow = self._is_same_flow and -op <= len(names) and names[-op - 1] == name
-        if not self._is_same_flow:
-            return function(*args, **kwargs)
-        if op in instructions.dead_ops:
-            return self._run_dead(op, function, args, kwargs, arguments)
-        if op not in self._cached:
-            return function(*args, **kwargs)
-        result, cached_op = self._record(function, args, kwargs, arguments, False, op)
-        self.cached_ops[op] = cached_op
-        if cached_op is not None:
-            self._pending[op] = map_leaves(_detached, result), result.grad_fn
-        return result
-
-    def _run_dead(self, op: int, function: Any, args: Any, kwargs: Any, arguments: list[Tensor]) -> Any:
-        result, cached_op = self._record(function, args, kwargs, arguments, False, op)
-        if cached_op is None or not isinstance(result, Tensor):
-            self._is_same_flow = False
-        else:
-            cached_op.forget_result(result)
-            self.cached_ops[op] = cached_op
-            self._dead_results.note(result, op)
-        return result
-
-    def _note_reads(self, name: str, arguments: list[Tensor]) -> None:
-        """Note that a function is called with these arguments, if results of dead ops are among them."""
-        if self._instructions.dead_ops:
-            for tensor in arguments:
-                op = self._dead_results.of(tensor) if type(tensor) is Tensor else None
-                if op is not None:
-                    self._dead_op_reads.append((name, op))
 
     def _is_wanted(self, op: int, function: Any, args: Any, is_attention: bool) -> bool:
         names = self._instructions.call_names

@@ -35,7 +35,6 @@ from torch.overrides import TorchFunctionMode
 from rlx.offload.recompute.ambient_state import autocast_dtype
 from rlx.offload.recompute.collector import Collector
 from rlx.offload.replay.cached_op import CachedOp
-from rlx.offload.replay.dataflow import GETTER, known_name
 from rlx.offload.runtime.pytree import map_leaves, tensors_in
 from rlx.offload.storage.regions import storage_address
 from rlx.offload.streaming.nf4 import NF4Product
@@ -118,8 +117,6 @@ _show_calls(NF4Product, is_attention=False)
 class OpMode(TorchFunctionMode):
     """Sees the calls of attention and linear maps on this thread. A call inside another one is part of it."""
 
-    sees_all = False  # sees all other functions as well
-
     def __init__(self) -> None:
         super().__init__()
         self._is_inside = False
@@ -139,16 +136,10 @@ class OpMode(TorchFunctionMode):
             return self.run(function, args, kwargs or {}, is_attention)
         if function in _UNSAFE_SPLITS:
             self.note_unsafe_split(tensors_in((args, kwargs)))
-        if not self.sees_all or self._is_inside or type(function) is GETTER or torch.compiler.is_compiling():
-            return function(*args, **kwargs) if kwargs else function(*args)
-        return self.run_other(function, args, kwargs or {})
+        return function(*args, **kwargs) if kwargs else function(*args)
 
     def note_unsafe_split(self, arguments: list[Tensor]) -> None:
         """A function of `_UNSAFE_SPLITS` is called."""
-
-    def run_other(self, function: Any, args: Any, kwargs: Any) -> Any:
-        """Run or replay a function other than attention and linear maps; called only if `sees_all`."""
-        raise NotImplementedError
 
     def run(self, function: Any, args: Any, kwargs: Any, is_attention: bool) -> Any:
         """Run or replay a call of attention or of a linear map."""
@@ -187,10 +178,6 @@ def unrecorded() -> Iterator[None]:
         mode._is_inside = was
 
 
-class DeadOpNeededError(BaseException):
-    """A cached op has to run after all, and dead ops that it may need were skipped. Recomputation starts again."""
-
-
 class ReplayMode(OpMode):
     """Replays cached ops while a layer is recomputed.
 
@@ -198,25 +185,13 @@ class ReplayMode(OpMode):
         cached_ops: by op index; None for an operation that is not cached.
         calls: the number of calls that forward made.
         recomputation: whose slots are filled.
-        skips_dead_ops: also skip dead ops (see `rlx.offload.replay.dead_ops`).
-        poisons: fill the results of dead ops with NaN.
     """
 
-    def __init__(
-        self,
-        cached_ops: Mapping[int, CachedOp | None],
-        calls: int,
-        recomputation: Collector,
-        skips_dead_ops: bool = False,
-        poisons: bool = False,
-    ) -> None:
+    def __init__(self, cached_ops: Mapping[int, CachedOp | None], calls: int, recomputation: Collector) -> None:
         super().__init__()
-        self._skips_dead_ops = skips_dead_ops
-        self._poisons = poisons
         self._cached_ops = cached_ops
         self._calls = calls
-        self._next_call, self._next_other = 0, -1
-        self.sees_all = min(cached_ops, default=0) < 0
+        self._next_call = 0
         self._recomputation = recomputation
 
     def _run(self, function: Any, args: Any, kwargs: Any, is_attention: bool) -> Any:
@@ -224,33 +199,18 @@ class ReplayMode(OpMode):
         if op >= self._calls:
             self._recomputation.fail(f"{function} is called once more than in forward")
         self._next_call += 1
-        return self._replay(op, function, args, kwargs)
-
-    def run_other(self, function: Any, args: Any, kwargs: Any) -> Any:
-        """See `OpMode.run_other`."""
-        if known_name(function, kwargs) is None:
-            return function(*args, **kwargs)
-        op = self._next_other
-        self._next_other -= 1
-        return self._replay(op, function, args, kwargs)
-
-    def _replay(self, op: int, function: Any, args: Any, kwargs: Any) -> Any:
         cached_op = self._cached_ops.get(op)
-        if cached_op is None or (cached_op.is_dead and not self._skips_dead_ops):
+        if cached_op is None or not cached_op.is_whole:
             return function(*args, **kwargs)
-        saved = None
-        if cached_op.is_whole:
-            if cached_op.function != function:
-                self._recomputation.fail(f"{function} is called where forward called {cached_op.function}")
-            saved = cached_op.saved(tensors_in((args, kwargs)))
-        if saved is None:  # its bytes were overwritten, or its arguments have changed
-            if self._skips_dead_ops:
-                raise DeadOpNeededError  # the arguments may be results of dead ops
+        if cached_op.function != function:
+            self._recomputation.fail(f"{function} is called where forward called {cached_op.function}")
+        saved = cached_op.saved(tensors_in((args, kwargs)))
+        if saved is None:  # its arguments have changed
             return function(*args, **kwargs)
         self._recomputation.fill(cached_op.first_slot, saved)
         if cached_op.random_state is not None:
             self._recomputation.skip_to(cached_op.random_state)
-        return cached_op.result(self._poisons)
+        return cached_op.result()
 
 
 def _cast_activations(args: Any, kwargs: Any) -> tuple[Any, Any]:

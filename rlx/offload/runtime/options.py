@@ -94,10 +94,7 @@ class OffloadOptions:
             set of a layer, the head, the loss, and the parameters and gradients that FSDP2 gathers and reduces layer by layer
             count. Gradients do not, nor does memory that exists before the layers begin, such as weights and optimizer
             states. `"auto"`: 95 % of the device, less these two; without an accelerator only what does not raise the peak.
-        cache_directory: folder in which `save="auto"` keeps profiles for later runs of the same layers: times and sizes of
-            calls, and a description of layers, device and versions; no weights, no data. It is made if it does not exist. If
-            it cannot be used, the run logs one warning and goes on. `"auto"`: `rlx/measurements` in `$XDG_CACHE_HOME`, or in
-            `~/.cache`. None: nothing is read or written.
+        cache_directory: has no effect; earlier versions kept profiles there.
 
     Raises:
         ValueError: for a value out of range or not available in this version.
@@ -140,18 +137,6 @@ class OffloadOptions:
         options = object.__new__(cls)
         vars(options).update(values)
         return options
-
-    @property
-    def measurements_folder(self) -> Path | None:
-        """Folder of the profile cache; None: no cache."""
-        if self.cache_directory is None:
-            return None
-        if self.cache_directory != "auto":
-            return Path(self.cache_directory).expanduser()
-        named = os.environ.get("XDG_CACHE_HOME", "")
-        # The XDG base directory specification requires that relative paths are ignored.
-        base = Path(named) if os.path.isabs(named) else Path("~/.cache").expanduser()
-        return base / "rlx" / "measurements"
 
     @property
     def uses_disk(self) -> bool:
@@ -317,9 +302,8 @@ UNREAD_OPTIONS = (
         lambda options, _: not options.uses_disk,
         "tier is cpu, and without max_host_bytes nothing exceeds it",
     ),
-    UnreadOptions(
-        ("max_device_bytes", "cache_directory"), lambda options, _: options.save != "auto", "save is not auto"
-    ),
+    UnreadOptions(("max_device_bytes",), lambda options, _: options.save != "auto", "save is not auto"),
+    UnreadOptions(("cache_directory",), lambda *_: True, "each run measures anew, in its first passes"),
     UnreadOptions(
         ("pin_memory", "use_streams", "max_inflight_bytes"),
         lambda _, on_accelerator: not on_accelerator,

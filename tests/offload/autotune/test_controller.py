@@ -9,10 +9,8 @@ import torch
 import transformers
 
 from rlx.offload import OffloadOptions, enable_activation_offloading
-from rlx.offload.autotune import step_limits
-from rlx.offload.autotune.layer_profile import LayerProfile
-from rlx.offload.autotune.op_profile import DeviceMemoryProbe
-from rlx.offload.autotune.pass_profile import measured
+from rlx.offload.autotune import decide
+from rlx.offload.autotune.measure import DeviceMemoryProbe, LayerProfile, measured
 
 PLENTY = 1 << 40
 
@@ -75,7 +73,7 @@ def test_host_memory_is_a_limit(toys, auto):
 
 @pytest.mark.parametrize(("tier", "host"), [("disk", None), ("cpu", 24 * 4096 * 4 + 1500)])
 def test_what_the_host_has_no_room_for_goes_to_disk(toys, auto, tmp_path, monkeypatch, tier, host):
-    monkeypatch.setattr(step_limits, "DISK_BYTES_PER_S", 1e12)
+    monkeypatch.setattr(decide, "DISK_BYTES_PER_S", 1e12)
     model = toys.decoder(4, dropout=0.2)
     expected = toys.grade(copy.deepcopy(model), lambda model: read(model, 800))
     handle = auto(model, 0, tier=tier, directory=str(tmp_path), max_host_bytes=host)
@@ -171,7 +169,7 @@ def test_measured_costs(toys, enable, decided):
     assert sizes["attention"] == 16 * row + 2 * 4 * 6 * 4  # and the log-sum-exp of four heads
     for sample in seen:
         assert sample.inputs.boundary_bytes == 16 * row
-        assert 0 < sum(call.seconds for call in sample.calls) < sample.forward_s
+        assert sample.forward_s > 0
         assert sample.recompute_s > 0
         again = [call.recomputed for call in sample.calls]
         assert None not in again[:-1] and again[-1] is None  # recomputation ends in the last one
@@ -195,24 +193,10 @@ def test_auto_recomputes_and_therefore_needs_enable_ckpt(toys):
         enable_activation_offloading(toys.decoder(), False, OffloadOptions(save="auto"))
 
 
-PAIR = (PLENTY, 10_000)
-
-
-def test_ranks_that_agree_follow_one_plan_made_of_the_slowest_and_the_least(two_ranks):
-    # Each measures two lengths that the other has not met, one of them a dummy's; 6 is met by both.
-    first, second = two_ranks("auto", "plans", PAIR, ((6, 6, 40), (6, 2, 6, 300)), (6, 40, 2, 300))
-    assert first == second
-    assert None not in first
-    for plan in first[:4]:
-        assert plan.prediction.peak_bytes <= 10_000 or not any(layer.keep for layer in plan.layers[:-1])
-    assert first[0].prediction.forward_s >= 3 * 0.002, "the slower rank's"
-    assert all(not any(layer.keep or layer.on_device for layer in plan.layers[:-1]) for plan in first[4:])
-
-
-def test_ranks_plan_alone_until_they_agree(two_ranks):
-    (roomy, agreed), (tight, other) = two_ranks("auto", "planned_alone", (PLENTY, 0))
+def test_ranks_plan_by_themselves(two_ranks):
+    (roomy, own), (tight, others) = two_ranks("auto", "planned", (PLENTY, 0))
     assert all(layer.keep for layer in roomy.layers) and not all(layer.keep for layer in tight.layers)
-    assert agreed == other
+    assert own == others, "gradients are the same"
 
 
 def test_profiles_know_models_that_fsdp2_gathers_layer_by_layer(two_ranks):
@@ -255,7 +239,7 @@ def test_the_layer_before_is_fetched_with_the_first_call_that_leaves_room(
     toys, auto, decided, monkeypatch, budget, expected_call
 ):
     # Of 768 bytes of inputs, beside which layers hold 80,768, and half of it once backward has come to the last call but one.
-    monkeypatch.setattr("rlx.offload.autotune.layer_profile.DeviceMemoryProbe", Falling)
+    monkeypatch.setattr("rlx.offload.autotune.measure.DeviceMemoryProbe", Falling)
     model = toys.decoder(4, dropout=0.2)
     expected = toys.grade(copy.deepcopy(model), read)
     seen = decided(auto(model, budget, min_bytes=0))
@@ -279,7 +263,7 @@ class Filling(DeviceMemoryProbe):
 
 @pytest.fixture
 def filling(monkeypatch):
-    for module in ("layer_profile", "step_limits", "controller"):
+    for module in ("measure", "decide"):
         monkeypatch.setattr(f"rlx.offload.autotune.{module}.DeviceMemoryProbe", Filling)
     monkeypatch.setattr(Filling, "allocated", 0)
     return Filling
@@ -301,17 +285,22 @@ def test_states_that_the_first_optimizer_step_makes_are_planned_with(toys, auto,
         assert handle.stats().since(before).recomputed_ms > 0
 
 
-def test_a_plan_stays_if_little_more_is_taken_or_a_number_was_given_or_ranks_agree(toys, auto, filling):
-    for budget, grown, agrees in (("auto", 90_000, False), (PLENTY, 9_500_000, False), ("auto", 9_500_000, True)):
-        filling.allocated = 0
-        model = toys.decoder(3)
-        handle = auto(model, budget)
-        for _ in range(4):
-            if agrees:
-                handle.agree()
-            read(model).backward()
-        plan = handle.plan()
-        filling.allocated = grown
+@pytest.mark.parametrize(("budget", "grown"), [("auto", 90_000), (PLENTY, 9_500_000)])
+def test_a_plan_stays_if_little_more_is_taken_or_a_number_was_given(toys, auto, filling, budget, grown):
+    model = toys.decoder(3)
+    handle = auto(model, budget)
+    for _ in range(4):
         read(model).backward()
-        assert handle.plan() is plan is not None
-        handle.disable()
+    plan = handle.plan()
+    filling.allocated = grown
+    read(model).backward()
+    assert handle.plan() is plan is not None
+
+
+def test_what_a_step_will_allocate_is_left_free(toys, auto, filling):
+    model = toys.decoder(4)
+    handle = auto(model, "auto")
+    handle.agree(reserve_bytes=9_500_000)
+    for _ in range(3):
+        read(model).backward()
+    assert not all(layer.keep for layer in handle.plan().layers)

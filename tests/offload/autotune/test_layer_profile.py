@@ -1,13 +1,9 @@
 """What a measured layer is charged with: device memory of a pass played by hand."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
-from rlx.offload.autotune.layer_profile import LayerProfile, PassState
-from rlx.offload.autotune.op_profile import DeviceMemoryProbe, Inputs, OpProfile
-from rlx.offload.autotune.pass_profile import measured, slowest
+from rlx.offload.autotune.measure import DeviceMemoryProbe, Inputs, LayerProfile, OpProfile, PassState, measured
 from rlx.offload.plan import Budget, LayerPlan, predict
 
 CPU = torch.device("cpu")
@@ -51,7 +47,7 @@ def samples(request):
         sample.calls = [OpProfile(name, "", 0.0, stop=0.0, slots=2 * place) for place, name in enumerate("aom", 1)]
         sample.begin_forward()
         memory.take(SAVED, INPUT, -INPUT, INPUT)  # the output at last, and something as large before
-        sample.end_forward(saved, [False] * 3, None)
+        sample.end_forward(saved, [False] * 3)
         memory.take(-SAVED)
         sample.leave_forward()
         found.append(sample)
@@ -64,7 +60,7 @@ def samples(request):
         if sample.index == 2:
             memory.take(-INPUT)  # that of the layer before has left
         memory.take(SAVED)
-        assert sample.begin_thresholds(middle=4) == 6
+        assert sample.begin_thresholds(prefetch_below=4) == 6
         sample.end_recompute()
         memory.take(50)
         assert sample.pass_threshold(5) == 4
@@ -132,7 +128,7 @@ def test_what_fsdp2_holds_is_charged_to_each_layer(are_gradients_there):
         sample.calls = [OpProfile(name, "", 0.0, stop=0.0, slots=2 * place) for place, name in enumerate("am", 1)]
         sample.begin_forward()
         memory.take(SAVED, INPUT)
-        sample.end_forward([torch.zeros(SAVED, dtype=torch.uint8)], [False] * 2, None)
+        sample.end_forward([torch.zeros(SAVED, dtype=torch.uint8)], [False] * 2)
         memory.take(-SAVED, -INPUT, INPUT)
         sample.leave_forward()
         memory.take(-GATHERED, GATHERED * (index < 2))
@@ -145,7 +141,7 @@ def test_what_fsdp2_holds_is_charged_to_each_layer(are_gradients_there):
         memory.take(GATHERED * (sample.index > 0))  # of the layer before, ahead of time
         sample.begin_recompute()
         memory.take(SAVED)
-        sample.begin_thresholds(middle=3)
+        sample.begin_thresholds(prefetch_below=3)
         sample.end_recompute()
         memory.take(REDUCED // 2, 60)
         highest[0] = max(highest[0], memory.now - (0 if are_gradients_there else made[0]))
@@ -199,14 +195,3 @@ def test_a_bias_that_wants_a_gradient_is_seen(toys, enable, decided):
     size = 2 * 6 * 16 * 4
     assert [call.summed_bytes for call in found[0].calls] == [size, size, size, 0, 0, size, 2 * size]
     assert [call.summed_bytes for call in found[1].calls] == [0, size, size, 0, 0, size, 2 * size]
-
-
-def test_of_several_ranks_those_points_count_that_all_have_seen(samples):
-    found, backward = samples
-    own = measured(found, backward.loss_bytes)
-    (kind,) = own.kinds
-    o, a = kind.cost.points
-    other = replace(kind.cost, points=(o._replace(at=0.9, nbytes=1),))
-    both = slowest([own, own._replace(kinds=(kind._replace(cost=other),))]).kinds[0].cost
-    assert both.points == (o._replace(at=0.9),)
-    assert slowest([own, own]).kinds[0].cost.points == (o, a)

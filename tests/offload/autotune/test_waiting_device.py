@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rlx.offload.autotune import layer_profile as samples
-from rlx.offload.autotune.length_bucket import LAYER_STRIDE
-from rlx.offload.autotune.pass_profile import measured
+from rlx.offload.autotune import measure as samples
+from rlx.offload.autotune.decide import LAYER_STRIDE
+from rlx.offload.autotune.measure import measured
 
 LAYERS = 6
 
@@ -60,7 +60,7 @@ def test_a_device_that_always_waits_is_measured_in_so_many_more_passes(watched):
     (kind,) = run.handle.measurement().kinds
     assert kind.members == tuple(range(LAYERS))
     assert {operation.name for operation in kind.cost.operations} >= {"attention", "linear 16x32"}
-    assert kind.cost.forward_s > 0 and kind.flow == run.passes[1][0].flow
+    assert kind.cost.forward_s > 0
 
 
 def test_a_device_that_waits_in_the_first_layers_only_is_measured_once(watched):
