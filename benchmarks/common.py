@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.offload.device import clean_up, clock, peak_bytes, reset_peak, used_bytes
-from rlx.offload.autotune.profile_key import device_name
+from rlx.offload.layer_costs import device_name
 from rlx.offload.plan.shapes import SHAPES
 
 if TYPE_CHECKING:

@@ -46,7 +46,7 @@ from rlx.data.batch import Batch
 from rlx.engine.engine import Engine
 from rlx.engine.micro_batch import MicroBatchRule
 from rlx.engine.objectives import PolicyObjective
-from rlx.offload.autotune.profile_key import device_name
+from rlx.offload.layer_costs import device_name
 from rlx.offload.plan.shapes import SHAPES
 
 RLX = "rlx"

@@ -29,7 +29,7 @@ from benchmarks.offload.measure import Benchmark, Ranks
 from benchmarks.offload.models import Case, number_of_layers, read_shape
 from benchmarks.offload.modes import ADAPTER_RANK, MODE_DESCRIPTIONS, Mode, add_adapters, parse_mode
 from benchmarks.offload.overhead import run_overhead
-from rlx.offload.autotune.profile_key import device_name
+from rlx.offload.layer_costs import device_name
 from rlx.offload.plan.shapes import SHAPES
 from rlx.offload.plan_command import positive
 from rlx.offload.storage.spill_file import DiskError, extent_file
@@ -117,8 +117,7 @@ def _check_effect(parser: argparse.ArgumentParser, given: argparse.Namespace) ->
 def _benchmark(given: argparse.Namespace, device: torch.device, about: dict[str, Any]) -> Benchmark:
     name = given.model or ("tiny" if device.type == "cpu" else "qwen2-7b")
     shape = read_shape(name)
-    # No cache directory: `auto` must plan the same each time, whatever was measured before.
-    options = {"tier": given.tier, "directory": given.directory, "cache_directory": None}
+    options = {"tier": given.tier, "directory": given.directory}
     if device.type == "cpu":
         options["min_bytes"] = 1024  # tensors of a model that the CPU can run are small
     default = _DEFAULT_MODES_FROZEN if given.frozen else _DEFAULT_MODES if given.gpus is None else _DEFAULT_MODES_FSDP2

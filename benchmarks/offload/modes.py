@@ -94,8 +94,7 @@ def parse_mode(text: str, defaults: dict[str, Any]) -> Mode:
             own = ", ".join(OWN_MODES)
             raise ValueError(f"mode {text!r}: only {own} take options other than tile, which comes last")
         return Mode(text, kind, None, tile)
-    # Modes other than auto log that a cache directory has no effect.
-    chosen = {name: value for name, value in defaults.items() if kind == "auto" or name != "cache_directory"}
+    chosen = dict(defaults)
     for pair in pairs:
         name, equals, value = pair.partition("=")
         if not equals or name == "save" or name not in OffloadOptions.__dataclass_fields__:

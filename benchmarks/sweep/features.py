@@ -34,7 +34,7 @@ def _offloaded(**options: Any) -> Callable[[TinyModel], tuple[float, str]]:
                 figures=False,
                 enable_gradient_checkpointing=save != "all",
                 enable_activation_offload=True,
-                activation_offload=ActivationOffloadConfig(min_bytes=0, cache_directory=None, **chosen),
+                activation_offload=ActivationOffloadConfig(min_bytes=0, **chosen),
             )
 
     return check

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import is_dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from rlx.offload.api import enable_activation_offloading
-from rlx.offload.autotune.pass_profile import planned
-from rlx.offload.autotune.profile_cache import to_json
-from rlx.offload.autotune.profile_key import device_name
+from rlx.offload.autotune.measure import planned
 from rlx.offload.plan.costs import LayerCost
 from rlx.offload.plan.decoder import Decoder
 from rlx.offload.plan.explain import explain
@@ -110,8 +108,7 @@ def _measure(
         enable_tiling(model, tile or None)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)  # as in a run after its first step
-    # No cache directory: profiles of a model without head and loss are of no use to a training run.
-    options = OffloadOptions(save="auto", max_device_bytes=0, cache_directory=None)
+    options = OffloadOptions(save="auto", max_device_bytes=0)
     handle = enable_activation_offloading(model, True, options)
     ids = torch.randint(0, VOCABULARY, (sequences, length), generator=torch.Generator().manual_seed(1)).to(device)
     for _ in range(_PASSES):
@@ -162,3 +159,16 @@ def config_of(shape: dict[str, Any], case: Case) -> Any:
     if (getattr(config, "max_position_embeddings", None) or case.tokens) < case.tokens:
         config.max_position_embeddings = case.tokens
     return config
+
+
+def device_name(device: torch.device) -> str:
+    """Return the name of a device."""
+    return "CPU" if device.type == "cpu" else str(torch.get_device_module(device.type).get_device_name(device))
+
+
+def to_json(value: Any) -> Any:
+    """Return dataclasses and named tuples as dicts, other tuples as lists, and anything else as it is."""
+    value = vars(value) if is_dataclass(value) else value._asdict() if hasattr(value, "_asdict") else value
+    if isinstance(value, dict):
+        return {name: to_json(item) for name, item in value.items()}
+    return [to_json(item) for item in value] if isinstance(value, tuple) else value

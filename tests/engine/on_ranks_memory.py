@@ -49,7 +49,7 @@ class Layer:
 
 
 def enable(folder, strategy, budget=PLENTY):
-    options = ActivationOffloadConfig(save="auto", min_bytes=0, max_device_bytes=budget, cache_directory=None)
+    options = ActivationOffloadConfig(save="auto", min_bytes=0, max_device_bytes=budget)
     return build(folder, strategy=strategy, model={"enable_activation_offload": True, "activation_offload": options})
 
 

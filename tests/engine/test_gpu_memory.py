@@ -63,7 +63,7 @@ def train(folder, device, budget, updates=5):
     Each update is two passes; eight precede the first that follows a plan where the device waits for the host.
     """
     torch.manual_seed(0)
-    options = ActivationOffloadConfig(save="auto", max_device_bytes=budget, cache_directory=None)
+    options = ActivationOffloadConfig(save="auto", max_device_bytes=budget)
     model = ModelConfig(path=folder, enable_activation_offload=True, activation_offload=options)
     engine = Engine(model, FP32, strategy="fsdp2", device=device, optim=OptimConfig(lr=1e-4), total_steps=10)
     objective = PolicyObjective(ActorConfig(), temperature=1.0, horizon=RESPONSE)

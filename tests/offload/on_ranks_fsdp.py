@@ -116,9 +116,7 @@ def same(grads, others):
 
 
 def enable(model, save, **options):
-    return enable_activation_offloading(
-        model, save != "all", OffloadOptions(min_bytes=0, save=save, cache_directory=None, **options)
-    )
+    return enable_activation_offloading(model, save != "all", OffloadOptions(min_bytes=0, save=save, **options))
 
 
 @cache

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 
-from rlx.offload.autotune.length_bucket import LAYER_STRIDE
+from rlx.offload.autotune.decide import LAYER_STRIDE
 
 pytestmark = [
     pytest.mark.gpu,

@@ -151,7 +151,7 @@ def test_transforms_of_functions_inside_a_layer(enable, given, toys, save, trans
 
     model = given(TRANSFORMED[transform])
     expected = toys.grade(copy.deepcopy(model), step)
-    enable(model, save != "all", save=save, cache_directory=None)
+    enable(model, save != "all", save=save)
     for _ in range(3):
         expected.assert_equal(toys.grade(model, step))
 
