@@ -1,4 +1,4 @@
-"""A leaf: errors that explain themselves, those of files that cannot be written, those in other processes; and suggestions for names."""
+"""A leaf: errors that explain themselves, of files that cannot be written, in other processes, and of the kernel; suggestions for names."""
 
 import errno
 import os
@@ -7,7 +7,7 @@ import shutil
 import textwrap
 import traceback
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from difflib import get_close_matches
 from pathlib import Path
 
@@ -96,6 +96,23 @@ def _free_bytes(path: Path) -> int | None:
         return None if nearest is None else shutil.disk_usage(nearest).free
     except OSError:
         return None
+
+
+def kernel_line(pid: int, log: str = "/dev/kmsg") -> str:
+    """Return the kernel's line about a process that it killed for memory; empty if there is none or the log cannot be read."""
+    with suppress(OSError):
+        records = os.open(log, os.O_RDONLY | os.O_NONBLOCK)
+        found = ""
+        try:
+            while record := os.read(records, 1 << 16):  # one record at a time, until BlockingIOError
+                killed = re.search(rf"[^;\n]*\bKilled process {pid}\b[^\n]*", record.decode(errors="replace"))
+                found = killed[0].strip() if killed else found
+        except BlockingIOError:
+            pass
+        finally:
+            os.close(records)
+        return found
+    return ""
 
 
 def wrapped(text: str) -> str:

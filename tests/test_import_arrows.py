@@ -126,6 +126,7 @@ ONLY = {
     "rlx.processes.child": set(),
     "rlx.supervisor": {
         "psutil",
+        "rlx.errors",
         "rlx.processes.child",
         "rlx.program",
         "rlx.scratch",

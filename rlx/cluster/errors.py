@@ -1,14 +1,16 @@
 """Errors of workers, and which of several came first."""
 
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from rlx.errors import ExplainedError, shown
+from rlx.errors import ExplainedError, kernel_line, shown
+from rlx.supervisor.link import OUT_OF_MEMORY
 
-Kind = Literal["error", "died", "collective", "hung"]
+Kind = Literal["error", "died", "memory", "collective", "hung"]
 
 _DISTRIBUTED_TYPES = {"DistError", "DistBackendError", "DistNetworkError", "DistStoreError"}
 _DISTRIBUTED_MARKS = (
@@ -22,11 +24,21 @@ _DISTRIBUTED_MARKS = (
 )
 _LOG_LINES_SHOWN = 20
 _OTHERS_SHOWN = 3
+_USERS_SHOWN = 6  # with the line of headings
+_MEMORY_USED = re.compile(r"low on memory.*? was (\S+ used / \S+) limit", re.DOTALL)
+_LESS_MEMORY = (
+    "A restart would need the same: lower data.train_batch_size, actor_rollout_ref.rollout.n or data.max_response_length, start "
+    "fewer processes (trainer.n_gpus_per_node), or end other programs"
+)
 _RAY_MARKS = (":job_id:", ":actor_name:")
 
 
 class ClusterError(ExplainedError, RuntimeError):
     """The cluster cannot be reached, or lacks what was asked for."""
+
+
+class RayStartError(ClusterError):
+    """Ray did not come up on this machine; a restart may help."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +66,8 @@ class RankFault:
 
     Args:
         rank: the rank that failed.
-        kind: `error`: an exception of its own; `died`: its process ended; `collective`: an exception of torch.distributed,
-            which usually follows from another rank's failure; `hung`: its process made no progress.
+        kind: `error`: an exception of its own; `died`: its process ended; `memory`: it was killed for memory; `collective`: an
+            exception of torch.distributed, which usually follows from another rank's failure; `hung`: no progress.
         summary: one line.
         detail: traceback or Ray's report; may be empty.
         time_s: wall-clock time at which it was noticed [s].
@@ -78,8 +90,13 @@ def fault_of(rank: int, error: BaseException) -> RankFault:
     return RankFault(rank, kind, one_line(f"{type(error).__name__}: {error}"), detail, curable=is_curable(error))
 
 
-def death_of(rank: int, report: str) -> RankFault:
-    """Return the description of a process that ended, from Ray's report on its actor."""
+def death_of(rank: int, report: str, location: WorkerLocation | None = None) -> RankFault:
+    """Return the description of a process that ended, from Ray's report on its actor and the kernel's, if it can be read."""
+    if (used := _MEMORY_USED.search(report)) is not None:
+        users = report.partition("memory users:")[2].splitlines()[:_USERS_SHOWN]
+        return RankFault(rank, "memory", f"Ray killed it: {used[1]} of host memory. {_LESS_MEMORY}", "\n".join(users))
+    if location is not None and location.log and Path(location.log).exists() and (line := kernel_line(location.pid)):
+        return RankFault(rank, "memory", f"the kernel killed it: {line}. {_LESS_MEMORY}")
     reason = one_line(report).rpartition("The actor is dead because ")[2].partition(" Some common causes")[0]
     summary = f"the worker process died: {reason}"
     if "SYSTEM_ERROR" in reason:
@@ -91,6 +108,8 @@ def is_curable(error: BaseException) -> bool:
     """Whether a restart may help: devices, files and connections fail with these types, mistakes in code or data with others."""
     if isinstance(error, WorkerFailure):
         return error.fault.curable
+    if isinstance(error, RayStartError):
+        return True
     if isinstance(error, ExplainedError | NotImplementedError | RecursionError):
         return False
     return isinstance(error, RuntimeError | OSError | EOFError | MemoryError) or _is_of_ray(error)
@@ -102,10 +121,10 @@ def end_of(error: Exception) -> dict[str, str | bool]:
         name = type(error).__name__
         reason = one_line(str(error)) if isinstance(error, ExplainedError) else one_line(f"{name}: {error}")
         return {"reason": reason, "error": "" if _is_of_ray(error) else name, "curable": is_curable(error)}
-    name = error.cause.partition(":")[0] if error.fault.kind == "error" else ""
+    name = f"{error.cause.partition(':')[0]} in {error.role}.{error.method}" if error.fault.kind == "error" else ""
     return {
         "reason": str(error).rpartition("\n")[2],
-        "error": name and f"{name} in {error.role}.{error.method}",
+        "error": OUT_OF_MEMORY if error.fault.kind == "memory" else name,
         "curable": error.fault.curable,
     }
 

@@ -9,7 +9,7 @@ from math import inf
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import OutOfMemoryError, RayActorError, RayError
 
 from rlx.cluster.errors import RankFault, WorkerFailure, WorkerLocation, death_of, first_cause, one_line
 from rlx.cluster.hang import HangWatch, Standing
@@ -165,7 +165,7 @@ class WorkerGroup:
             done, _ = ray.wait(list(rank_of), num_returns=1, timeout=min(left_s, look_s))
             for call in done:
                 rank = rank_of.pop(call)
-                result = _receive(call, rank)
+                result = _receive(call, rank, self._locations.get(rank))
                 if isinstance(result, WorkerReply):
                     _forward(result.log, seen)
                     result = result.fault or result.value
@@ -239,12 +239,12 @@ def _warn_if_slow(started: list[Any]) -> None:
         )
 
 
-def _receive(call: Any, rank: int) -> Any:
+def _receive(call: Any, rank: int, location: WorkerLocation | None = None) -> Any:
     """Return the result of a finished call, or a RankFault if Ray cannot give it."""
     try:
         return ray.get(call)
-    except RayActorError as error:
-        return death_of(rank, str(error))
+    except (RayActorError, OutOfMemoryError) as error:
+        return death_of(rank, str(error), location)
     except RayError as error:
         return RankFault(rank, "error", one_line(f"{type(error).__name__}: {error}"), str(error))
 

@@ -16,28 +16,17 @@ from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
-import psutil
 import ray
 
-from rlx.cluster.errors import ClusterError, WorkerFailure, one_line
+from rlx.cluster.errors import ClusterError, RayStartError, WorkerFailure, one_line
 from rlx.cluster.template import template
 from rlx.config.schema import PPOConfig
 from rlx.errors import ExplainedError, did_you_mean, storing
 from rlx.supervisor.link import tell
 
 _PROBE_S = 10.0
-_LOOK_S = 0.3
-# By the end of the program's or script's name; the raylet ends when one of its agents does.
-RAY_PROCESSES = {
-    "/gcs_server": "the gcs_server",
-    "/raylet": "the raylet",
-    "ray::DashboardAgent": "the dashboard agent",
-    "ray::RuntimeEnvAgent": "the runtime environment agent",
-    "/dashboard.py": "the dashboard",
-    "/log_monitor.py": "the log monitor",
-}
-NEEDED_PROCESSES = {"the gcs_server", "the raylet", "the dashboard agent", "the runtime environment agent"}
-
+_SOCKET_BYTES = 107  # the longest path of a unix socket
+_BELOW_FOLDER = "rlx_12345678/ray/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store"
 _WEB_SERVER = "ray.dashboard.optional_deps"
 _METRICS = "RAY_enable_metrics_collection"
 
@@ -75,19 +64,21 @@ def session(config: PPOConfig, ahead: Sequence[str] = ()) -> Iterator[bool]:
             tell(scratch=str(folder))
             if forks := bool(ahead) and "runtime_env" not in options:
                 options["runtime_env"] = {"py_executable": until_done.enter_context(template(folder, ahead))}
-            with _postponed_interrupt(), _told_as_they_start():
+            tell(ray="starts")  # the supervisor looks for Ray's processes, because `ray.init` may hold Python's lock
+            with _postponed_interrupt():
                 _start_here(folder / "ray", {**quiet, **options})
+            tell(ray="runs")
         else:
             _join(address, {**quiet, **options})
+            tell(head=ray.get_runtime_context().gcs_address)
         _take_sigterm_as_ctrl_c()
-        tell(**_parts_of_ray(address))
         yield forks
     except Exception as error:
         if isinstance(error, WorkerFailure | ClusterError) or not isinstance(error, ExplainedError):
             folder = None  # kept, because its logs may tell more; a restart removes it
         raise
     finally:
-        tell(daemons={}, helpers={}, head=None)  # their end is no loss from now on
+        tell(ray=None, head=None)  # their end is no loss from now on
         with _uninterrupted():
             _shutdown()
             until_done.close()
@@ -124,6 +115,13 @@ def _private_folder(parent: str | None) -> Path:
     has at most 107 bytes.
     """
     chosen = Path(parent or os.environ.get("RAY_TMPDIR") or "/tmp").expanduser()
+    most = _SOCKET_BYTES - len(_BELOW_FOLDER) - 1
+    if (count := len(os.fsencode(chosen.absolute()))) > most:
+        key = "ray_kwargs.ray_init._temp_dir" if parent else "RAY_TMPDIR"
+        raise ClusterError(
+            f"{key}: got a path of {count} bytes, expected at most {most}, because Ray's sockets lie below it and a socket's path has "
+            f"at most {_SOCKET_BYTES}; name a shorter folder or unset it: {chosen}"
+        )
     with storing(chosen):
         chosen.mkdir(parents=True, exist_ok=True)
         return Path(tempfile.mkdtemp(prefix="rlx_", dir=chosen))
@@ -145,7 +143,7 @@ def _set_local_environment() -> None:
 
 
 def _start_here(folder: Path, options: dict[str, Any]) -> None:
-    """Start Ray on this machine; raise RuntimeError, after which a restart may help, if one of its processes does not come up."""
+    """Start Ray on this machine; raise RayStartError if one of its processes does not come up."""
     options = {"include_dashboard": False, **options}
     try:
         wants_more = options["include_dashboard"] is not False or os.environ[_METRICS] != "0"
@@ -154,7 +152,9 @@ def _start_here(folder: Path, options: dict[str, Any]) -> None:
     except (TypeError, ValueError):
         raise  # an option is wrong
     except Exception as error:  # Ray raises no type of its own
-        raise RuntimeError(f"Ray did not start: {one_line(str(error))}") from error
+        raise RayStartError(
+            f"Ray did not start: {one_line(str(error))}; its logs are in {folder}/session_latest/logs"
+        ) from None
 
 
 @contextmanager
@@ -198,46 +198,6 @@ def _join(address: str, options: dict[str, Any]) -> None:
             f"the Ray head at {address} answers, but does not let this process in ({one_line(str(error))}); if the cluster "
             "asks for a token, set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH as on its nodes; see docs/cluster.md"
         ) from None
-
-
-def _parts_of_ray(address: str) -> dict[str, Any]:
-    """Return what the supervisor watches: Ray's processes by name if they were started here, else the cluster's head."""
-    if address != "local":
-        return {"head": ray.get_runtime_context().gcs_address}
-    found = {}
-    for process in psutil.Process().children(recursive=True):
-        try:
-            program = [part.strip() for part in process.cmdline()[:3]]
-        except psutil.Error:
-            continue
-        for end, name in RAY_PROCESSES.items():
-            if any(part.endswith(end) for part in program):
-                found.setdefault(
-                    name, process.pid
-                )  # a child that it has just forked comes later, and bears its name for a moment
-    needed = {name: pid for name, pid in found.items() if name in NEEDED_PROCESSES}
-    return {"daemons": needed, "helpers": {name: pid for name, pid in found.items() if name not in needed}}
-
-
-@contextmanager
-def _told_as_they_start() -> Iterator[None]:
-    """Tell the supervisor Ray's processes as they appear. Without one of them `ray.init` would wait for a minute."""
-    over = threading.Event()
-
-    def tell_often() -> None:
-        seen: dict[str, dict[str, int]] = {"daemons": {}, "helpers": {}}
-        while not over.wait(_LOOK_S):
-            for kind, pids in _parts_of_ray("local").items():
-                seen[kind] |= pids  # one that has ended is told on
-            tell(**seen)
-
-    thread = threading.Thread(target=tell_often, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
 
 
 def _probe(address: str) -> None:

@@ -13,6 +13,16 @@ import psutil
 from rlx.scratch import remove_scratch
 
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
+# By the end of the program's or script's name; the raylet ends when one of its agents does.
+RAY_PROCESSES = {
+    "/gcs_server": "the gcs_server",
+    "/raylet": "the raylet",
+    "ray::DashboardAgent": "the dashboard agent",
+    "ray::RuntimeEnvAgent": "the runtime environment agent",
+    "/dashboard.py": "the dashboard",
+    "/log_monitor.py": "the log monitor",
+}
+NEEDED_PROCESSES = {"the gcs_server", "the raylet", "the dashboard agent", "the runtime environment agent"}
 SHARED_MEMORY = re.compile(r"(/dev/shm/\S+)$", re.MULTILINE)
 END_S = 20.0  # a process in the middle of device I/O outlives SIGKILL for a while
 
@@ -46,6 +56,23 @@ def _status(pid: int) -> str | None:
     with contextlib.suppress(psutil.NoSuchProcess):
         return str(psutil.Process(pid).status())
     return None
+
+
+def ray_processes(driver: int) -> dict[str, int]:
+    """Return name -> process id of the processes of Ray that the driver has started; one that has just ended is among them."""
+    found: dict[str, int] = {}
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for process in psutil.Process(driver).children(recursive=True):
+            try:
+                program = [part.strip() for part in process.cmdline()[:3]]
+            except psutil.ZombieProcess:
+                program = [f"/{process.name()}"]
+            except psutil.Error:
+                continue
+            for end, name in RAY_PROCESSES.items():
+                if any(part.endswith(end) for part in program):
+                    found.setdefault(name, process.pid)  # a child that it has just forked comes later, under its name
+    return found
 
 
 def end_all(child: int) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from rlx.errors import kernel_line
 from rlx.processes.child import end_with
 from rlx.program import program
 from rlx.step_folders import steps_in
@@ -49,6 +50,8 @@ def refusal(ends: Sequence[End], most: int) -> str | None:
         return "a restart would end the same way"
     if last.error and any((end.step, end.error) == (last.step, last.error) for end in before):
         return f"the same error came twice in step {last.step}, so another restart would end the same way"
+    if last.error == link.OUT_OF_MEMORY and last.step <= 1:
+        return "a restart would need as much memory"
     if len(before) >= most:
         return f"no restart is left (trainer.max_restarts={most})" if most else "trainer.max_restarts=0"
     return None
@@ -92,6 +95,8 @@ class Driver:
         self._unread = b""
         self._end_by_s = float("inf")
         self._next_probe_s, self._unanswered = 0.0, 0
+        self._ray: dict[str, int] = {}
+        self._is_ray_known = False
         self._mourned: set[str] = set()
         self._suspended_looks = 0
         self.facts: dict[str, Any] = {"folder": folder}
@@ -100,6 +105,11 @@ class Driver:
     def code(self) -> int | None:
         """Its exit code, or None while it runs."""
         return self._process.poll()
+
+    @property
+    def was_killed(self) -> bool:
+        """Whether a signal ended it, other than that of an assertion in Ray's code, which follows from a loss."""
+        return self.code is not None and self.code < 0 and self.code != -signal.SIGABRT
 
     def wait(self, seconds: float) -> None:
         """Wait for its end, but at most this long."""
@@ -136,8 +146,8 @@ class Driver:
 
     def lost(self) -> str | None:
         """Return in words which part of Ray has ended or does not answer, or None."""
-        for name, pid in self.facts.get("daemons", {}).items():
-            if family.is_dead(pid):
+        for name, pid in self._parts_of_ray().items():
+            if name in family.NEEDED_PROCESSES and family.is_dead(pid):
                 return f"{name} of Ray (pid {pid}) died"
         head = self.facts.get("head")
         if head and time.monotonic() > self._next_probe_s:
@@ -155,17 +165,23 @@ class Driver:
 
     def missed(self) -> list[str]:
         """Return in words which of Ray's dispensable processes have ended since the last call."""
-
-        def of_those_told() -> set[str]:
-            helpers = self.facts.get("helpers", {}).items()
-            return {f"{name} of Ray (pid {pid})" for name, pid in helpers if family.is_dead(pid)}
-
-        dead = of_those_told()
-        if dead - self._mourned:
+        parts = self._parts_of_ray().items()
+        dead = {name: pid for name, pid in parts if name not in family.NEEDED_PROCESSES and family.is_dead(pid)}
+        if dead.keys() - self._mourned:
             self.listen()  # it may have told meanwhile that it ends Ray
-            dead = of_those_told()
-        new, self._mourned = dead - self._mourned, dead
-        return sorted(new)
+            dead = dead if self.facts.get("ray") else {}
+        new, self._mourned = dead.keys() - self._mourned, self._mourned | dead.keys()
+        return sorted(f"{name} of Ray (pid {dead[name]})" for name in new)
+
+    def _parts_of_ray(self) -> dict[str, int]:
+        """Return the processes of the driver's own Ray; the search ends when Ray runs."""
+        phase = self.facts.get("ray")
+        if phase is None:
+            self._ray, self._is_ray_known = {}, False
+        elif not self._is_ray_known:
+            self._ray = family.ray_processes(self.pid) | self._ray
+            self._is_ray_known = phase == "runs"
+        return self._ray
 
     def close(self) -> None:
         """End what is left of it and of all processes it started."""
@@ -212,7 +228,7 @@ class Keeper:
             why = None
             if not is_over:
                 self._most = facts.get("max_restarts", self._most)
-                self._ends.append(end_of(facts, code, loss))
+                self._ends.append(end_of(facts, code, loss, driver.pid))
                 why = refusal(self._ends, self._most)
             if is_over or why is not None or self._signals:
                 return self._end(facts, code, why)
@@ -232,6 +248,11 @@ class Keeper:
             if left := what_is_left(facts.get("overrides", ()), facts.get("folder"), step):
                 self._say(left)
         _remove(facts)
+        if number is None and code == FAULTY and self._ends:
+            self._say(
+                "stopped: the run began without these faults, so the cluster, the machine or a file has changed since"
+            )
+            return FAILED  # what restarts the command may try again later
         return code or DONE if number is None else 128 + number
 
     def _watch(self, driver: Driver) -> str | None:
@@ -246,7 +267,7 @@ class Keeper:
                 driver.ask_to_end(signum)
             passed_on = came
             driver.enforce()
-            if passed_on or "end" in driver.facts:
+            if passed_on or "end" in driver.facts or driver.was_killed:  # Ray's processes end with it
                 continue
             if driver.is_frozen():
                 return f"the driver (pid {driver.pid}) was frozen for {FROZEN_S:.0f} s"
@@ -254,7 +275,7 @@ class Keeper:
                 self._say(f"goes on: {helper} died; the run does not need it")
             if (loss := driver.lost()) is not None:
                 driver.listen()  # it may have told meanwhile that it ends Ray
-                if driver.facts.get("daemons") or driver.facts.get("head"):
+                if driver.facts.get("ray") or driver.facts.get("head"):
                     return loss
         return None
 
@@ -271,15 +292,19 @@ class Keeper:
         print(f"rlx {text}", file=sys.stderr, flush=True)
 
 
-def end_of(facts: dict[str, Any], code: int | None, loss: str | None) -> End:
+def end_of(facts: dict[str, Any], code: int | None, loss: str | None, pid: int) -> End:
     """Return how a driver ended, from what it told, its exit code and what Ray lost before."""
     step = int(facts.get("step", 0))
     if "end" in facts:
         return End(**facts["end"], step=step)
     if loss is not None:
         return End(loss, step)
-    how = f"exit code {code}" if code is None or code >= 0 else signal.Signals(-code).name
-    return End(f"the driver ended without a word ({how})", step)
+    if code is None or code >= 0:
+        return End(f"the driver ended without a word (exit code {code})", step)
+    reason = f"the driver (pid {pid}) was killed by {signal.Signals(-code).name}"
+    if line := kernel_line(pid):
+        return End(f"{reason}: {line}", step, link.OUT_OF_MEMORY)
+    return End(reason, step)
 
 
 def _interrupted(number: int, facts: dict[str, Any]) -> str:

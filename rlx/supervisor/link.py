@@ -7,8 +7,7 @@
 | `scratch` | a folder to remove at the end, unless the run failed |
 | `grace_s` | seconds that the driver may take after SIGTERM; with it the driver handles signals |
 | `step` | the step that begins |
-| `daemons` | name -> process id of Ray's processes on this machine that the run needs |
-| `helpers` | the same for those that it can do without |
+| `ray` | "starts" or "runs" while the driver has a Ray on this machine, whose processes the supervisor then watches |
 | `head` | address of the cluster's head, `host:port` |
 | `saved` | the checkpoint written after a signal |
 | `end` | the fields of `End` but `step`: why the driver is about to end |
@@ -21,6 +20,8 @@ from typing import Any
 DESCRIPTOR = "RLX_SUPERVISOR_PIPE"
 FOLDER = "RLX_RUN_FOLDER"
 RESTARTS = "RLX_RESTARTS"
+OUT_OF_MEMORY = "out of host memory"
+"""The error of an end whose process was killed for memory."""
 
 # Taken out of the environment, so that no worker inherits it.
 _descriptor = int(os.environ.pop(DESCRIPTOR, "-1"))

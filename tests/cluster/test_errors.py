@@ -3,8 +3,18 @@ import pickle
 import pytest
 import torch
 
-from rlx.cluster.errors import ClusterError, RankFault, WorkerFailure, WorkerLocation, death_of, fault_of, first_cause
-from rlx.errors import cause_of
+from rlx.cluster.errors import (
+    ClusterError,
+    RankFault,
+    WorkerFailure,
+    WorkerLocation,
+    death_of,
+    end_of,
+    fault_of,
+    first_cause,
+)
+from rlx.errors import cause_of, kernel_line
+from rlx.supervisor.link import OUT_OF_MEMORY
 
 GLOO = RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.1]:1")
 RAY_REPORT = """The actor died unexpectedly before finishing this task.
@@ -70,6 +80,30 @@ def test_death_is_told_in_rays_words_without_its_ballast():
     summary = death_of(1, RAY_REPORT).summary
     assert "Worker unexpectedly exits with a connection error code 2. End of file." in summary
     assert "class_name" not in summary and "common causes" not in summary and "\n" not in summary
+
+
+RAY_KILLED = """1 worker(s) were killed due to the node running low on memory. Memory on the node (IP: 10.0.0.2, ID: 2e) was 22.61GB used / 23.54GB limit (0.96)
+Object store memory usage: [- objects spillable: 0
+Top 10 memory users: PID\tMEM(GB)\tCOMMAND
+42\t21.27\tray::WorkerProcess.call
+Refer to the documentation"""
+
+
+def test_a_worker_killed_for_memory_ends_with_figures_and_a_remedy():
+    fault = death_of(0, RAY_KILLED)
+    last = str(WorkerFailure("actor", "update", fault)).splitlines()[-1]
+    assert last.startswith("rank 0, actor.update: Ray killed it: 22.61GB used / 23.54GB of host memory. ")
+    assert "data.train_batch_size" in last and "spillable" not in str(WorkerFailure("actor", "update", fault))
+    assert "42\t21.27" in fault.detail
+    assert end_of(WorkerFailure("actor", "update", fault))["error"] == OUT_OF_MEMORY
+
+
+def test_the_kernels_line_about_a_killed_process_is_found(tmp_path):
+    log = tmp_path / "kmsg"
+    killed = "Out of memory: Killed process 4711 (ray::Worker) total-vm:9kB, anon-rss:8kB"
+    log.write_text(f"6,1,1,-;eth0 up\n3,2,2,-;{killed}\n6,3,3,-;Killed process 47 (x)\n")
+    assert kernel_line(4711, str(log)) == killed and kernel_line(4, str(log)) == ""
+    assert kernel_line(4711, str(tmp_path / "none")) == ""
 
 
 def test_standard_error_of_a_dead_worker_is_shown(tmp_path):

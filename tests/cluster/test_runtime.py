@@ -1,5 +1,4 @@
 import contextlib
-import json
 import os
 import signal
 import socket
@@ -17,8 +16,8 @@ import ray
 from rlx.cluster.errors import ClusterError
 from rlx.cluster.runtime import check_options, session
 from rlx.config.schema import PPOConfig, RayConfig
-from rlx.supervisor.link import DESCRIPTOR
 
+ROOT = Path(__file__).parents[2]
 STUCK = """
     import ctypes, ray, signal, sys
     from pathlib import Path
@@ -122,41 +121,41 @@ def test_ctrl_c_while_ray_starts_leaves_no_process(tmp_path):
         driver.wait()
 
 
-def test_the_supervisor_knows_the_processes_of_ray_before_ray_is_up(tmp_path):
-    told, given = os.pipe()
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gcs_server", "raylet"])
+def test_a_process_of_ray_that_is_killed_while_ray_starts_is_named(tmp_path, name):
+    """Ray itself would wait for it for half a minute, and then give the reason as a traceback."""
     script = """
-        import ray
+        import sys
         from rlx.cluster.runtime import session
         from rlx.config.schema import PPOConfig
-        from rlx.supervisor.link import tell
-
-        init = ray.init
-        def init_and_tell(**options):
-            init(**options)
-            tell(is_up=True)
-
-        ray.init = init_and_tell
-        session(PPOConfig()).__enter__()
+        from rlx.supervisor.link import restarts, tell
+        if restarts():
+            sys.exit(0)
+        tell(max_restarts=1)
+        with session(PPOConfig()):
+            print("up")
     """
-    driver = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(script)],
-        env={**os.environ, DESCRIPTOR: str(given)},
-        pass_fds=[given],
-        cwd=tmp_path,
-        start_new_session=True,
+    (tmp_path / "driver.py").write_text(textwrap.dedent(script))
+    keep = (
+        "import sys; from rlx.supervisor.keeper import Keeper; sys.exit(Keeper([sys.executable, 'driver.py']).keep())"
     )
-    os.close(given)
-    try:
-        with os.fdopen(told) as lines:
-            facts = (json.loads(line) for line in lines)
-            first = next(each for each in facts if each.get("daemons") or "is_up" in each)
-            assert "is_up" not in first, "Ray is not up yet"
-            gcs_server = first["daemons"]["the gcs_server"]
-            assert psutil.Process(gcs_server).name() == "gcs_server"
-    finally:
-        os.killpg(driver.pid, signal.SIGKILL)
-        driver.wait()
-    assert wait_until(lambda: not psutil.pid_exists(gcs_server))
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    command = [sys.executable, "-c", keep]
+    with subprocess.Popen(command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, **pipes) as keeper:
+        found = []
+
+        def is_killed():
+            for child in psutil.Process(keeper.pid).children(recursive=True):
+                if words_of(child).split(" ")[0].endswith(f"/{name}"):
+                    child.kill()
+                    found.append(child.pid)
+            return found
+
+        assert wait_until(is_killed)
+        out, errors = keeper.communicate(timeout=120)
+    assert (keeper.returncode, out) == (0, "")
+    assert errors.splitlines() == [f"rlx restart 1 of 1: the {name} of Ray (pid {found[0]}) died"]
 
 
 def session_members(leader):
@@ -244,6 +243,47 @@ def test_an_address_that_cannot_be_joined_is_told_at_once(address, refusing_port
     """
     done = run(script)
     assert address in done.stdout, done.stderr
+
+
+def test_a_folder_too_long_for_sockets_is_told_before_ray_starts(tmp_path, monkeypatch):
+    monkeypatch.setenv("RAY_TMPDIR", f"/tmp/{'x' * 130}")
+    script = """
+        from rlx.cluster.errors import ClusterError
+        from rlx.cluster.runtime import session
+        from rlx.config.schema import PPOConfig
+        try:
+            with session(PPOConfig()):
+                pass
+        except ClusterError as error:
+            print(error)
+    """
+    assert "RAY_TMPDIR: got a path of 135 bytes" in run(script, RAY_ADDRESS="").stdout
+    assert not Path(os.environ["RAY_TMPDIR"]).exists()
+
+
+@pytest.mark.slow
+def test_a_worker_that_ray_kills_for_memory_is_told_with_a_remedy():
+    script = """
+        from rlx.cluster.errors import WorkerFailure
+        from rlx.cluster.group import WorkerGroup
+        from rlx.cluster.placement import Placement
+        from rlx.cluster.runtime import session
+        from rlx.config.schema import PPOConfig
+        class Hungry:
+            def call(self, role, method):
+                import time
+                held = bytearray(500_000_000)
+                time.sleep(60)
+        with session(PPOConfig()):
+            try:
+                WorkerGroup(Placement.reserve(1, 1, "cpu"), Hungry).build().broadcast("actor", "update")
+            except WorkerFailure as error:
+                print(error.fault.kind, str(error).splitlines()[-1])
+    """
+    limits = {"RAY_memory_usage_threshold": "0.01", "RAY_memory_monitor_refresh_ms": "100"}
+    done = run(script, RAY_ADDRESS="", **limits)
+    assert done.stdout.startswith("memory rank 0"), done.stderr
+    assert "of host memory. A restart would need the same: lower data.train_batch_size" in done.stdout
 
 
 def test_options_that_ray_does_not_know_are_named_before_it_starts():

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
 
 import psutil
@@ -76,7 +75,8 @@ def test_a_driver_that_never_began_is_not_started_again(keep, code):
 def test_a_driver_that_was_killed_before_it_began_is_started_again(keep):
     kill = "os.kill(os.getpid(), 9)"
     code, _, errors = end(keep(f"if not restarts(): {kill}"))
-    assert (code, errors) == (0, ["rlx restart 1 of 1: the driver ended without a word (SIGKILL)"])
+    assert code == 0 and len(errors) == 1
+    assert re.fullmatch(r"rlx restart 1 of 1: the driver \(pid \d+\) was killed by SIGKILL.*", errors[0])
     script = f"""
         if len(restarts()) == 0:
             tell(max_restarts=2, step=4)
@@ -97,13 +97,10 @@ def test_a_killed_driver_is_started_again_in_its_folder_and_knows_why(keep, tmp_
     """
     code, out, errors = end(keep(script))
     assert code == 0
-    reason = "the driver ended without a word (SIGKILL)"
-    assert out.splitlines() == [
-        "None []",
-        f"{tmp_path} ['{reason}']",
-        f"{tmp_path} ['{reason}', '{reason}']",
-    ]
-    assert errors == [f"rlx restart {number} of 3: step 4: {reason}" for number in (1, 2)]
+    reasons = [line.partition(" of 3: step 4: ")[2] for line in errors]
+    assert all(re.match(r"the driver \(pid \d+\) was killed by SIGKILL", reason) for reason in reasons)
+    assert [line.partition(" of ")[0] for line in errors] == ["rlx restart 1", "rlx restart 2"]
+    assert out.splitlines() == ["None []", f"{tmp_path} {reasons[:1]}", f"{tmp_path} {reasons}"]
 
 
 def test_the_restarts_end_with_all_reasons(keep):
@@ -264,28 +261,73 @@ def test_a_killed_supervisor_takes_the_driver_along(keep):
     assert not driver.is_running()
 
 
-def test_the_death_of_a_daemon_restarts_and_that_of_a_helper_is_said(keep):
-    script = """
-        import subprocess
-        if restarts():
-            sys.exit(0)
-        helper, daemon = (subprocess.Popen(["sleep", "1000"]) for _ in range(2))
-        tell(max_restarts=1, daemons={"the raylet": daemon.pid}, helpers={"the dashboard": helper.pid})
-        print(helper.pid, daemon.pid, flush=True)
-        time.sleep(1000)
-    """
-    process = keep(script)
-    helper, daemon = process.stdout.readline().split()
-    for pid in (helper, daemon):
-        os.kill(int(pid), signal.SIGKILL)
+RAY = """
+    import shutil, subprocess
+    from rlx.processes.child import end_with
+    if restarts():
+        sys.exit(0)
+    os.makedirs("bin", exist_ok=True)
+    me, processes = os.getpid(), {}
+    for name in ("gcs_server", "raylet", "log_monitor.py"):
+        shutil.copy("/bin/sleep", f"bin/{name}")
+        command = [os.path.abspath(f"bin/{name}"), "1000"]
+        processes[name] = subprocess.Popen(command, preexec_fn=lambda: end_with(me)).pid
+    tell(max_restarts=1, ray="PHASE", step=7)
+    time.sleep(1.0)
+"""
+"""A driver with programs that bear the names of Ray's; they end with it, as Ray's do."""
+
+
+@pytest.mark.parametrize("phase", ["starts", "runs"])
+def test_the_death_of_a_daemon_restarts_and_that_of_a_helper_is_said(keep, phase):
+    script = f"""
+    {RAY.replace("PHASE", phase)}
+    for name in ("log_monitor.py", "raylet"):
+        os.kill(processes[name], 9)
+        print(processes[name], flush=True)
         time.sleep(1.0)
-    assert end(process)[::2] == (
+    time.sleep(1000)
+    """
+    code, out, errors = end(keep(script))
+    helper, daemon = out.split()
+    assert (code, errors) == (
         0,
         [
-            f"rlx goes on: the dashboard of Ray (pid {helper}) died; the run does not need it",
-            f"rlx restart 1 of 1: the raylet of Ray (pid {daemon}) died",
+            f"rlx goes on: the log monitor of Ray (pid {helper}) died; the run does not need it",
+            f"rlx restart 1 of 1: step 7: the raylet of Ray (pid {daemon}) died",
         ],
     )
+
+
+def test_a_killed_driver_is_named_though_ray_dies_with_it(keep):
+    code, _, errors = end(
+        keep(f"""
+    {RAY.replace("PHASE", "runs")}
+    os.kill(os.getpid(), 9)
+    """)
+    )
+    assert code == 0 and len(errors) == 1
+    assert re.match(r"rlx restart 1 of 1: step 7: the driver \(pid \d+\) was killed by SIGKILL", errors[0])
+
+
+def test_faults_that_a_restart_finds_are_a_failure(keep):
+    """A unit that restarts on failure alone tries again when the cluster is back."""
+    code, _, errors = end(keep("tell(max_restarts=3, step=2); sys.exit(2 if restarts() else 1)"))
+    assert code == 1
+    assert errors[0].startswith("rlx restart 1 of 3: step 2")
+    assert "has changed since" in errors[1]
+
+
+@pytest.mark.parametrize(("step", "code"), [(1, 1), (9, 0)])
+def test_a_run_killed_for_memory_in_its_first_step_is_not_started_again(keep, step, code):
+    script = f"""
+        if restarts():
+            sys.exit(0)
+        tell(max_restarts=3, step={step})
+        tell(end={{"reason": "rank 0: killed", "error": OUT_OF_MEMORY, "curable": True}})
+        sys.exit(1)
+    """
+    assert end(keep(script))[0] == code
 
 
 def test_the_command_that_goes_on_from_the_newest_checkpoint(tmp_path):
