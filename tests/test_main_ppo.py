@@ -374,7 +374,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source, wheels, target = (tmp_path_factory.mktemp(name) for name in ("source", "wheels", "target"))
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source / name)
-    for name in ("rlx", "configs"):
+    for name in ("rlx", "configs", "benchmarks"):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
     build = [*pip, "wheel", "--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", str(wheels), str(source)]
