@@ -10,6 +10,7 @@ This file computes with lengths and parents only.
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate, groupby, pairwise
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -51,6 +52,10 @@ class Read(NamedTuple):
     adds: bool
 
 
+# What layers have made of a tree. It is no attribute: a layer whose forward changes one of an argument cannot be recomputed.
+_MADE: "WeakKeyDictionary[Tree, dict[Any, Any]]" = WeakKeyDictionary()
+
+
 class Tree:
     """Segments in the order of a row.
 
@@ -74,7 +79,7 @@ class Tree:
                 f"parent that comes before it or {ROOT}"
             )
         self.starts, self.padding = [0, *accumulate(self.lengths)], padding
-        self._made: dict[Any, Any] = {}
+        _MADE[self] = {}
 
     @property
     def is_flat(self) -> bool:
@@ -110,9 +115,10 @@ class Tree:
 
     def made(self, what: Any, make: Callable[[], Any]) -> Any:
         """Return what `make` returns, called once for each `what`: layers ask for the same."""
-        if what not in self._made:
-            self._made[what] = make()
-        return self._made[what]
+        made = _MADE[self]
+        if what not in made:
+            made[what] = make()
+        return made[what]
 
     def cut(self, multiple: int, least: int) -> "Tree":
         """Return the tree of the same tokens in which some segments are cut behind the last multiple of their tokens.
