@@ -129,8 +129,11 @@ class Chat:
         return self._tokenizer(texts, add_special_tokens=False, return_attention_mask=False)["input_ids"]
 
     def texts_of(self, completions: Sequence[Completion]) -> list[str]:
-        """Return the turns' texts with special tokens, without the tokens that ended them."""
-        turns = [own.token_ids[:-1] if own.finish_reason == "stop" else own.token_ids for own in completions]
+        """Return the turns' texts with special tokens and stop strings, without the stop tokens that ended them."""
+        ended = [own.finish_reason == "stop" and own.stop_string is None for own in completions]
+        turns = [
+            own.token_ids[:-1] if by_token else own.token_ids for own, by_token in zip(completions, ended, strict=True)
+        ]
         if self._tokenizer.is_fast:  # on all cores; transformers' own call takes one turn after the other
             return list(self._tokenizer.backend_tokenizer.decode_batch(turns, skip_special_tokens=False))
         return self._tokenizer.batch_decode(turns, skip_special_tokens=False, clean_up_tokenization_spaces=False)

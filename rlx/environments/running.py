@@ -208,7 +208,7 @@ class _Run:
         if not stopped:
             return
         texts = self._chat.texts_of([completion for _, completion in stopped])
-        for (number, completion), text in zip(stopped, texts, strict=True):
+        for (number, completion), text in zip(stopped, map(self._options.sampling.shown, texts), strict=True):
             key = self._sampled.pop(number)
             run = self._open[key]
             turn = run.conversation.add_turn(completion, text)

@@ -1,12 +1,12 @@
 """Sample with a transformers model: batched decoding with a KV cache."""
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerBase
 
 from rlx.config.schema import ModelConfig
 from rlx.heartbeat import beat
@@ -18,8 +18,8 @@ from rlx.rollout.flight import RequestsInFlight
 from rlx.rollout.hf_decoder import BatchDecoder
 from rlx.rollout.hf_experts import experts_by_row
 from rlx.rollout.hf_inputs import inputs_of
-from rlx.rollout.protocol import Completion, Request
-from rlx.rollout.sampling import choose_tokens, request_uniforms
+from rlx.rollout.protocol import Completion, Request, Sampling
+from rlx.rollout.sampling import StopStrings, bad_word_tokens, changed_logits, choose_tokens, request_uniforms
 
 # Finished sequences leave the batch once they are this share of it, because removing them copies the KV cache.
 COMPACT_SHARE = 1 / 8
@@ -38,6 +38,7 @@ class HFRollout(RequestsInFlight):
         attn_implementation: attention kernel, as transformers names it.
         trust_remote_code: allow the config's model class to come from the model's folder.
         with_experts: whether requests may ask for the experts of their tokens.
+        tokenizer: for stop strings and bad words.
 
     Raises:
         EngineError: the model cannot be decoded with a cache, or counts positions in a way of its own.
@@ -53,6 +54,7 @@ class HFRollout(RequestsInFlight):
         attn_implementation: str = "sdpa",
         trust_remote_code: bool = False,
         with_experts: bool = False,
+        tokenizer: PreTrainedTokenizerBase | None = None,
     ):
         super().__init__(max_num_seqs)
         self._device = torch.device(device)
@@ -62,6 +64,7 @@ class HFRollout(RequestsInFlight):
         self._model.requires_grad_(False).eval()
         self._inputs = inputs_of(self._model)
         self._routing = ExpertRouting(self._model, self._read_five, tokens=5) if with_experts else None
+        self._tokenizer = tokenizer
         self._version: int | None = None
         self._adapters: dict[str, Adapter] = {}
 
@@ -156,6 +159,8 @@ class HFRollout(RequestsInFlight):
         self._model.to("meta")
 
     def _fault(self, request: Request) -> str | None:
+        if request.sampling.needs_tokenizer and self._tokenizer is None:
+            return "asks for stop strings or bad words, but the sampler was built without a tokenizer"
         return None if request.prompt_ids else "has an empty prompt; expected at least one token"
 
     def _advance(self, requests: Mapping[int, Request]) -> list[tuple[int, Completion]]:
@@ -190,6 +195,9 @@ class HFRollout(RequestsInFlight):
         stopped = torch.zeros(len(batch), dtype=torch.bool, device=self._device)
 
         prompts = [request.prompt_ids for request in batch]
+        ends_text, change = self._watch_text(sampling), self._changes(sampling, prompts)
+        said: list[list[int]] = [[] for _ in batch]
+        stop_strings: list[str | None] = [None] * len(batch)
         routing = self._routing if sampling.with_experts else None
         decoder = BatchDecoder(self._model, self._inputs, prompts, longest, self._device, routing)
         # Of the last tokens that the decoder has read, with the rows that they belong to.
@@ -199,10 +207,17 @@ class HFRollout(RequestsInFlight):
         for step in range(longest):
             beat()
             experts.append((rows, decoder.experts))
-            chosen, chosen_log_probs = choose_tokens(decoder.logits_BV, uniforms[rows, step], sampling)
+            changed = None if change is None else change(decoder.logits_BV, rows, tokens[rows, :step])
+            chosen, chosen_log_probs = choose_tokens(decoder.logits_BV, uniforms[rows, step], sampling, changed)
             tokens[rows, step] = chosen
             log_probs[rows, step] = chosen_log_probs
             ends = torch.isin(chosen, stops) & running
+            if ends_text is not None:
+                for place in (running & ~ends).nonzero().flatten().tolist():
+                    row = int(rows[place])
+                    said[row].append(int(chosen[place]))
+                    stop_strings[row] = ends_text(said[row])
+                    ends[place] |= stop_strings[row] is not None
             lengths[rows[ends]] = step + 1
             stopped[rows[ends]] = True
             running &= lengths[rows] > step + 1
@@ -218,12 +233,52 @@ class HFRollout(RequestsInFlight):
         routed = experts_by_row(experts, [len(prompt) for prompt in prompts], lengths.tolist())
         return [
             Completion(
-                ids[:length], values[:length] if sampling.with_log_probs else None, "stop" if stop else "length", own
+                ids[:length],
+                values[:length] if sampling.with_log_probs else None,
+                "stop" if stop else "length",
+                own,
+                said,
             )
-            for ids, values, length, stop, own in zip(
-                tokens.tolist(), log_probs.tolist(), lengths.tolist(), stopped.tolist(), routed, strict=True
+            for ids, values, length, stop, own, said in zip(
+                tokens.tolist(),
+                log_probs.tolist(),
+                lengths.tolist(),
+                stopped.tolist(),
+                routed,
+                stop_strings,
+                strict=True,
             )
         ]
+
+    def _watch_text(self, sampling: Sampling) -> Callable[[list[int]], str | None] | None:
+        """Return what finds the stop string that the last token completes; None without stop strings."""
+        if not sampling.stop:
+            return None
+        assert self._tokenizer is not None
+        return StopStrings(self._tokenizer, sampling.stop).completed_by_last
+
+    def _changes(
+        self, sampling: Sampling, prompts: list[tuple[int, ...]]
+    ) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
+        """Return what changes logits (B, V) of these rows of the batch, given their tokens so far; None if nothing does."""
+        penalties = (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty)
+        if penalties == (0, 0, 1) and not sampling.bad_words and not sampling.logit_bias:
+            return None
+        words: list[list[int]] = []
+        if sampling.bad_words:
+            assert self._tokenizer is not None
+            words = bad_word_tokens(self._tokenizer, sampling.bad_words)
+        in_prompts: Tensor | None = None
+
+        def change(logits_BV: Tensor, rows: Tensor, said_BT: Tensor) -> Tensor:
+            nonlocal in_prompts
+            if in_prompts is None:
+                in_prompts = torch.zeros(len(prompts), logits_BV.shape[1], dtype=torch.bool, device=self._device)
+                for row, prompt in enumerate(prompts):
+                    in_prompts[row, list(prompt)] = True
+            return changed_logits(logits_BV, sampling, in_prompts[rows], said_BT, words)
+
+        return change
 
 
 def _some(names: Iterable[str], shown: int = 3) -> str:

@@ -19,6 +19,14 @@ class Sampling:
         stop_token_ids: the first of these ends a completion and belongs to it.
         with_log_probs: whether to return the log-prob of each token.
         with_experts: whether to return the experts that process each token; the sampler must be built for it.
+        stop: a completion ends with the token that completes one of these strings in its text, special tokens included.
+        include_stop_str_in_output: whether `shown` keeps the stop string.
+        min_p: drop tokens less likely than this share of the most likely one.
+        repetition_penalty: divides positive logits of tokens in prompt or completion, multiplies negative ones.
+        presence_penalty: subtracted from the logits of tokens in the completion.
+        frequency_penalty: subtracted from a token's logit for each time that the completion has it.
+        bad_words: texts that are not sampled: after all tokens of one but its last, the last is not.
+        logit_bias: tokens, and what is added to their logits.
 
     Raises:
         ValueError: a value is out of its range.
@@ -31,6 +39,14 @@ class Sampling:
     stop_token_ids: tuple[int, ...] = ()
     with_log_probs: bool = True
     with_experts: bool = False
+    stop: tuple[str, ...] = ()
+    include_stop_str_in_output: bool = False
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    bad_words: tuple[str, ...] = ()
+    logit_bias: tuple[tuple[int, float], ...] = ()
 
     def __post_init__(self):
         if self.max_tokens < 1:
@@ -43,6 +59,16 @@ class Sampling:
             raise ValueError(f"sampling: top_p is {self.top_p}, expected more than 0 and at most 1; 1 keeps all tokens")
         if self.top_k < 1 and self.top_k != -1:
             raise ValueError(f"sampling: top_k is {self.top_k}, expected at least 1, or -1 to keep all tokens")
+
+    @property
+    def needs_tokenizer(self) -> bool:
+        """Whether a sampler must know the texts of tokens."""
+        return bool(self.stop or self.bad_words)
+
+    def shown(self, text: str) -> str:
+        """Return the text of a completion up to its first stop string, and with it if configured."""
+        found = [(at, at + len(each)) for each in self.stop if (at := text.find(each)) >= 0]
+        return text[: min(found)[self.include_stop_str_in_output]] if found else text
 
     @property
     def log_prob_temperature(self) -> float:
@@ -94,18 +120,20 @@ class Completion(NamedTuple):
     """One completion.
 
     Args:
-        token_ids: at least one token; the last is a stop token if `finish_reason` is "stop".
-        log_probs: of each token, from log_softmax(logits / temperature) over the whole vocabulary, before top-k and top-p:
-            the trainer's definition. Greedy sampling uses temperature 1. None if they were not asked for.
+        token_ids: at least one token. If `finish_reason` is "stop" the last is a stop token, or completes `stop_string`.
+        log_probs: of each token, from log_softmax(logits / temperature) over the whole vocabulary, before penalties, biases and
+            cuts: the trainer's definition. Greedy sampling uses temperature 1. None if they were not asked for.
         finish_reason: "stop", or "length" after `max_tokens`.
         experts: of prompt and completion without the last token, which the model does not read: (tokens, decoder layers, experts
             of a token) uint8, or int16 if a layer has more than 256; 0 in layers without experts. None if not asked for.
+        stop_string: the one of `Sampling.stop` that ended it.
     """
 
     token_ids: list[int]
     log_probs: list[float] | None
     finish_reason: Literal["stop", "length"]
     experts: Tensor | None = None
+    stop_string: str | None = None
 
 
 class Rollout(Protocol):

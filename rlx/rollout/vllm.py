@@ -4,7 +4,7 @@ import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,6 +26,9 @@ from rlx.rollout.vllm_models import (
     zeros_of,
 )
 from rlx.scratch import scratch_folder
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 # On CPU vLLM would take a share of the whole machine's memory in each process.
@@ -107,6 +110,7 @@ class VLLMRollout(RequestsInFlight):
         device: where it decodes.
         context_length: longest prompt and response together [tokens].
         seed: of the engine.
+        tokenizer: for stop strings and bad words; vLLM loads it from its folder, and only if the configuration has some.
 
     Attributes:
         engine: vLLM's engine, public for benchmarks.
@@ -117,7 +121,13 @@ class VLLMRollout(RequestsInFlight):
     """
 
     def __init__(
-        self, rollout: RolloutConfig, model: ModelConfig, device: torch.device, context_length: int, seed: int
+        self,
+        rollout: RolloutConfig,
+        model: ModelConfig,
+        device: torch.device,
+        context_length: int,
+        seed: int,
+        tokenizer: "PreTrainedTokenizerBase | None" = None,
     ):
         unknown = unknown_options(rollout.engine_kwargs.vllm)
         if unknown:
@@ -127,6 +137,9 @@ class VLLMRollout(RequestsInFlight):
         if fault := fault_of(config, device):
             raise ValueError(f"{model.path}: {fault}")
         options = with_needs(engine_options(rollout, model, device, context_length, seed), config, device)
+        self._has_texts = tokenizer is not None and bool(rollout.stop or rollout.val_kwargs.bad_words)
+        if tokenizer is not None and self._has_texts:
+            options |= {"skip_tokenizer_init": False, "tokenizer": tokenizer.name_or_path}
         super().__init__(options["max_num_seqs"])
         self._aliases: dict[str, list[str]] = {}
         parameters: dict[str, Tensor] = {}
@@ -204,6 +217,10 @@ class VLLMRollout(RequestsInFlight):
             return (
                 f"has a prompt of {prompt} tokens and asks for {sampling.max_tokens} more, but vLLM's max_model_len is {longest}; "
                 "raise data.max_prompt_length, or engine_kwargs.vllm.max_model_len if set"
+            )
+        if sampling.needs_tokenizer and not self._has_texts:
+            return (
+                "asks for stop strings or bad words, but vLLM was started without rollout.stop and val_kwargs.bad_words"
             )
         if sampling.with_log_probs and sampling.log_prob_temperature != self._temperature:
             return (

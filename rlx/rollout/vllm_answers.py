@@ -15,7 +15,8 @@ def completion_of(request: Request, output: Any) -> Completion:
     if reason not in ("stop", "length"):
         raise EngineError(f"vLLM ended a request with {reason!r}, expected stop or length")
     experts = experts_of(request, output) if request.sampling.with_experts else None
-    return Completion(list(output.token_ids), log_probs, reason, experts)
+    stop = output.stop_reason if isinstance(output.stop_reason, str) else None
+    return Completion(list(output.token_ids), log_probs, reason, experts, stop)
 
 
 def experts_of(request: Request, output: Any) -> Tensor:

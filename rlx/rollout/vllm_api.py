@@ -424,15 +424,24 @@ def _usual_params(sampling: Sampling, divided_by: float) -> tuple[SamplingParams
         top_p=sampling.top_p,
         top_k=sampling.top_k,
         stop_token_ids=list(sampling.stop_token_ids),
-        ignore_eos=True,  # stop_token_ids holds it already
+        ignore_eos=True,  # stop_token_ids holds it already, if it is to end responses
+        stop=list(sampling.stop),
+        include_stop_str_in_output=sampling.include_stop_str_in_output,
+        skip_special_tokens=False,  # a stop string may have some
+        min_p=sampling.min_p,
+        repetition_penalty=sampling.repetition_penalty,
+        bad_words=list(sampling.bad_words),
         max_tokens=sampling.max_tokens,
         logprobs=0 if sampling.with_log_probs else None,  # only that of the chosen token
         flat_logprobs=True,
-        detokenize=False,
+        detokenize=bool(sampling.stop),
         output_kind=RequestOutputKind.FINAL_ONLY,
         skip_clone=True,  # each request has a copy
     )
     # Set afterwards, because vLLM's limits are those of values that nothing was divided by.
     params.temperature = sampling.temperature / divided_by
+    params.presence_penalty = sampling.presence_penalty / divided_by
+    params.frequency_penalty = sampling.frequency_penalty / divided_by
+    params.logit_bias = {token: bias / divided_by for token, bias in sampling.logit_bias} or None
     names = params.__struct_fields__
     return params, [name for name in names if isinstance(getattr(params, name), list | set | dict)]

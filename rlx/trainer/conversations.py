@@ -10,10 +10,11 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from rlx.algorithms.turns import turn_index
-from rlx.config.schema import PPOConfig
+from rlx.config.schema import PPOConfig, RolloutConfig
 from rlx.config.schema.roles import has_environment, only_environment_scores
 from rlx.data.batch import Batch
 from rlx.rewards.manager import Scores
+from rlx.rollout.protocol import Sampling
 from rlx.trainer.branches import EARLIER, conversations_of
 
 CONVERSATION = "conversation"
@@ -26,14 +27,17 @@ def sent(config: PPOConfig, rows: Batch) -> Batch:
     return Batch(chosen.tensors, rows.info) if has_environment(config) else chosen
 
 
-def received(rows: Batch, written: Batch, tokenizer: PreTrainedTokenizerBase) -> Batch:
+def received(rows: Batch, written: Batch, tokenizer: PreTrainedTokenizerBase, rollout: RolloutConfig) -> Batch:
     """Return the samples with all info of their rows, and with the texts of what was written.
 
-    response_text is that of all tokens behind the prompt, an environment's included. With environments prompt_text is that of the
-    first prompt that they gave. A conversation that forked has its turns one after the other.
+    response_text is that of all tokens behind the prompt, an environment's included; of a response without an environment up to its
+    stop string. With environments prompt_text is that of the first prompt that they gave. A conversation that forked has its turns one after the other.
     """
     texts = {"response_text": _decoded(written.response_tokens(), tokenizer)}
-    if CONVERSATION in written.info:
+    if CONVERSATION not in written.info:
+        ended = Sampling(1, stop=rollout.stop, include_stop_str_in_output=rollout.include_stop_str_in_output)
+        texts["response_text"] = [*map(ended.shown, texts["response_text"])]
+    else:
         prompts = written.prompt_tokens()
         for row, earlier in enumerate(written.info[EARLIER]):
             if earlier is not None:

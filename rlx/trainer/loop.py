@@ -215,7 +215,7 @@ class Trainer:
         sent = conversations.sent(self.config, spread)
         written = self.workers.split("rollout", "generate", sent, purpose)
         self.failed.judge(written)
-        return conversations.received(spread, written, self.tokenizer)
+        return conversations.received(spread, written, self.tokenizer, self.config.actor_rollout_ref.rollout)
 
     def score(self, batch: Batch) -> Scores:
         """Score each response with the reward functions, a reward model, its environment, or several of them."""

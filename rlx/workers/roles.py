@@ -245,7 +245,7 @@ class RolloutRole:
             self._base = DequantizedBase(actor.engine)
             actor.rest()
             model = replace(model, path=self._base.path)
-        self._build = partial(build_rollout, settings, model, device, context_length, seed)
+        self._build = partial(build_rollout, settings, model, device, context_length, seed, tokenizer)
         self.sampler = self._build()
         self._sleeps = settings.free_cache_engine
         self._takes_adapters = model.sends_adapters

@@ -1,6 +1,6 @@
 """Derive a role's schedule and sampling from the configuration. Pure functions."""
 
-from typing import Literal
+from typing import Any, Literal
 
 from rlx.config.schema import ActorRolloutRefConfig, PPOConfig
 from rlx.config.schema.roles import asks_for_experts
@@ -34,12 +34,26 @@ def expert_options(policy: ActorRolloutRefConfig) -> ExpertOptions | None:
 def sampling_for(config: PPOConfig, purpose: Purpose, stop_token_ids: tuple[int, ...]) -> Sampling:
     """Return how responses are sampled for `purpose`."""
     rollout = config.actor_rollout_ref.rollout
-    length = config.data.max_response_length
+    length, val = config.data.max_response_length, rollout.val_kwargs
+    ends: dict[str, Any] = {
+        "stop_token_ids": () if rollout.ignore_eos else stop_token_ids,
+        "stop": rollout.stop,
+        "include_stop_str_in_output": rollout.include_stop_str_in_output,
+    }
     if purpose == "train":
         cut = rollout.temperature, rollout.top_p, rollout.top_k or -1
-        experts = rollout.enable_rollout_routing_replay
-        return Sampling(length, *cut, stop_token_ids, rollout.calculate_log_probs, experts)
-    val = rollout.val_kwargs
-    if purpose == "greedy" or not val.do_sample:
-        return Sampling(length, temperature=0.0, stop_token_ids=stop_token_ids, with_log_probs=False)
-    return Sampling(length, val.temperature, val.top_p, val.top_k or -1, stop_token_ids, with_log_probs=False)
+        logs, experts = rollout.calculate_log_probs, rollout.enable_rollout_routing_replay
+        return Sampling(length, *cut, with_log_probs=logs, with_experts=experts, **ends)
+    silent: dict[str, Any] = {"with_log_probs": False, **ends}
+    if purpose == "greedy":
+        return Sampling(length, temperature=0.0, **silent)
+    silent |= {
+        "repetition_penalty": val.repetition_penalty,
+        "presence_penalty": val.presence_penalty,
+        "frequency_penalty": val.frequency_penalty,
+        "bad_words": val.bad_words,
+        "logit_bias": tuple((int(token), float(bias)) for token, bias in val.logit_bias.items()),
+    }
+    if not val.do_sample:
+        return Sampling(length, temperature=0.0, **silent)
+    return Sampling(length, val.temperature, val.top_p, val.top_k or -1, min_p=val.min_p, **silent)

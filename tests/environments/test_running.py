@@ -246,3 +246,28 @@ def test_conversations_begin_again_in_the_same_environments_after_the_sampler_fa
     with pytest.raises(EngineError, match="injected"):
         run(sampler)
     assert run(sampler) == run(Sampler(tokenizer, say))
+
+
+def test_a_turn_that_a_stop_string_ended_keeps_its_tokens_and_shows_its_text_without_it(tokenizer):
+    """The template closes it: no stop token was sampled."""
+
+    class Stopping(Sampler):
+        def step(self):
+            return [(number, one._replace(finish_reason="stop", stop_string="!")) for number, one in super().step()]
+
+    told = []
+
+    class Listening(Echo):
+        def step(self, turn):
+            told.append(turn.text)
+            return super().step(turn)
+
+    sampler, pool = Stopping(tokenizer, lambda request: ("hi!", False)), Pool(lambda: Listening(turns=2))
+    for keep, shown in ((False, "hi"), (True, "hi!")):
+        sampling = Sampling(30, stop_token_ids=(1,), stop=("!",), include_stop_str_in_output=keep)
+        row = ConversationRow({"prompt": PROMPT}, 0, [7, 8])
+        options = ConversationOptions(Chat(tokenizer), sampling, BOUNDS, in_waves=True)
+        (conversation,) = run_conversations(sampler, pool, [row], options).conversations
+        text = f"<|user|>go<|assistant|>hi!</s><|user|>{shown}<|assistant|>hi!"
+        assert tokenizer.decode(conversation.prompt_ids + conversation.token_ids) == text
+        assert told[-2:] == [shown, shown] and sum(conversation.sampled) == 6

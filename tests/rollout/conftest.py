@@ -1,6 +1,9 @@
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen3Config
+from tokenizers import Tokenizer
+from tokenizers.decoders import Fuse
+from tokenizers.models import BPE
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrainedTokenizerFast, Qwen3Config
 
 from rlx.rollout.hf import HFRollout
 
@@ -56,9 +59,21 @@ def prompts():
 
 
 @pytest.fixture(scope="session")
-def folders(make_model, tmp_path_factory) -> dict[str, str]:
+def tokenizer() -> PreTrainedTokenizerFast:
+    """One character or two for each token: ab, cd, ... behind the alphabet."""
+    letters = "0123456789abcdefghijklmnopqrstuvwxyz"
+    pieces = ["<pad>", "<eos>", *letters, *(letters[at : at + 2] for at in range(10, 30, 2))]
+    found = Tokenizer(BPE(vocab={piece: index for index, piece in enumerate(pieces)}, merges=[]))
+    found.decoder = Fuse()
+    assert len(pieces) == VOCAB
+    return PreTrainedTokenizerFast(tokenizer_object=found, pad_token="<pad>", eos_token="<eos>")
+
+
+@pytest.fixture(scope="session")
+def folders(make_model, tokenizer, tmp_path_factory) -> dict[str, str]:
     """Models on disk: `tied` and `untied` embeddings."""
     paths = {name: tmp_path_factory.mktemp(name) for name in ("tied", "untied")}
+    tokenizer.save_pretrained(paths["tied"])
     make_model("qwen3").save_pretrained(paths["tied"])
     make_model("qwen3 untied").save_pretrained(paths["untied"])
     return {name: str(path) for name, path in paths.items()}

@@ -15,6 +15,7 @@ from unittest import mock
 import numpy
 import torch
 import torch.distributed as dist
+from transformers import AutoTokenizer
 
 from rlx.config.schema import ActorConfig, EngineKwargsConfig, FSDPConfig, ModelConfig, OptimConfig, RolloutConfig
 from rlx.data.batch import Batch
@@ -67,9 +68,10 @@ def start(folder, strategy, model, rollout, context=CONTEXT):
     if chosen.quantization is not None:
         KEPT.append(DequantizedBase(engine))
         chosen = replace(chosen, path=KEPT[-1].path)
-    hf = build_rollout(replace(settings, name="hf"), chosen, CPU, context)
+    tokenizer = AutoTokenizer.from_pretrained(folder) if settings.stop else None
+    hf = build_rollout(replace(settings, name="hf"), chosen, CPU, context, tokenizer=tokenizer)
     before = process()
-    vllm = build_rollout(settings, chosen, CPU, context, seed=3)
+    vllm = build_rollout(settings, chosen, CPU, context, 3, tokenizer)
     after = process()
     NOW.append(Setup(chosen, settings, engine, hf, vllm, FirstRank(settings.tensor_model_parallel_size)))
     return before, after

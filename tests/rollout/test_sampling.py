@@ -1,8 +1,9 @@
 import pytest
 import torch
+from transformers import ByT5Tokenizer
 
 from rlx.rollout.protocol import Sampling
-from rlx.rollout.sampling import choose_tokens, request_uniforms
+from rlx.rollout.sampling import StopStrings, bad_word_tokens, changed_logits, choose_tokens, request_uniforms
 
 LOGITS = torch.tensor([2.0, 0.5, -1.0, 1.0, 0.0, -30.0])
 
@@ -79,3 +80,66 @@ def test_uniforms_depend_on_the_seed_alone():
     assert torch.equal(rows[0], rows[3]) and not torch.equal(rows[0], rows[1])
     assert torch.equal(request_uniforms([8], 40)[0], rows[1])
     assert torch.equal(request_uniforms([8], 17)[0], rows[1, :17])
+
+
+def test_min_p_drops_what_is_less_likely_than_its_share_of_the_likeliest():
+    # Probabilities: 0: 0.56, 3: 0.21, 1: 0.13, 4: 0.08, 2: 0.03
+    probs = torch.softmax(LOGITS, dim=-1)
+    for sampling, kept in ((Sampling(1, min_p=0.2), [0, 3, 1]), (Sampling(1, min_p=0.2, top_k=2), [0, 3])):
+        tokens, log_probs = draw(sampling)
+        cut = torch.zeros_like(probs)
+        cut[kept] = probs[kept]
+        assert_distributed(tokens, cut / cut.sum())
+        torch.testing.assert_close(log_probs, probs.log()[tokens])
+
+
+def test_penalties_and_biases_change_the_choice_but_not_the_log_probs():
+    sampling = Sampling(
+        1,
+        temperature=0.0,
+        repetition_penalty=2.0,
+        presence_penalty=0.5,
+        frequency_penalty=0.25,
+        logit_bias=((5, 32.0),),
+    )
+    logits, said = LOGITS.expand(2, -1), torch.tensor([[1, 1], [3, 2]])
+    prompts = torch.tensor([[True] + [False] * 5, [False] * 6])
+    changed = changed_logits(logits, sampling, prompts, said, bad_words=[[1, 1, 4], [9, 0]])
+    expected = [
+        [2.0 / 2, 0.5 / 2 - 2 * 0.25 - 0.5, -1.0, 1.0, -torch.inf, 2.0],
+        [2.0, 0.5, -1.0 * 2 - 0.75, 1.0 / 2 - 0.75, 0.0, 2.0],
+    ]
+    torch.testing.assert_close(changed, torch.tensor(expected))
+    tokens, log_probs = choose_tokens(logits, torch.zeros(2, dtype=torch.float64), sampling, changed)
+    assert tokens.tolist() == [5, 0]
+    torch.testing.assert_close(log_probs, torch.log_softmax(LOGITS, dim=-1)[tokens])
+
+
+def test_stop_strings_are_found_where_a_token_completes_one():
+    tokenizer = ByT5Tokenizer()
+    stops = StopStrings(tokenizer, ("</a>", "é", "</s>"))
+
+    def first_end(text_or_ids):
+        ids = tokenizer.encode(text_or_ids, add_special_tokens=False) if isinstance(text_or_ids, str) else text_or_ids
+        found = ((at, stops.completed_by_last(ids[:at])) for at in range(1, len(ids) + 1))
+        return next(((at, stop) for at, stop in found if stop), None)
+
+    assert first_end("so </a> more") == (7, "</a>")
+    assert first_end("caf" + "é") == (5, "é"), "two bytes"
+    assert first_end("< /a>") is None
+    assert first_end([70, tokenizer.eos_token_id, 70]) == (2, "</s>"), "special tokens have a text too"
+    broken = [3 + 0xFF] * 40  # bytes of no character have no text
+    ids = tokenizer.encode("</", add_special_tokens=False) + broken + tokenizer.encode("a>", add_special_tokens=False)
+    assert first_end(ids) == (len(ids), "</a>")
+
+
+def test_a_text_is_shown_up_to_its_first_stop_string():
+    cut, kept = (Sampling(1, stop=("b", "cc"), include_stop_str_in_output=keep) for keep in (False, True))
+    assert [cut.shown(text) for text in ("axccbx", "abcc", "a", "")] == ["ax", "a", "a", ""]
+    assert [kept.shown(text) for text in ("axccbx", "abcc", "a", "")] == ["axcc", "ab", "a", ""]
+    assert Sampling(1).shown("any") == "any"
+
+
+def test_bad_words_are_tokens_with_and_without_a_space(tokenizer):
+    assert bad_word_tokens(ByT5Tokenizer(), ["ab"]) == [[100, 101]], "with a space it has more tokens"
+    assert bad_word_tokens(tokenizer, ["a"]) == [tokenizer.encode("a")]

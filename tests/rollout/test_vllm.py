@@ -18,7 +18,7 @@ GREEDY = Sampling(RESPONSE, temperature=0.0, with_log_probs=False)
 
 # name -> model folder, strategy of the trainer's engine, keys of the model, keys of the rollout
 SETUPS = {
-    "data parallel": ("tied", "fsdp2", {}, {"temperature": 0.7, "top_p": 0.9, "top_k": 30}),
+    "data parallel": ("tied", "fsdp2", {}, {"temperature": 0.7, "top_p": 0.9, "top_k": 30, "stop": ("?",)}),
     "tensor parallel": (
         "untied",
         "fsdp",
@@ -168,6 +168,60 @@ def test_a_stop_token_ends_a_response_and_is_part_of_it(started, ranks):
         assert all(len(completion.log_probs) == len(completion.token_ids) for completion in samples)
         assert any(len(completion.token_ids) < RESPONSE for completion in samples)
     assert any(samples[0].finish_reason == "stop" for samples in answers)
+
+
+@FIRST
+def test_stop_strings_end_responses_on_tokens_as_those_of_hf(ranks, tokenizer):
+    def texts(samples):
+        return [tokenizer.decode(completion.token_ids) for completion in samples]
+
+    for logged, sampler in ((False, "hf"), (False, "vllm"), (True, "vllm")):
+        sampling = Sampling(RESPONSE, 0.7, with_log_probs=True) if logged else GREEDY
+        whole = [samples for samples in ranks("vllm", "generate", sampling, sampler)]
+        stops = tuple(sorted({text[3:5] for samples in whole for text in texts(samples)[:2]}))
+        found = ranks("vllm", "generate", replace(sampling, stop=stops), sampler)
+        assert any(len(completion.token_ids) < RESPONSE for completion in found[0])
+        for samples, free in zip(found, whole, strict=True):
+            for completion, other in zip(samples, free, strict=True):
+                ends = [at for at in range(1, RESPONSE + 1) if stopped(tokenizer.decode(other.token_ids[:at]), stops)]
+                count = (ends or [RESPONSE])[0]
+                assert completion.token_ids == other.token_ids[:count]
+                text = tokenizer.decode(completion.token_ids)
+                assert completion.finish_reason == ("stop" if ends else "length")
+                assert completion.stop_string == next(iter(stopped(text, stops)), None)
+                assert not logged or completion.log_probs == pytest.approx(other.log_probs[:count], abs=1e-4)
+
+
+def stopped(text, stops):
+    return [stop for stop in stops if stop in text]
+
+
+@FIRST
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"repetition_penalty": 1.5},
+        {"presence_penalty": 1.0, "frequency_penalty": -0.5},
+        {"logit_bias": ((7, 90.0), (20, -100.0))},
+        {"presence_penalty": 2.0, "frequency_penalty": 1.9, "repetition_penalty": 0.8, "logit_bias": ((9, 2.0),)},
+    ],
+)
+def test_penalties_and_biases_of_validation_are_those_of_hf(ranks, changes):
+    plain, changed = ranks("vllm", "generate", GREEDY), replace(GREEDY, **changes)
+    found = ranks("vllm", "generate", changed)
+    assert [*map(tokens, found)] == [*map(tokens, ranks("vllm", "generate", changed, "hf"))] != [*map(tokens, plain)]
+
+
+@FIRST
+def test_bad_words_are_not_sampled_and_min_p_leaves_the_likeliest(ranks, tokenizer):
+    plain = ranks("vllm", "generate", GREEDY)
+    words = tuple(tokenizer.decode(samples[0].token_ids[2:4]) for samples in plain)
+    changed = replace(GREEDY, bad_words=words)
+    found = ranks("vllm", "generate", changed)
+    assert [*map(tokens, found)] == [*map(tokens, ranks("vllm", "generate", changed, "hf"))] != [*map(tokens, plain)]
+    for sampler in ("hf", "vllm"):
+        one = ranks("vllm", "generate", Sampling(RESPONSE, 0.7, with_log_probs=False, min_p=1.0), sampler)
+        assert [*map(tokens, one)] == [*map(tokens, plain)]
 
 
 def test_one_token_no_log_probs_and_no_requests_at_all(started, ranks):

@@ -6,7 +6,13 @@ import pytest
 import torch
 
 from rlx.algorithms.advantages import ESTIMATORS
-from rlx.config.schema import AlgorithmConfig, ModelConfig, OverlongBufferConfig, RolloutCorrectionConfig
+from rlx.config.schema import (
+    AlgorithmConfig,
+    ModelConfig,
+    OverlongBufferConfig,
+    RolloutConfig,
+    RolloutCorrectionConfig,
+)
 from rlx.data.batch import Batch
 from rlx.environments.conversation import Conversation
 from rlx.environments.rows import batch_of
@@ -236,7 +242,7 @@ def test_functions_read_the_turns_of_all_rows_and_no_prompt():
     """The last row's prompt is one token shorter than the first one; its history is no answer of the model."""
     written, tokenizer = a_batch(ONE, THREE), make_tiny_tokenizer()
     rows = Batch({"group_id": written["group_id"]}, {"sample": [0, 1]})
-    found = conversations.received(rows, written, tokenizer)
+    found = conversations.received(rows, written, tokenizer, RolloutConfig())
     assert found.info["prompt_text"] == ["9:", "9:"]
     assert found.info["response_text"] == ["CD", "CMD\nM\nE\nM\nFG"]
 

@@ -8,7 +8,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from rlx.config.schema import AlgorithmConfig, EnvironmentConfig, PPOConfig
+from rlx.config.schema import AlgorithmConfig, EnvironmentConfig, PPOConfig, RolloutConfig
 from rlx.data.batch import Batch
 from rlx.environments.conversation import Conversation
 from rlx.environments.rows import batch_of, rows_of
@@ -80,7 +80,9 @@ def test_reward_functions_read_the_text_as_it_was_written():
     ids, mask = torch.tensor([[2, 3, 4, 5, 1]]), torch.ones(1, 5, dtype=torch.bool)
     written = Batch.of({"input_ids": ids, "attention_mask": mask, "response_mask": mask[:, 1:]})
     rows = Batch.of({"group_id": torch.zeros(1, dtype=torch.int64)})
-    assert conversations.received(rows, written, tidying).info["response_text"] == ["( , )"]
+    for rollout, text in (({}, "( , )"), ({"stop": (",",)}, "( ")):
+        found = conversations.received(rows, written, tidying, RolloutConfig(**rollout))
+        assert found.info["response_text"] == [text] and torch.equal(found["response_mask"], mask[:, 1:])
 
 
 def test_right_is_what_the_functions_say_beside_an_environment(batch):

@@ -55,6 +55,16 @@ def test_sampling_of_training_and_validation(val, expected):
     assert sampling_for(config, "greedy", (1,)) == greedy
 
 
+def test_stops_hold_everywhere_and_penalties_in_validation_alone():
+    val = ValKwargsConfig(min_p=0.1, repetition_penalty=1.2, bad_words=("x",), logit_bias={"5": -100})
+    config = tree(stop=("</a>",), include_stop_str_in_output=True, ignore_eos=True, val_kwargs=val)
+    ends = {"stop": ("</a>",), "include_stop_str_in_output": True}
+    changes = {"repetition_penalty": 1.2, "bad_words": ("x",), "logit_bias": ((5, -100.0),)}
+    assert sampling_for(config, "train", (1,)) == Sampling(20, **ends)
+    assert sampling_for(config, "greedy", (1,)) == Sampling(20, 0.0, with_log_probs=False, **ends)
+    assert sampling_for(config, "val", (1,)) == Sampling(20, 0.0, with_log_probs=False, **ends, **changes)
+
+
 def test_a_top_k_of_0_keeps_all_tokens():
     val = ValKwargsConfig(temperature=1.0, top_k=0, do_sample=True)
     for purpose in ("train", "val"):

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from rlx.config.check.context import CheckContext, Faults
 from rlx.config.forecast.decoders import decoder_of
 from rlx.config.machine import processes
+from rlx.config.schema.roles import has_environment
 from rlx.config.vllm_range import CPU_HEAD_WIDTHS, LORA_RANKS, VLLM_RANGE, in_range
 from rlx.offload.plan.decoder import Decoder
 
@@ -100,6 +101,32 @@ def sequences_fit(s: CheckContext) -> Faults:
         yield s.fault(what, expected, remedy, KWARGS, got=got)
 
 
+def responses_can_end(s: CheckContext) -> Faults:
+    """Stop strings are texts, and turns of a conversation end by themselves."""
+    rollout, val = s.config.actor_rollout_ref.rollout, f"{ROLLOUT}.val_kwargs"
+    for key, texts in ((f"{ROLLOUT}.stop", rollout.stop), (f"{val}.bad_words", rollout.val_kwargs.bad_words)):
+        if "" in texts:
+            yield s.fault(f"{key} has an empty string", "strings of at least one character", "remove it", key)
+    if rollout.ignore_eos and has_environment(s.config) and not rollout.stop:
+        what, key = "no turn of a conversation would end before max_response_length", f"{ROLLOUT}.ignore_eos"
+        yield s.fault(what, f"{key}=False, or stop strings", f"set {key}=False, or {ROLLOUT}.stop", key)
+    if rollout.stop and rollout.enable_rollout_routing_replay and rollout.name == "vllm":
+        what = "vLLM returns no experts of responses that a stop string ends"
+        yield s.fault(
+            what, f"no {ROLLOUT}.stop", f"remove {ROLLOUT}.stop, or set {NAME}=hf", f"{ROLLOUT}.stop", RECORDS
+        )
+
+
+def biases_are_numbers_by_token(s: CheckContext) -> Faults:
+    """A bias of validation has a token id and a number in vLLM's range."""
+    key = f"{ROLLOUT}.val_kwargs.logit_bias"
+    for token, bias in s.config.actor_rollout_ref.rollout.val_kwargs.logit_bias.items():
+        is_number = isinstance(bias, int | float) and not isinstance(bias, bool)
+        if not (token.isdecimal() and is_number and -100 <= bias <= 100):
+            what, expected = f"{key} has an entry that is no bias", "a token id and a number from -100 to 100"
+            yield s.fault(what, expected, f"correct it, such as {key}={{5: -100}}", key, got=f"{token}: {bias!r}")
+
+
 def vllm_takes_the_adapters(s: CheckContext) -> Faults:
     """vLLM knows LoRA and rsLoRA up to a rank, but not DoRA."""
     model, key = s.config.actor_rollout_ref.model, "actor_rollout_ref.model"
@@ -159,6 +186,8 @@ ROLLOUT_RULES = (
     vllm_has_kernels_for_the_heads,
     options_have_one_owner,
     sequences_fit,
+    responses_can_end,
+    biases_are_numbers_by_token,
     vllm_takes_the_adapters,
     replay_has_a_record,
     routers_can_be_watched,

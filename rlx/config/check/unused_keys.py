@@ -173,7 +173,11 @@ UNUSED_KEYS = (
     ),
     # Generation
     _if(f"{ROLLOUT}.name", "hf", *_below(ROLLOUT, *VLLM_ONLY)),
-    _without(f"{ROLLOUT}.val_kwargs.do_sample", *_below(f"{ROLLOUT}.val_kwargs", "temperature", "top_p", "top_k", "n")),
+    _without(
+        f"{ROLLOUT}.val_kwargs.do_sample",
+        *_below(f"{ROLLOUT}.val_kwargs", "temperature", "top_p", "top_k", "min_p", "n"),
+    ),
+    _without(f"{ROLLOUT}.stop", f"{ROLLOUT}.include_stop_str_in_output"),
     # Conversations
     _row(
         "neither environment.name nor environment.path is set",

@@ -288,7 +288,7 @@ def _resolved(tree: DictConfig, prefix: str, faults: list[Fault], from_environme
     """
     plain: dict[str, Any] = {}
     raw: Any = OmegaConf.to_container(tree)
-    for name in map(str, tree):
+    for name in tree:  # also numbers, of `logit_bias`
         key = f"{prefix}{name}"
         try:
             value = MISSING if OmegaConf.is_missing(tree, name) else tree[name]

@@ -44,6 +44,10 @@ _WHOLE_SAMPLER = "remove it: the sampler's weights are not quantised; actor_roll
 _OWN_LOSS = "write it as a function of your own, actor_rollout_ref.actor.policy_loss.path"
 _OWN_ENVIRONMENT = "set environment.path to a Python file with a class of your own, docs/environments.md"
 
+CHANGES_OF_SAMPLING = (
+    *("min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "bad_words", "logit_bias"),
+)
+
 # A pattern matches a key (or key=value) that equals it, ends with `.pattern`, or lies below such a key.
 REMEDIES: dict[str, str | Renamed] = {
     "use_fused_kernels": "remove it: rlx computes token log-probs in chunks, without whole logits if the model allows it",
@@ -179,7 +183,11 @@ REMEDIES: dict[str, str | Renamed] = {
     "actor_rollout_ref.rollout.prompt_length": Renamed("data.max_prompt_length"),
     "actor_rollout_ref.rollout.response_length": Renamed("data.max_response_length"),
     "rollout.do_sample": "remove it: training rollouts are always sampled",
-    "rollout.ignore_eos": "remove it: a response ends at EOS",
+    **{
+        f"rollout.{name}": "remove it: it changes what is sampled, but the loss would take the samples for the policy's own; in "
+        f"validation it is actor_rollout_ref.rollout.val_kwargs.{name}"
+        for name in CHANGES_OF_SAMPLING
+    },
     "rollout.disable_log_stats": _NO_NEED,
     "multi_turn.enable": "remove it: environment.name or environment.path makes conversations",
     "multi_turn.tool_config_path": "set environment.path to a Python file, and environment.name to the list of its tools",

@@ -14,6 +14,20 @@ class ValKwargsConfig:
     top_k: int = key(-1, "Most likely tokens considered; -1 or 0: all.", minimum=-1)
     n: int = key(1, "Responses per validation prompt.", minimum=1)
     do_sample: bool = key(False, "False: greedy at any temperature.")
+    min_p: float = key(
+        0.0, "Drop tokens less likely than this share of the most likely one; 0: none.", minimum=0, maximum=1
+    )
+    repetition_penalty: float = key(
+        1.0, "Divides positive logits of tokens in prompt or response, multiplies negative ones.", exclusive_minimum=0
+    )
+    presence_penalty: float = key(
+        0.0, "Subtracted from the logit of a token that the response has.", minimum=-2, maximum=2
+    )
+    frequency_penalty: float = key(
+        0.0, "Subtracted from a token's logit for each time that the response has it.", minimum=-2, maximum=2
+    )
+    bad_words: tuple[str, ...] = key((), "Texts that are not sampled.")
+    logit_bias: dict[str, Any] = key({}, "Added to logits: numbers from -100 to 100 by token id.")
 
 
 @dataclass(frozen=True)
@@ -28,6 +42,14 @@ class RolloutConfig:
     top_p: float = key(1.0, "Nucleus.", exclusive_minimum=0, maximum=1)
     top_k: int = key(-1, "Most likely tokens considered; -1 or 0: all.", minimum=-1)
     n: int = key(1, "Responses per prompt.", minimum=1)
+    stop: tuple[str, ...] = key(
+        (),
+        "Strings that end a response, in training and validation. All sampled tokens are trained on, a stop string's too.",
+    )
+    include_stop_str_in_output: bool = key(
+        False, "Keep the stop string at the end of the text that reward functions and environments read."
+    )
+    ignore_eos: bool = key(False, "Only stop strings and max_response_length end a response.")
     dtype: str = key(
         "auto",
         "Type of the sampler's weights; auto: bf16 on accelerators, fp32 on CPU.",

@@ -121,6 +121,8 @@ CASES = [
     (f"{ROLLOUT}.enforce_eager=True", [f"{ROLLOUT}.enforce_eager"]),
     (f"{ROLLOUT}.engine_kwargs.vllm.seed=1", [f"{ROLLOUT}.engine_kwargs.vllm"]),
     (f"{ROLLOUT}.val_kwargs.n=4", [f"{ROLLOUT}.val_kwargs.n"]),
+    (f"{ROLLOUT}.include_stop_str_in_output=True", [f"{ROLLOUT}.include_stop_str_in_output"]),
+    (f"{ROLLOUT}.stop=x {ROLLOUT}.include_stop_str_in_output=True", []),
     ("custom_reward_function.name=f", ["custom_reward_function.name"]),
     (
         f"environment.timeout_s=9 {ROLLOUT}.multi_turn.max_assistant_turns=3",

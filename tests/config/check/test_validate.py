@@ -207,6 +207,24 @@ CASES = [
         f"{ROLLOUT}.val_kwargs.temperature=1.0",
     ),
     (
+        "responses_can_end",
+        f"{ROLLOUT}.stop=[x,''] {ROLLOUT}.val_kwargs.bad_words=['']",
+        [f"{ROLLOUT}.stop has an empty string", f"{ROLLOUT}.val_kwargs.bad_words has an empty string"],
+        "remove it",
+    ),
+    (
+        "responses_can_end",
+        f"environment.name=calculator {ROLLOUT}.ignore_eos=True",
+        ["no turn of a conversation would end before max_response_length"],
+        f"{ROLLOUT}.stop",
+    ),
+    (
+        "biases_are_numbers_by_token",
+        f"{ROLLOUT}.val_kwargs.logit_bias={{7:-200,a:1}}",
+        [f"{ROLLOUT}.val_kwargs.logit_bias has an entry that is no bias"] * 2,
+        "{5: -100}",
+    ),
+    (
         "updates_survive_rounding",
         f"{ACTOR}.fsdp_config.model_dtype=bf16 {ACTOR}.optim.master_weights=False {ACTOR}.optim.lr=1e-6",
         ["bf16 weights lose most updates: one step moves 1.9% of them"],
@@ -917,13 +935,6 @@ def test_heads_that_vllm_has_no_kernel_for_are_refused_on_the_cpu_alone(tmp_path
     [fault] = faults(0)
     assert fault.got == "head_dim=16" and f"{ROLLOUT}.name=hf" in fault.remedy
     assert faults(1) == faults(0, f"+{MODEL}.override_config.head_dim=32") == faults(0, f"{ROLLOUT}.name=hf") == []
-
-
-def test_log_probs_after_a_cut_are_warned_of(verdict):
-    where = replace(machine(), vllm="0.32.0")
-    command = [f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.top_p=0.9"]
-    assert not any("top_p" in line for line in verdict(command, where).warnings)
-    assert any("top_p" in line for line in verdict([*command, f"{ROLLOUT}.temperature=0.8"], where).warnings)
 
 
 def test_this_machine_can_be_inspected():
