@@ -32,7 +32,7 @@ from benchmarks.offload.overhead import run_overhead
 from rlx.offload.layer_costs import device_name
 from rlx.offload.plan.shapes import SHAPES
 from rlx.offload.plan_command import positive
-from rlx.offload.storage.spill_file import DiskError, extent_file
+from rlx.offload.storage.disk import DiskError, extent_file
 
 _DEFAULT_MODES = "plain,checkpointing,boundary,attention,transformers-offload,save-on-cpu,trl"
 _DEFAULT_MODES_FROZEN = "checkpointing,boundary,boundary:resident=0,axolotl"

@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rlx.offload.api import ActivationOffloading, enable_activation_offloading, offload_activations
-    from rlx.offload.recompute.collector import RecomputeError
+    from rlx.offload.recompute.saved_slots import RecomputeError
     from rlx.offload.replay.replay_mode import register_attention
     from rlx.offload.runtime.options import OffloadOptions
     from rlx.offload.storage.arena import Account, Block, HostArena, host_arena
-    from rlx.offload.storage.spill_file import DiskError
+    from rlx.offload.storage.disk import DiskError, trim
     from rlx.offload.storage.stats import LayerStats, OffloadStats
-    from rlx.offload.storage.tiers import trim
     from rlx.offload.streaming.layers import LayerOffloading, enable_layer_offloading
     from rlx.offload.tiling.tiling import Tiling, enable_tiling
 
@@ -46,11 +45,11 @@ _HOMES = {
     **dict.fromkeys(("LayerOffloading", "enable_layer_offloading"), "streaming.layers"),
     **dict.fromkeys(("LayerStats", "OffloadStats"), "storage.stats"),
     **dict.fromkeys(("Tiling", "enable_tiling"), "tiling.tiling"),
-    "DiskError": "storage.spill_file",
+    "DiskError": "storage.disk",
     "OffloadOptions": "runtime.options",
-    "RecomputeError": "recompute.collector",
+    "RecomputeError": "recompute.saved_slots",
     "register_attention": "replay.replay_mode",
-    "trim": "storage.tiers",
+    "trim": "storage.disk",
 }
 
 

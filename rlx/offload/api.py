@@ -4,37 +4,174 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import operator
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.parameter import is_lazy
 
 from rlx.offload.autotune.decide import PlanController
-from rlx.offload.autotune.measure import PassProfile
+from rlx.offload.autotune.measure import LayerProfile, PassProfile, ProfilingPolicy
 from rlx.offload.plan.planner import Plan
-from rlx.offload.recompute.checkpoint import Repeatable
-from rlx.offload.recompute.collector import RecomputedLayer
-from rlx.offload.runner import LayerRunner
+from rlx.offload.recompute.checkpoint import BOUNDARY, RecomputedCall, RecomputePolicy, Repeatable
+from rlx.offload.recompute.saved_slots import RecomputedLayer
+from rlx.offload.replay.policy import AttentionPolicy, PlannedPolicy
+from rlx.offload.replay.recorder import LayerInstructions
+from rlx.offload.replay.replay_mode import OpMode
 from rlx.offload.runtime.forward_override import ForwardOverride
 from rlx.offload.runtime.layers import CheckpointingFlags, LayerName, find_layers, is_cache, is_checkpointed, is_filled
-from rlx.offload.runtime.options import (
-    SAVE_MODES,
-    OffloadOptions,
-    options_of,
-    refuses_loose_options,
-    require_switch,
-)
-from rlx.offload.runtime.pytree import map_leaves, sort_leaves
-from rlx.offload.runtime.session import OffloadSession
-from rlx.offload.save_all import RegionHooks, run_save_all, unpack
+from rlx.offload.runtime.options import SAVE_MODES, OffloadOptions, options_of, require_switch
+from rlx.offload.runtime.pytree import map_leaves, sort_leaves, tensors_in
+from rlx.offload.runtime.session import Layer, LayerCall, OffloadSession
+from rlx.offload.save_all import RegionHooks, run_save_all
 from rlx.offload.storage.stats import OffloadStats
+from rlx.offload.storage.tensor_bytes import restore, weights_are_refetched
 
 logger = logging.getLogger("rlx.offload")
+
+_REQUIRES_GRAD = operator.attrgetter("requires_grad")
+# Decides for a layer call: a plan's instructions, a profile that measures it, or None for boundary mode.
+Decide = Callable[[Layer, nn.Module, Sequence[Tensor]], LayerInstructions | LayerProfile | None]
+
+
+class LayerRunner:
+    """Runs the layers of one model.
+
+    Args:
+        session: of the model.
+        decide: of the controller, with `save="auto"`; None with any other `save`.
+    """
+
+    def __init__(self, session: OffloadSession, decide: Decide | None) -> None:
+        self._session = session
+        self.decide = decide
+        self._attention_counts: dict[int, int] = {}  # by layer: attention calls of its latest forward
+
+    def run(
+        self,
+        layer: RecomputedLayer,
+        repeatable: Repeatable,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        tensors: list[Tensor],
+    ) -> Any:
+        """Run a layer's forward under the policy of this call; return its outputs. Arguments as for `RecomputedCall`."""
+        if not any(map(_REQUIRES_GRAD, tensors)) and not any(map(_REQUIRES_GRAD, repeatable.module.parameters())):
+            return repeatable.forward(*args, **kwargs)
+        policy = self._policy(layer, repeatable.module, tensors)
+        if isinstance(policy, LayerInstructions):
+            return run_without_recompute(self._session, layer, repeatable.forward, args, kwargs, policy)
+        outputs = RecomputedCall(self._session, layer, repeatable, args, kwargs, tensors, policy).run(args, kwargs)
+        if policy is BOUNDARY:
+            return outputs
+        if isinstance(policy, AttentionPolicy):
+            self._attention_counts[layer.index] = policy.attention_count
+            if not policy.has_cached_ops and self._session.is_first("save=attention has no effect"):
+                logger.warning(
+                    f"activation offloading: save='attention' has no effect in layer {layer.name!r}, which "
+                    f"{policy.refusal or 'calls no fused attention that is known'}: it runs as with save='boundary'. "
+                    f"{_attention_advice(repeatable.module)}. Said once",
+                )
+        elif isinstance(policy, PlannedPolicy) and policy.is_off_plan and self._session.is_first("off plan"):
+            logger.info(
+                f"activation offloading: layer {layer.name} calls other attention or linear maps than when it was measured: "
+                "from there on it is recomputed. Said once",
+            )
+        return outputs
+
+    def _policy(
+        self, layer: RecomputedLayer, module: nn.Module, tensors: list[Tensor]
+    ) -> RecomputePolicy | LayerInstructions:
+        """Return the policy of a layer call; for a layer that is not recomputed the plan's instructions."""
+        if self._session.save == "attention":
+            return AttentionPolicy(self._attention_counts.get(layer.index, 0))
+        decided = None if self.decide is None else self.decide(layer, module, tensors)
+        if decided is None:
+            return BOUNDARY
+        if isinstance(decided, LayerProfile):
+            return ProfilingPolicy(decided)
+        return decided if decided.keep else PlannedPolicy(decided)
+
+
+def _attention_advice(layer: nn.Module) -> str:
+    """Return what makes attention of a layer known: an argument of transformers only for its models."""
+    configs = (getattr(module, "config", None) for module in layer.modules())
+    if any(hasattr(config, "_attn_implementation") for config in configs):
+        return "Use attn_implementation='sdpa', or register_attention"
+    return "If it has attention, call torch's scaled_dot_product_attention in it, or register_attention"
+
+
+class NoRecomputeCall(LayerCall):
+    """One forward call of a layer that keeps all the tensors that autograd saves."""
+
+    def __init__(self, session: OffloadSession, layer: Layer, instructions: LayerInstructions) -> None:
+        super().__init__(session, layer)
+        layer.counters.kept_bytes += instructions.saved_bytes
+        self.prefetches_early = session.options.prefetch_layers is not None or instructions.prefetch_early
+
+    def enter(self, gradient: Tensor) -> None:
+        """Hook of the layer's outputs: the layer's backward begins."""
+        self.begin_backward()
+        if self.prefetches_early:
+            self.prefetch()
+
+    def pass_op(self, gradient: Tensor) -> None:
+        """Hook of an operation's results: backward has passed all operations after it."""
+        self.begin_backward()
+        self.prefetch()
+
+
+class _LateHook(OpMode):
+    """Hooks the results of call `op`, so that backward prefetches there; None: of the linear map after each attention."""
+
+    def __init__(self, call: NoRecomputeCall, op: int | None) -> None:
+        super().__init__()
+        self._call = call
+        self._op = op
+        self._count = 0
+        self._wants_next = False
+
+    def _run(self, function: Any, args: Any, kwargs: Any, is_attention: bool) -> Any:
+        result = function(*args, **kwargs)
+        if self._wants_next if self._op is None else self._op == self._count:
+            _hook(result, self._call.pass_op)
+        self._wants_next = is_attention
+        self._count += 1
+        return result
+
+
+def run_without_recompute(
+    session: OffloadSession,
+    layer: Layer,
+    forward: Callable[..., Any],
+    args: Any,
+    kwargs: Any,
+    instructions: LayerInstructions,
+) -> Any:
+    """Run a layer's forward unchanged; return its outputs."""
+    call = NoRecomputeCall(session, layer, instructions)
+    before = call.previous()
+    if call.prefetches_early or before is None or not before.offloaded:
+        with weights_are_refetched():
+            outputs = forward(*args, **kwargs)
+    else:
+        with weights_are_refetched(), _LateHook(call, instructions.prefetch_call):
+            outputs = forward(*args, **kwargs)
+    _hook(outputs, call.enter)
+    return outputs
+
+
+def _hook(value: Any, hook: Callable[[Tensor], None]) -> None:
+    for tensor in tensors_in(value):
+        if tensor.grad_fn is not None:
+            tensor.register_hook(hook)  # type: ignore[no-untyped-call]
+
+
 _is_grad_enabled = torch.is_grad_enabled  # a global, since it is called for each layer of each generated token
 
 
@@ -83,7 +220,7 @@ class LayerForward(ForwardOverride):
             args = tuple(_without_caches(value) for value in args)
             kwargs = {name: _without_caches(value) for name, value in kwargs.items()}
             others = [leaf for leaf in others if not is_cache(leaf)]
-        repeatable = Repeatable(module, forward, self._recompute_context, others)
+        repeatable = Repeatable(module, forward, others)
         return self.handle.runner.run(self._layer, repeatable, args, kwargs, tensors)
 
     def _check_empty(self, caches: Sequence[Any], module: nn.Module) -> None:
@@ -95,13 +232,6 @@ class LayerForward(ForwardOverride):
         if self.handle.session.is_first("caches stay empty"):
             text = "activation offloading: recomputed layers leave the key/value cache empty; pass use_cache=False"
             logger.info(text)
-
-    def _recompute_context(self) -> contextlib.AbstractContextManager[None] | None:
-        module = self.module()
-        # Transformers' own checkpointing must not run inside. It may have been switched on since forward, by disable() too.
-        if module is not None and (not self.handle.is_enabled or is_checkpointed(module)):
-            return CheckpointingFlags.cleared(module.modules())
-        return None
 
 
 def _without_caches(value: Any) -> Any:
@@ -175,7 +305,7 @@ class ActivationOffloading:
 
     def disable(self) -> None:
         """Restore the model. Graphs that are alive stay valid; a second call does nothing."""
-        self.is_enabled = False
+        self.is_enabled, self.session.is_disabled = False, True
         for forward in self._forwards():
             forward.remove()
         self._layers.clear()
@@ -226,7 +356,6 @@ class ActivationOffloading:
         return iter(()) if model is None else model.parameters()
 
 
-@refuses_loose_options
 def enable_activation_offloading(
     model: nn.Module,
     enable_ckpt: bool = True,
@@ -312,7 +441,6 @@ def _differences(handle: ActivationOffloading, options: OffloadOptions, save: st
     return [f"{name}: {value!r}, now {now[name]!r}" for name, value in before.items() if value != now[name]]
 
 
-@refuses_loose_options
 @contextlib.contextmanager
 def offload_activations(options: OffloadOptions | None = None) -> Iterator[ActivationOffloading]:
     """Offload every tensor that autograd saves inside a block of code, until backward needs it.
@@ -328,10 +456,10 @@ def offload_activations(options: OffloadOptions | None = None) -> Iterator[Activ
         ValueError: if `save` asks for recomputation, which needs layers.
         DiskError: if the disk tier is asked for and its directory cannot be used.
     """
-    options = options_of(options, is_region=True)
+    options = options_of(options)
     save = options.resolve_save(enable_ckpt=False)
     options.log_without_effect(torch.accelerator.is_available())
     handle = ActivationOffloading(options, save)
     region = RegionHooks(handle.session)
-    with saved_tensors_hooks(region.pack, unpack):
+    with saved_tensors_hooks(region.pack, restore):
         yield handle

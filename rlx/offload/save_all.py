@@ -13,16 +13,18 @@ from torch.autograd.graph import saved_tensors_hooks
 from rlx.offload.runtime.pytree import tensors_in
 from rlx.offload.runtime.session import Layer, LayerCall, OffloadSession
 from rlx.offload.storage.offloader import OffloadedRange
-from rlx.offload.storage.regions import (
+from rlx.offload.storage.tensor_bytes import (
     KeptTensor,
+    Packed,
     TensorLayout,
     is_parameter,
     is_plain,
+    kept,
     modified_in_place,
+    restore,
     size_bytes,
     storage_address,
 )
-from rlx.offload.streaming.weights import SavedWeight, saved_weight
 
 # A region without layers is cut into layer calls of this many offloaded bytes each, so that backward can fetch ahead.
 BYTES_PER_CALL = 64 << 20
@@ -48,11 +50,6 @@ class OffloadedTensor:
         return layout.restore(*self._offloaded.on_device())
 
 
-def unpack(packed: KeptTensor | OffloadedTensor | SavedWeight) -> Tensor:
-    """The unpack hook."""
-    return packed.restore()
-
-
 class SaveAllCall(LayerCall):
     """A layer call, or a part of a region, whose saved tensors on one type of device are offloaded.
 
@@ -65,10 +62,10 @@ class SaveAllCall(LayerCall):
         self._fixed = fixed
         self.offloaded_bytes = 0
 
-    def pack(self, tensor: Tensor) -> KeptTensor | OffloadedTensor | SavedWeight:
+    def pack(self, tensor: Tensor) -> Packed:
         """The pack hook."""
         if is_parameter(tensor):
-            return saved_weight(tensor) or KeptTensor(tensor)
+            return kept(tensor)
         if (address := storage_address(tensor)) in self._fixed:
             return KeptTensor(tensor)
         # Tangents that are all zeros may have no storage.
@@ -98,7 +95,7 @@ def run_save_all(
     constant -= {storage_address(tensor) for tensor in arguments if tensor.requires_grad}
     fixed = frozenset(constant.union(map(storage_address, own)) - {0})
     call = SaveAllCall(session, layer, accelerators.pop() if accelerators else "cpu", fixed)
-    with saved_tensors_hooks(call.pack, unpack):
+    with saved_tensors_hooks(call.pack, restore):
         return forward(*args, **kwargs)
 
 
@@ -113,7 +110,7 @@ class RegionHooks:
         session.layers.append(self._layer)
         self._call: Callable[[], SaveAllCall | None] = lambda: None
 
-    def pack(self, tensor: Tensor) -> KeptTensor | OffloadedTensor | SavedWeight:
+    def pack(self, tensor: Tensor) -> Packed:
         """The pack hook."""
         call = self._call()
         if call is None or call.offloaded_bytes >= BYTES_PER_CALL:

@@ -15,7 +15,7 @@ from torch import nn
 from rlx.offload import OffloadOptions, enable_activation_offloading
 from rlx.offload.recompute import saved_slots as slots
 from rlx.offload.storage.arena import host_arena
-from rlx.offload.storage.spill_file import extent_files
+from rlx.offload.storage.disk import extent_files
 
 sys.path.insert(0, str(Path(__file__).parent))  # for own_attention
 

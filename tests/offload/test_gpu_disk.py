@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from rlx.offload import DiskError, HostArena, host_arena, trim
-from rlx.offload.storage.pages import Pages
+from rlx.offload.storage.arena import Pages
+from rlx.offload.storage.disk import extent_file
 from rlx.offload.storage.ranges import MIN_STAGING_BYTES
-from rlx.offload.storage.spill_file import extent_file
 
 pytestmark = [
     pytest.mark.gpu,

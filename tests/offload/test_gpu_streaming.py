@@ -10,7 +10,7 @@ import torch.multiprocessing as mp
 from torch import nn
 
 from rlx.offload import OffloadOptions, enable_activation_offloading, enable_layer_offloading, enable_tiling
-from rlx.offload.storage.copy_streams import CopyStreams
+from rlx.offload.storage.offloader import CopyStreams
 from rlx.offload.streaming.nf4 import NF4Linear, dequantized, quantize_layers
 
 pytestmark = [

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.ao.quantization import FakeQuantize, MovingAveragePerChannelMinMaxObserver
 
-from rlx.offload.recompute.collector import RecomputeError
+from rlx.offload.recompute.saved_slots import RecomputeError
 
 
 class Layer(nn.Module):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rlx.offload.storage.arena import host_arena
-from rlx.offload.storage.spill_file import extent_files
+from rlx.offload.storage.disk import extent_files
 
 STEPS, WARM_UP = 200, 50
 MIB = 1 << 20

@@ -47,11 +47,11 @@ from rlx.offload.autotune.measure import (
 from rlx.offload.plan.costs import Budget
 from rlx.offload.plan.explain import explain
 from rlx.offload.plan.planner import Plan, make_plan
-from rlx.offload.replay.instructions import LayerInstructions
+from rlx.offload.replay.recorder import LayerInstructions
 from rlx.offload.runtime.layers import fsdp_kinds
 from rlx.offload.runtime.session import Layer, OffloadSession
-from rlx.offload.storage.regions import size_bytes
 from rlx.offload.storage.stats import measured_rate
+from rlx.offload.storage.tensor_bytes import size_bytes
 
 logger = logging.getLogger("rlx.offload")
 

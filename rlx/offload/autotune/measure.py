@@ -35,15 +35,14 @@ import torch
 from torch import Tensor
 
 from rlx.offload.plan.costs import LayerCost, LayerPlan, Operation, Point
-from rlx.offload.recompute.policy import LayerRecording, Run
-from rlx.offload.recompute.stash import StashedTensor
-from rlx.offload.replay.instructions import LayerInstructions
+from rlx.offload.recompute.checkpoint import LayerRecording, Run
+from rlx.offload.recompute.saved_inputs import StashedTensor
 from rlx.offload.replay.policy import CachedOpPolicy
-from rlx.offload.replay.recorder import PlannedRecorder, attention_variant, call_name
+from rlx.offload.replay.recorder import LayerInstructions, PlannedRecorder, attention_variant, call_name
 from rlx.offload.replay.replay_mode import ReplayMode
 from rlx.offload.runtime.pytree import tensors_in
-from rlx.offload.storage.regions import is_parameter, is_plain, size_bytes, storage_address
-from rlx.offload.storage.stats import Mark, mark
+from rlx.offload.storage.offloader import Mark, mark
+from rlx.offload.storage.tensor_bytes import is_parameter, is_plain, size_bytes, storage_address
 
 _MAX_OPERATIONS = 12  # planned for each layer, the slowest first; more would make the search slow
 _LESS = 0.98  # a fetch point is used if backward holds less than this share of the memory held before it

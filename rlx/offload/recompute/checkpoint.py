@@ -29,8 +29,9 @@ import contextlib
 import operator
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -38,17 +39,98 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Parameter
 
 from rlx.offload.recompute.ambient_state import AmbientState, RandomState, accelerators_of
-from rlx.offload.recompute.collector import Collector, RecomputedLayer, RecomputeError, changed, not_the_same
 from rlx.offload.recompute.module_state import ModuleState, TensorSites
-from rlx.offload.recompute.policy import Around, RecomputePolicy
-from rlx.offload.recompute.saved_slots import SavedSlots
-from rlx.offload.recompute.stash import LayerInputs, StashedTensor, modified_input, release_leaf_memory
-from rlx.offload.runtime.functional import run_with
+from rlx.offload.recompute.saved_inputs import LayerInputs, StashedTensor, modified_input, release_leaf_memory
+from rlx.offload.recompute.saved_slots import (
+    Collector,
+    RecomputedLayer,
+    RecomputeError,
+    SavedSlots,
+    changed,
+    not_the_same,
+)
+from rlx.offload.runtime.forward_override import run_with
+from rlx.offload.runtime.layers import CHECKPOINTING_FLAG, CheckpointingFlags
 from rlx.offload.runtime.session import LayerCall, OffloadSession
-from rlx.offload.storage.offloader import OffloadedRange
-from rlx.offload.storage.regions import is_plain, size_bytes
-from rlx.offload.storage.stats import mark
-from rlx.offload.streaming.weights import present
+from rlx.offload.storage.offloader import OffloadedRange, mark
+from rlx.offload.storage.tensor_bytes import is_plain, present, size_bytes
+
+
+class LayerRecording(Protocol):
+    """The layer call, as a policy sees it while forward runs."""
+
+    @property
+    def slot_count(self) -> int:
+        """The number of tensors that autograd has saved so far."""
+
+    def saved_since(self, slot: int) -> list[Tensor]:
+        """Return the tensors of the slots from `slot` on."""
+
+    def stash(self, tensor: Tensor) -> StashedTensor | None:
+        """Offload a result, or keep it on the device if it is small; None if the host has no room."""
+
+    def keep(self, tensor: Tensor) -> StashedTensor:
+        """Keep a result on the device."""
+
+    def random_state(self) -> RandomState:
+        """Return the state of the random generators."""
+
+
+Around = Callable[[Collector], AbstractContextManager[object]]  # makes a context to recompute in
+Run = Callable[..., list[Tensor]]  # runs forward again, in an `Around` if given; returns the saved tensors
+
+
+class RecomputePolicy:
+    """A layer call's policy. This base class is boundary mode: offload the inputs, recompute everything else.
+
+    A policy belongs to one layer call, and the graph keeps both alive. It must hold no reference to the call.
+
+    Attributes:
+        offloads_inputs: whether the layer's inputs are offloaded; else they are kept on the device.
+        prefetches_early: prefetch the layer before this one when recomputation begins, not below a slot.
+        reuses_results: whether a recomputation may use results of forward. Its graph would hold these results, so the
+            saved tensors are detached from the graph.
+    """
+
+    offloads_inputs = True
+    prefetches_early = False
+    reuses_results = False
+
+    def begin_forward(self, recording: LayerRecording) -> AbstractContextManager[object] | None:
+        """Return a context to run forward in, or None."""
+        return None
+
+    def end_forward(self, context: Any, outputs: Any) -> None:
+        """Close the context that `begin_forward` returned, while the saved tensors of forward are still alive."""
+
+    def release_forward(self) -> None:
+        """The saved tensors of forward have been released."""
+
+    def begin_recompute(self) -> None:
+        """Backward has reached the layer."""
+
+    def recompute(self, run: Run) -> list[Tensor]:
+        """Return the saved tensors of a recomputation."""
+        return run()
+
+    def end_recompute(self) -> None:
+        """The layer has been recomputed; its backward follows."""
+
+    def prefetch_below(self, slots: int) -> int:
+        """Return the slot of `slots` below which backward prefetches the layer before this one. Example: of 20, at slot 9."""
+        return (slots + 1) // 2
+
+    def first_threshold(self, prefetch_below: int) -> int:
+        """Return the slot below which `pass_threshold` is called first."""
+        return prefetch_below
+
+    def pass_threshold(self, slot: int) -> int:
+        """Backward has passed a threshold: it asks for `slot`, which lies below. Return the next threshold; 0: there is none."""
+        return 0
+
+
+BOUNDARY = RecomputePolicy()
+
 
 _VERSION, _IS_CPU = operator.attrgetter("_version"), operator.attrgetter("is_cpu")
 # Values of the slots: recomputed tensors, None for one that backward has taken, and the tensors' versions.
@@ -61,7 +143,6 @@ class Repeatable(NamedTuple):
 
     module: nn.Module
     forward: Callable[..., Any]  # bound
-    context: Callable[[], contextlib.AbstractContextManager[None] | None]  # to enter around a recomputation
     others: Sequence[Any] = ()  # what its arguments hold besides tensors and numbers
 
 
@@ -278,13 +359,16 @@ class RecomputedCall(LayerCall):
         may_stop = is_worth_it and not self.layer.sites.is_scripted  # TorchScript turns any exception into its own
         collector = Collector(self.layer, self._slots, self._began_on, may_stop, self._ambient)
         saved = collector.saved
-        contexts: list[Any] = [self._repeatable.context(), self._ambient.restored(), self._state.restored()]
+        module = self._repeatable.module
+        contexts: list[Any] = [self._ambient.restored(), self._state.restored()]
+        if self.session.is_disabled or getattr(module, CHECKPOINTING_FLAG, False) is True:
+            contexts.append(CheckpointingFlags.cleared(module.modules()))  # transformers' own must not run inside
         if around is not None:
             contexts.append(around(collector))
         run = partial(collector.run, self._repeatable.forward, args, kwargs)
         replaced = self._state.replaced()
         if replaced:
-            run = partial(run_with, self._repeatable.module, replaced, run)
+            run = partial(run_with, module, replaced, run)
         try:
             with contextlib.ExitStack() as stack:
                 for context in filter(None, contexts):
@@ -308,7 +392,7 @@ class RecomputedCall(LayerCall):
 
 
 def _hand_to_stream(tensor: Tensor, recomputed: torch.Event) -> None:
-    """Make a tensor ready for the current stream (Note [layers on several streams] in `collector.py`)."""
+    """Make a tensor ready for the current stream (Note [layers on several streams] in `saved_slots.py`)."""
     if not tensor.is_cpu:
         stream = torch.accelerator.current_stream(tensor.device)
         stream.wait_event(recomputed)

@@ -30,7 +30,7 @@ from torch.nn import Parameter
 
 from rlx.offload.runtime.layers import is_fsdp1
 from rlx.offload.runtime.pytree import sort_leaves
-from rlx.offload.storage.regions import is_parameter
+from rlx.offload.storage.tensor_bytes import is_parameter
 
 _VERSION, _REQUIRES_GRAD = operator.attrgetter("_version"), operator.attrgetter("requires_grad")
 SMALL_BYTES = 1 << 20

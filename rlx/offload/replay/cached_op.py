@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from rlx.offload.recompute.ambient_state import RandomState, autocast_dtype
-from rlx.offload.recompute.stash import StashedTensor
+from rlx.offload.recompute.saved_inputs import StashedTensor
 from rlx.offload.runtime.pytree import map_leaves, tensors_in
-from rlx.offload.storage.regions import VersionProbe, is_plain, size_bytes, span_bytes, storage_address
+from rlx.offload.storage.tensor_bytes import VersionProbe, is_plain, size_bytes, span_bytes, storage_address
 
 # A fused kernel of attention saves at most this many times the bytes of its result, besides its arguments. Attention that
 # saves more saves its scores, and is not cached.

@@ -7,10 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
-from rlx.offload.recompute.policy import LayerRecording, RecomputePolicy, Run
+from rlx.offload.recompute.checkpoint import LayerRecording, RecomputePolicy, Run
 from rlx.offload.replay.cached_op import CachedOp
-from rlx.offload.replay.instructions import LayerInstructions
-from rlx.offload.replay.recorder import AttentionRecorder, PlannedRecorder, Recorder
+from rlx.offload.replay.recorder import AttentionRecorder, LayerInstructions, PlannedRecorder, Recorder
 from rlx.offload.replay.replay_mode import ReplayMode
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,13 +23,12 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
-from rlx.offload.recompute.policy import LayerRecording
-from rlx.offload.recompute.stash import StashedTensor
+from rlx.offload.recompute.checkpoint import LayerRecording
+from rlx.offload.recompute.saved_inputs import StashedTensor
 from rlx.offload.replay.cached_op import CachedOp, sources_of, why_not_cacheable
-from rlx.offload.replay.instructions import LayerInstructions
 from rlx.offload.replay.replay_mode import OpMode, register_known_attention
 from rlx.offload.runtime.pytree import map_leaves, tensors_in
-from rlx.offload.storage.regions import is_plain, storage_address
+from rlx.offload.storage.tensor_bytes import is_plain, storage_address
 
 # The last linear map is cached if repeating it takes at least this many operations per byte of its result. Current machines
 # compute some thousand operations while the link moves one byte, and the link is idle at this point.
@@ -52,6 +52,29 @@ class Producers:
         storage = tensor.untyped_storage()
         reference, number = self._made.get(id(storage), (None, 0))
         return number if reference is not None and reference() is storage else None
+
+
+@dataclass(frozen=True)
+class LayerInstructions:
+    """A plan's decisions for one layer. A layer's calls of attention and of linear maps are numbered 0, 1, 2, … in order."""
+
+    keep: bool = False  # run the layer without recomputation; the other fields have no effect then
+    offload_boundary: bool = True  # offload the layer's inputs; else keep them on the device
+    on_device: frozenset[int] = frozenset()  # cached ops whose results are kept on the device
+    off_device: frozenset[int] = frozenset()  # cached ops whose results are offloaded
+    # Of all calls, by `call_name`; None: any. From the first call with another name on, no call is cached.
+    call_names: tuple[str, ...] | None = None
+    # When to prefetch the layer before: as this layer's recomputation begins; else when backward reaches a call, or asks for
+    # a slot below a number. None: when backward has passed the operations after attention.
+    prefetch_early: bool = False
+    prefetch_call: int | None = None
+    prefetch_below: int | None = None
+    saved_bytes: int = 0  # by autograd in the layer, if known
+
+    @property
+    def cached_ops(self) -> frozenset[int]:
+        """The operations whose results are kept."""
+        return self.on_device | self.off_device
 
 
 class Recorder(OpMode):

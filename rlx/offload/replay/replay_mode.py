@@ -33,11 +33,10 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from rlx.offload.recompute.ambient_state import autocast_dtype
-from rlx.offload.recompute.collector import Collector
+from rlx.offload.recompute.saved_slots import Collector
 from rlx.offload.replay.cached_op import CachedOp
 from rlx.offload.runtime.pytree import map_leaves, tensors_in
-from rlx.offload.storage.regions import storage_address
-from rlx.offload.streaming.nf4 import NF4Product
+from rlx.offload.storage.tensor_bytes import storage_address
 
 # The functions that an OpMode sees, and whether they are attention; `register_attention` adds more.
 _IS_ATTENTION: dict[Any, bool] = {
@@ -85,10 +84,10 @@ def register_attention(function: Any) -> None:
         for seen in (packet, *(getattr(packet, name) for name in getattr(packet, "overloads", list)())):
             _IS_ATTENTION[seen] = True
         return
-    _show_calls(function, is_attention=True)
+    show_calls(function, is_attention=True)
 
 
-def _show_calls(function: Any, is_attention: bool) -> None:
+def show_calls(function: Any, is_attention: bool) -> None:
     """Let an `OpMode` see the calls of an autograd Function, which is no torch function."""
     if function in _WRAPPED:
         return
@@ -109,9 +108,6 @@ def register_known_attention() -> None:
             function = getattr(sys.modules[module], name, None)
             if function is not None:
                 register_attention(function)
-
-
-_show_calls(NF4Product, is_attention=False)
 
 
 class OpMode(TorchFunctionMode):

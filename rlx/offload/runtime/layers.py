@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 NamedLayer = tuple[str, nn.Module]
 LayerName = str | nn.Module | type[nn.Module]
-_FLAG = "gradient_checkpointing"
+CHECKPOINTING_FLAG = "gradient_checkpointing"
 
 
 def find_layers(model: nn.Module, layers: Sequence[LayerName] | None) -> list[NamedLayer]:
@@ -195,17 +195,17 @@ class CheckpointingFlags:
         """Clear the flags; return whether one was set."""
         flagged = [module for module in self._modules if is_checkpointed(module)]
         for module in flagged:
-            self._was_own.setdefault(module, _FLAG in vars(module))
-            setattr(module, _FLAG, False)
+            self._was_own.setdefault(module, CHECKPOINTING_FLAG in vars(module))
+            setattr(module, CHECKPOINTING_FLAG, False)
         return bool(flagged)
 
     def restore(self) -> None:
         """Set the flags that `switch_off` cleared."""
         for module, was_own in self._was_own.items():
             if was_own:
-                setattr(module, _FLAG, True)
+                setattr(module, CHECKPOINTING_FLAG, True)
             else:
-                delattr(module, _FLAG)
+                delattr(module, CHECKPOINTING_FLAG)
         self._was_own.clear()
 
     @classmethod
@@ -222,7 +222,7 @@ class CheckpointingFlags:
 
 def is_checkpointed(module: nn.Module) -> bool:
     """Whether transformers' gradient checkpointing is on for a module."""
-    return getattr(module, _FLAG, False) is True
+    return getattr(module, CHECKPOINTING_FLAG, False) is True
 
 
 def is_cache(value: Any) -> bool:

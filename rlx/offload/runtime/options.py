@@ -6,16 +6,12 @@ import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from functools import wraps
-from inspect import signature
 from pathlib import Path
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, NamedTuple
 
 from rlx.offload.storage.ranges import MIN_STAGING_BYTES, chunk_bytes, staging_bytes
 
 logger = logging.getLogger("rlx.offload")
-P = ParamSpec("P")
-R = TypeVar("R")
 
 
 class SaveMode(NamedTuple):
@@ -235,57 +231,21 @@ class OffloadOptions:
             logger.warning("activation offloading: without effect here: %s%s", ", ".join(names), where)
 
 
-def options_of(given: object, is_region: bool = False) -> OffloadOptions:
-    """Return the options that a call got, the defaults for None.
-
-    Raises:
-        TypeError: it got anything else, such as a dictionary; the message has the argument to write.
-    """
-    if given is None:
-        return OffloadOptions()
-    if not isinstance(given, OffloadOptions):
-        values = given if isinstance(given, dict) else {"save": given} if given in [*SAVE_MODES] else {}
-        raise TypeError(f"options: got {given!r}, expected OffloadOptions or None; {_to_write(values, is_region)}")
-    return given
+def options_of(given: object) -> OffloadOptions:
+    """Return the options that a call got, the defaults for None; TypeError for anything else, such as a dictionary."""
+    if not isinstance(given, OffloadOptions | None):
+        raise TypeError(
+            f"options: got {given!r}, expected None or OffloadOptions, as in options=OffloadOptions(save=...)"
+        )
+    return given or OffloadOptions()
 
 
 def require_switch(enable_ckpt: object) -> None:
-    """Raise TypeError, with the argument to write, if `enable_ckpt` is no bool: such as the value of an option."""
-    if isinstance(enable_ckpt, bool):
-        return
-    if isinstance(enable_ckpt, OffloadOptions):
-        remedy = "write options=OffloadOptions(...)"
-    else:
-        remedy = _to_write({"save": enable_ckpt}) if enable_ckpt in [*SAVE_MODES] else "options go into options="
-    raise TypeError(f"enable_ckpt: got {enable_ckpt!r}, expected True or False; {remedy}")
-
-
-def refuses_loose_options(function: Callable[P, R]) -> Callable[P, R]:
-    """Make a function that takes `options=` say so where a call gives it a keyword that it has not, such as `save="all"`.
-
-    Its signature stays the same.
-    """
-    known = signature(function).parameters
-
-    @wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        if unknown := {name: value for name, value in kwargs.items() if name not in known}:
-            got = ", ".join(map(_assignment, unknown, unknown.values()))
-            remedy = _to_write(unknown, is_region="enable_ckpt" not in known)
-            raise TypeError(f"{function.__name__}: got {got}, expected only {', '.join(known)}; {remedy}")
-        return function(*args, **kwargs)
-
-    return call
-
-
-def _to_write(values: dict[Any, Any], is_region: bool = False) -> str:
-    """Return the remedy for options that were given in another way than as OffloadOptions."""
-    names = [option.name for option in fields(OffloadOptions)]
-    if not values or not all(name in names for name in values):
-        return f"write options=OffloadOptions(...), which takes {', '.join(names)}"
-    mode = SAVE_MODES.get(values["save"]) if isinstance(values.get("save"), str) else None
-    switch = "enable_ckpt=False, " if mode is not None and not mode.recomputes and not is_region else ""
-    return f"write {switch}options=OffloadOptions({', '.join(map(_assignment, values, values.values()))})"
+    """Raise TypeError if `enable_ckpt` is no bool, such as the value of an option."""
+    if not isinstance(enable_ckpt, bool):
+        raise TypeError(
+            f"enable_ckpt: got {enable_ckpt!r}, expected True or False; options go into options=OffloadOptions(...)"
+        )
 
 
 class UnreadOptions(NamedTuple):

@@ -13,12 +13,10 @@ from torch import Tensor
 
 from rlx.offload.runtime.options import SAVE_MODES, OffloadOptions
 from rlx.offload.storage.arena import host_arena
-from rlx.offload.storage.copy_streams import CopyStreams
-from rlx.offload.storage.offloader import OffloadedRange, Offloader
-from rlx.offload.storage.regions import region_of, span_length
-from rlx.offload.storage.spill_file import extent_file
-from rlx.offload.storage.stats import Counters, LayerStats, OffloadStats, Timeline
-from rlx.offload.storage.tiers import DiskTier, HostTier, StagingBuffers, Tier
+from rlx.offload.storage.disk import DiskTier, StagingBuffers, extent_file
+from rlx.offload.storage.offloader import CopyStreams, Counters, HostTier, OffloadedRange, Offloader, Tier, Timeline
+from rlx.offload.storage.stats import LayerStats, OffloadStats
+from rlx.offload.storage.tensor_bytes import region_of, span_length
 
 logger = logging.getLogger("rlx.offload")
 
@@ -110,6 +108,7 @@ class OffloadSession:
     def __init__(self, options: OffloadOptions, save: str) -> None:
         self.options = options
         self.save = save
+        self.is_disabled = False  # transformers' checkpointing of the layers may be on again
         self.min_bytes = options.min_bytes or 1
         self.largest_small = 0  # of the tensors below min_bytes
         self._copying_calls = SAVE_MODES[save].copying_calls

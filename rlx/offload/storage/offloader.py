@@ -1,6 +1,6 @@
 """Offloads ranges of bytes of one device and fetches them back.
 
-An `Offloader` makes `OffloadedRange`s, one for each range of bytes off the device. Without an accelerator copies are
+`CopyStreams` copies between one device and host memory, on streams of its own, and times the copies. An `Offloader` makes `OffloadedRange`s, one for each range of bytes off the device. Without an accelerator copies are
 synchronous, so that none is ever in flight.
 
 Note [streams and lifetimes]
@@ -25,19 +25,323 @@ bytes are never handed out, and backward raises.
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import threading
+import time
 import weakref
 from collections import deque
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from rlx.offload.storage.copy_streams import CopyStreams, FetchBuffer
-from rlx.offload.storage.regions import Region
-from rlx.offload.storage.stats import Counters
-from rlx.offload.storage.tiers import Allocation, Tier
+from rlx.offload.storage.arena import Account, Block
+from rlx.offload.storage.tensor_bytes import Region
+
+
+@dataclass
+class Counters:
+    """Running sums of the engine or of one layer, as in `OffloadStats`."""
+
+    offloaded_bytes: int = 0
+    kept_bytes: int = 0
+    copied_bytes: int = 0
+    recomputed_ms: float = 0.0
+    copy_ms: float = 0.0
+    stall_ms: float = 0.0
+
+
+Mark = float | torch.Event
+
+
+def mark(stream: torch.Stream | None) -> Mark:
+    """Return a point in time: an event on a device's stream, or the host's clock if there is no stream [ms]."""
+    if stream is None:
+        return time.perf_counter() * 1e3
+    # Blocking: a thread that waits for the event sleeps.
+    event = torch.Event(stream.device, enable_timing=True, blocking=True)
+    event.record(stream)
+    return event
+
+
+class Timeline:
+    """Converts pairs of marks to milliseconds once the device has passed them; never waits for the device."""
+
+    def __init__(self) -> None:
+        self._pending: deque[tuple[tuple[Counters, ...], str, torch.Event, torch.Event]] = deque()
+        self._lock = threading.Lock()
+
+    def add(self, name: str, start: Mark, stop: Mark, *counters: Counters) -> None:
+        """Add the time between two marks to the field `name` of some counters."""
+        if isinstance(start, torch.Event) and isinstance(stop, torch.Event):
+            self._pending.append((counters, name, start, stop))
+            if len(self._pending) > 256:
+                self.harvest()
+        elif isinstance(start, float) and isinstance(stop, float):
+            with self._lock:
+                for counter in counters:
+                    setattr(counter, name, getattr(counter, name) + stop - start)
+
+    def harvest(self) -> None:
+        """Add up the pairs that the device has passed."""
+        with self._lock:
+            while self._pending and self._pending[0][3].query():
+                counters, name, start, stop = self._pending.popleft()
+                ms = start.elapsed_time(stop)
+                for counter in counters:
+                    setattr(counter, name, getattr(counter, name) + ms)
+
+
+class PendingTasks:
+    """Counts tasks that other threads run; `wait` returns when all are done and raises the first failure."""
+
+    def __init__(self) -> None:
+        self._left = 0
+        self._failure: BaseException | None = None
+        self._changed = threading.Condition()
+
+    def expect(self) -> None:
+        """Add a task to wait for. It will call `done`."""
+        with self._changed:
+            self._left += 1
+
+    def done(self, failure: BaseException | None = None) -> None:
+        """Note that a task has ended."""
+        with self._changed:
+            self._left -= 1
+            self._failure = self._failure or failure
+            self._changed.notify_all()
+
+    def wait(self) -> None:
+        """Wait until all tasks are done; raise the error of the first that failed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._left == 0)
+            if self._failure is not None:
+                raise copy.copy(self._failure)  # a raised error gets a traceback, which would keep frames alive
+
+
+class FetchBuffer:
+    """A contiguous device tensor that offloaded bytes are fetched into. Its memory belongs to the stream `home`.
+
+    The `OffloadedRange` holds it and so does each thread that copies into it. When the last of them drops it, `home` is made to
+    wait for the copies. Only then may the allocator reuse the memory.
+
+    Args:
+        shape, dtype, device: of the tensor.
+        home: the current stream of the device; None without an accelerator.
+    """
+
+    tensor: Tensor
+
+    def __init__(self, shape: torch.Size, dtype: torch.dtype, device: torch.device, home: torch.Stream | None) -> None:
+        self.shape = shape
+        self.dtype = dtype
+        self.home = home
+        self.copies: list[torch.Event] = []
+        self.issued: PendingTasks | None = None  # set if other threads issue the copies
+        self.allocated: torch.Event | None = None
+        self._device = device
+
+    def allocate(self) -> None:
+        """Allocate the tensor, before copies are issued. Call it on the thread whose current stream is `home`."""
+        self.tensor = torch.empty(self.shape, dtype=self.dtype, device=self._device)
+        if self.home is not None:
+            self.allocated = self.home.record_event()
+
+    def __del__(self) -> None:
+        if self.home is not None:
+            for event in self.copies:
+                self.home.wait_event(event)
+
+
+class CopyStreams:
+    """Copies of one device.
+
+    Args:
+        device: one end of the copies; for the CPU they are synchronous.
+        use_streams: copy on two streams of its own, one for each direction, instead of on the compute stream.
+        counters, timeline: get bytes and times of copies and stalls.
+    """
+
+    def __init__(self, device: torch.device, use_streams: bool, counters: Counters, timeline: Timeline) -> None:
+        self.device = device
+        self.on_host = device.type == "cpu"
+        self._to_host = self._to_device = None
+        if use_streams and not self.on_host:
+            self._to_host, self._to_device = torch.Stream(device), torch.Stream(device)
+        self._counters = counters
+        self._timeline = timeline
+        self._lock = threading.Lock()
+
+    def compute_stream(self) -> torch.Stream | None:
+        """Return the current stream of the device; None without an accelerator."""
+        return None if self.on_host else torch.accelerator.current_stream(self.device)
+
+    def device_is_current(self) -> contextlib.AbstractContextManager[object]:
+        """Return a context in which the device is current. A new thread would use device 0 otherwise."""
+        return contextlib.nullcontext() if self.on_host else torch.accelerator.device_index(self.device.index)
+
+    def copy_to_host(self, source: Tensor, block: Block) -> torch.Event | None:
+        """Copy a contiguous tensor to the host, after the work that compute has queued; return the event that ends the copy."""
+        if self.on_host:
+            self._copy_now(source, block, to_host=True, is_waited_for=True)
+            return None
+        compute = torch.accelerator.current_stream(self.device)
+        if self._to_host is not None:
+            self._to_host.wait_event(compute.record_event())
+        return self._copy(self._to_host or compute, source, block, to_host=True)
+
+    def copy_to_device(self, block: Block, fetch_buffer: FetchBuffer, after: torch.Event | None) -> torch.Event | None:
+        """Allocate a fetch buffer and copy a block into it; return the event that ends the copy.
+
+        The device first waits for the event `after`, before which the block is still written.
+        """
+        whole = block.whole(fetch_buffer.shape, fetch_buffer.dtype) if self.on_host else None
+        if whole is not None:  # one call instead of two halves the time for a small tensor
+            start = time.perf_counter()
+            fetch_buffer.tensor = whole.clone()
+            self._count(start, whole.nbytes, is_waited_for=True)
+            return None
+        fetch_buffer.allocate()
+        return self.copy_into(fetch_buffer.tensor, block, fetch_buffer, after)
+
+    def copy_into(
+        self, target: Tensor, block: Block, fetch_buffer: FetchBuffer, after: torch.Event | None = None
+    ) -> torch.Event | None:
+        """Copy a block into `target`, a part of an allocated fetch buffer; callable on any thread."""
+        if self.on_host:
+            self._copy_now(target, block, to_host=False, is_waited_for=fetch_buffer.issued is None)
+            return None
+        stream = self._to_device or fetch_buffer.home
+        assert stream is not None
+        for event in (fetch_buffer.allocated, after):
+            if event is not None:
+                stream.wait_event(event)  # needless on one stream, but layers may compute on several
+        copied = self._copy(stream, target, block, to_host=False)
+        fetch_buffer.copies.append(copied)
+        return copied
+
+    def wait_for(self, fetch_buffer: FetchBuffer) -> None:
+        """Make the host wait until all copies into a fetch buffer are issued, and the current stream until they are done."""
+        if self.on_host and fetch_buffer.issued is None:
+            return
+        stream = self.compute_stream()
+        with self.stalling(stream):
+            if fetch_buffer.issued is not None:
+                fetch_buffer.issued.wait()
+            if stream is not None:
+                for event in fetch_buffer.copies:
+                    stream.wait_event(event)
+        if stream is not None and stream != fetch_buffer.home:
+            fetch_buffer.tensor.record_stream(stream)  # fetched ahead by a layer that computes on another stream
+
+    @contextlib.contextmanager
+    def stalling(self, stream: torch.Stream | None) -> Iterator[None]:
+        """Measure how long a compute stream is idle because it, or the host, waits inside the `with` block."""
+        start = mark(stream)
+        yield
+        self._timeline.add("stall_ms", start, mark(stream), self._counters)
+
+    def _copy(self, stream: torch.Stream, tensor: Tensor, block: Block, to_host: bool) -> torch.Event:
+        start = mark(stream)
+        with stream:
+            for on_device, on_host in block.pairs(tensor):
+                target, source = (on_host, on_device) if to_host else (on_device, on_host)
+                target.copy_(source, non_blocking=True)
+        stop = mark(stream)
+        assert isinstance(stop, torch.Event)
+        with self._lock:
+            self._counters.copied_bytes += tensor.nbytes
+        self._timeline.add("copy_ms", start, stop, self._counters)
+        if self._to_host is None:  # compute waits for its own stream
+            self._timeline.add("stall_ms", start, stop, self._counters)
+        return stop
+
+    def _copy_now(self, tensor: Tensor, block: Block, to_host: bool, is_waited_for: bool) -> None:
+        """Copy without an accelerator: synchronously."""
+        start = time.perf_counter()
+        for on_device, on_host in block.pairs(tensor):
+            if to_host:
+                on_host.copy_(on_device)
+            else:
+                on_device.copy_(on_host)
+        self._count(start, tensor.nbytes, is_waited_for)
+
+    def _count(self, start: float, nbytes: int, is_waited_for: bool) -> None:
+        counters, ms = self._counters, (time.perf_counter() - start) * 1e3
+        with self._lock:
+            counters.copied_bytes += nbytes
+            counters.copy_ms += ms
+            if is_waited_for:
+                counters.stall_ms += ms
+
+
+class HostAllocation:
+    """A block of host memory."""
+
+    __slots__ = ("_account", "_block", "_last_copy")
+
+    def __init__(self, account: Account, block: Block) -> None:
+        self._account = account
+        self._block = block
+        self._last_copy: torch.Event | None = None
+
+    def write(self, copy_streams: CopyStreams, source: Tensor) -> torch.Event | None:
+        """Begin to copy a contiguous tensor here; return the event after which its memory is not read any more."""
+        self._last_copy = copy_streams.copy_to_host(source, self._block)
+        return self._last_copy
+
+    def read(self, copy_streams: CopyStreams, fetch_buffer: FetchBuffer) -> None:
+        """Allocate the fetch buffer and begin to copy the bytes into it, once they are written."""
+        self._last_copy = copy_streams.copy_to_device(self._block, fetch_buffer, after=self._last_copy)
+
+    def free(self) -> None:
+        """Give the room back. Callable on any thread; never blocks."""
+        self._account.free(self._block, self._last_copy)
+
+
+class HostTier:
+    """Host memory, of one account of an arena."""
+
+    def __init__(self, account: Account) -> None:
+        self._account = account
+
+    def allocate(self, nbytes: int) -> HostAllocation | None:
+        """Return room for `nbytes`, or None if the tier is full."""
+        block = self._account.allocate(nbytes)
+        return None if block is None else HostAllocation(self._account, block)
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes that are allocated now."""
+        return self._account.held_bytes
+
+
+class Allocation(Protocol):
+    """Room in a tier: host memory, or part of a file (`disk.py`)."""
+
+    def write(self, copy_streams: CopyStreams, source: Tensor) -> torch.Event | None:
+        """See `HostAllocation.write`."""
+
+    def read(self, copy_streams: CopyStreams, fetch_buffer: FetchBuffer) -> None:
+        """See `HostAllocation.read`."""
+
+    def free(self) -> None:
+        """See `HostAllocation.free`."""
+
+
+class Tier(Protocol):
+    """What holds offloaded bytes."""
+
+    def allocate(self, nbytes: int) -> Allocation | None:
+        """Return room for `nbytes`, or None if the tier is full."""
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes that are allocated now."""
 
 
 class OffloadedRange:

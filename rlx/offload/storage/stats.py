@@ -1,15 +1,10 @@
-"""Counters of the engine: bytes and times."""
+"""The figures that `stats()` returns: bytes and times."""
 
 from __future__ import annotations
 
-import threading
-import time
-from collections import deque
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
-
-import torch
 
 TIMED_BYTES = 1 << 24  # copies of fewer bytes do not show a rate
 
@@ -122,56 +117,3 @@ def readable(nbytes: int) -> str:
 def measured_rate(nbytes: int, ms: float) -> float | None:
     """Return the rate of copies [bytes per second]; None if too few bytes were copied to know it."""
     return nbytes / ms * 1e3 if nbytes >= TIMED_BYTES and ms else None
-
-
-@dataclass
-class Counters:
-    """Running sums of the engine or of one layer, as in `OffloadStats`."""
-
-    offloaded_bytes: int = 0
-    kept_bytes: int = 0
-    copied_bytes: int = 0
-    recomputed_ms: float = 0.0
-    copy_ms: float = 0.0
-    stall_ms: float = 0.0
-
-
-Mark = float | torch.Event
-
-
-def mark(stream: torch.Stream | None) -> Mark:
-    """Return a point in time: an event on a device's stream, or the host's clock if there is no stream [ms]."""
-    if stream is None:
-        return time.perf_counter() * 1e3
-    # Blocking: a thread that waits for the event sleeps.
-    event = torch.Event(stream.device, enable_timing=True, blocking=True)
-    event.record(stream)
-    return event
-
-
-class Timeline:
-    """Converts pairs of marks to milliseconds once the device has passed them; never waits for the device."""
-
-    def __init__(self) -> None:
-        self._pending: deque[tuple[tuple[Counters, ...], str, torch.Event, torch.Event]] = deque()
-        self._lock = threading.Lock()
-
-    def add(self, name: str, start: Mark, stop: Mark, *counters: Counters) -> None:
-        """Add the time between two marks to the field `name` of some counters."""
-        if isinstance(start, torch.Event) and isinstance(stop, torch.Event):
-            self._pending.append((counters, name, start, stop))
-            if len(self._pending) > 256:
-                self.harvest()
-        elif isinstance(start, float) and isinstance(stop, float):
-            with self._lock:
-                for counter in counters:
-                    setattr(counter, name, getattr(counter, name) + stop - start)
-
-    def harvest(self) -> None:
-        """Add up the pairs that the device has passed."""
-        with self._lock:
-            while self._pending and self._pending[0][3].query():
-                counters, name, start, stop = self._pending.popleft()
-                ms = start.elapsed_time(stop)
-                for counter in counters:
-                    setattr(counter, name, getattr(counter, name) + ms)

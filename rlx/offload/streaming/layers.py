@@ -16,11 +16,11 @@ from torch.nn import Parameter
 
 from rlx.offload.runtime.forward_override import ForwardOverride
 from rlx.offload.runtime.layers import LayerName, NamedLayer, find_layers, is_checkpointed
-from rlx.offload.storage.copy_streams import CopyStreams
-from rlx.offload.storage.regions import is_plain
-from rlx.offload.storage.stats import Counters, OffloadStats, Timeline
+from rlx.offload.storage.offloader import CopyStreams, Counters, Timeline
+from rlx.offload.storage.stats import OffloadStats
+from rlx.offload.storage.tensor_bytes import is_plain, weights_are_refetched
 from rlx.offload.streaming.shared_file import WeightFile
-from rlx.offload.streaming.weights import FrozenWeights, weights_are_refetched
+from rlx.offload.streaming.weights import FrozenWeights
 
 
 class StreamedForward(ForwardOverride):

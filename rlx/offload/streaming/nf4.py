@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from rlx.offload.replay.replay_mode import show_calls
 from rlx.offload.runtime.layers import find_layers
 
 NF4_BLOCK = 64  # weights that share a scale, in bitsandbytes and in the paper
@@ -69,6 +70,9 @@ class NF4Product(torch.autograd.Function):
         if ctx.needs_input_grad[2]:
             of_bias = of_rows.sum(0)
         return of_input, None, of_bias
+
+
+show_calls(NF4Product, is_attention=False)
 
 
 def is_quantized(tensor: Tensor) -> bool:

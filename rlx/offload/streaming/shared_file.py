@@ -16,12 +16,10 @@ from typing import cast
 
 import torch.distributed as dist
 
-from rlx.offload.storage.arena import host_arena
-from rlx.offload.storage.copy_streams import CopyStreams
-from rlx.offload.storage.pages import Pages
+from rlx.offload.storage.arena import Pages, host_arena
+from rlx.offload.storage.disk import DiskAllocation, DiskError, DiskTier, ExtentFile, StagingBuffers, usable
+from rlx.offload.storage.offloader import CopyStreams
 from rlx.offload.storage.ranges import MAX_CHUNK_BYTES, Extent
-from rlx.offload.storage.spill_file import DiskError, ExtentFile, usable
-from rlx.offload.storage.tiers import DiskAllocation, DiskTier, StagingBuffers
 
 
 @contextmanager

@@ -21,21 +21,17 @@ import contextlib
 import logging
 import weakref
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from itertools import accumulate
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Parameter
 
-from rlx.offload.storage.arena import Block
-from rlx.offload.storage.copy_streams import CopyStreams, FetchBuffer
-from rlx.offload.storage.pages import Pages
-from rlx.offload.storage.regions import TENSOR_ALIGN_BYTES, KeptTensor, modified_in_place
-from rlx.offload.storage.tiers import DiskAllocation
+from rlx.offload.storage.arena import Block, Pages
+from rlx.offload.storage.disk import DiskAllocation
+from rlx.offload.storage.offloader import CopyStreams, FetchBuffer
+from rlx.offload.storage.tensor_bytes import TENSOR_ALIGN_BYTES, modified_in_place, moving_weights
 from rlx.offload.streaming.shared_file import WeightFile, shared_memory
 
 logger = logging.getLogger("rlx.offload")
@@ -99,6 +95,8 @@ class FrozenWeights:
         self._versions = self._current_versions()  # of the bytes on the host; of those fetched too, if there are any
         here = weakref.ref(self)
         _STREAMED.update((id(parameter), here) for parameter in self.parameters)
+        if _MOVER not in moving_weights:
+            moving_weights.append(_MOVER)
         self._forget = weakref.finalize(self, _forget, list(map(id, self.parameters)), here)
 
     @property
@@ -157,7 +155,7 @@ class FrozenWeights:
             parameter.data = host.to(self._copy_streams.device, copy=True)
         self._forget()
 
-    def on_device(self, parameter: Parameter) -> Tensor:
+    def on_device(self, parameter: Tensor) -> Tensor:
         """Return an alias of a parameter on the fetched buffer, ready for the current stream."""
         if id(parameter) in _STREAMED:  # else the weights do not stream any more
             self._begin(self)
@@ -200,35 +198,27 @@ class SavedWeight:
         return whole.as_strided(self._shape, self._stride, whole.storage_offset() + self._start)
 
 
-def saved_weight(tensor: Tensor) -> SavedWeight | None:
-    """Return what a pack hook holds in place of a weight that streams; None for any other tensor."""
-    parameter = tensor if isinstance(tensor, Parameter) else tensor._base
-    if not isinstance(parameter, Parameter) or parameter.dtype != tensor.dtype:
-        return None
-    weights = _weights_of(parameter)
-    return None if weights is None else SavedWeight(weights, parameter, tensor)
+class _Streamed:
+    """Tells the engine where weights that stream are (`MovingWeights`)."""
+
+    def pack(self, tensor: Tensor) -> SavedWeight | None:
+        """Return a `SavedWeight` for a weight that streams."""
+        parameter = tensor if isinstance(tensor, Parameter) else tensor._base
+        if not isinstance(parameter, Parameter) or parameter.dtype != tensor.dtype:
+            return None
+        weights = _weights_of(parameter)
+        return None if weights is None else SavedWeight(weights, parameter, tensor)
+
+    def present(self, parameter: Tensor) -> Tensor:
+        """Return an alias on the device of a weight that streams."""
+        weights = _weights_of(parameter)
+        return parameter if weights is None else weights.on_device(parameter)
 
 
-def present(parameter: Parameter) -> Tensor:
-    """Return a parameter for backward: of one that streams an alias on the device, of any other itself."""
-    weights = _weights_of(parameter) if _STREAMED else None
-    return parameter if weights is None else weights.on_device(parameter)
+_MOVER = _Streamed()
 
 
-def weights_are_refetched() -> AbstractContextManager[Any]:
-    """Return a context in which autograd saves no weight that streams, but a `SavedWeight`; all other tensors stay as they are."""
-    return saved_tensors_hooks(_pack, _unpack) if _STREAMED else contextlib.nullcontext()
-
-
-def _pack(tensor: Tensor) -> SavedWeight | KeptTensor:
-    return saved_weight(tensor) or KeptTensor(tensor)
-
-
-def _unpack(packed: SavedWeight | KeptTensor) -> Tensor:
-    return packed.restore()
-
-
-def _weights_of(parameter: Parameter) -> FrozenWeights | None:
+def _weights_of(parameter: Tensor) -> FrozenWeights | None:
     reference = _STREAMED.get(id(parameter))
     return None if reference is None else reference()
 
@@ -237,6 +227,8 @@ def _forget(ids: list[int], owner: weakref.ref[FrozenWeights]) -> None:
     for number in ids:
         if _STREAMED.get(number) is owner:  # else another layer has the parameter by now, or the number
             del _STREAMED[number]
+    if not _STREAMED and _MOVER in moving_weights:
+        moving_weights.remove(_MOVER)
 
 
 def _pages(nbytes: int, is_locked: bool, group: dist.ProcessGroup | None) -> Pages:

@@ -27,7 +27,7 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
 from rlx.offload.recompute.ambient_state import AmbientState
-from rlx.offload.runtime.functional import run_with
+from rlx.offload.runtime.forward_override import run_with
 
 
 class _TileRecomputedError(BaseException):

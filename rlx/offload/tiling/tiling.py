@@ -18,7 +18,7 @@ from rlx.offload.recompute.ambient_state import autocast_dtype
 from rlx.offload.replay.replay_mode import run_as_one_call, unrecorded
 from rlx.offload.runtime.forward_override import ForwardOverride
 from rlx.offload.runtime.layers import LayerName, find_layers, is_fsdp1
-from rlx.offload.storage.regions import is_plain
+from rlx.offload.storage.tensor_bytes import is_plain
 from rlx.offload.tiling.tiles import TiledModule, run_tiled, run_tiled_without_graph
 
 logger = logging.getLogger("rlx.offload")

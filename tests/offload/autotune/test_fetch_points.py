@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from rlx.offload.replay.instructions import LayerInstructions
+from rlx.offload.replay.recorder import LayerInstructions
 
 
 def arrived(toys, enable, behind):

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from rlx.offload.autotune.measure import DeviceMemoryProbe, Inputs, LayerProfile, OpProfile, PassState, measured
-from rlx.offload.plan import Budget, LayerPlan, predict
+from rlx.offload.plan.costs import Budget, LayerPlan
+from rlx.offload.plan.step import predict
 
 CPU = torch.device("cpu")
 BASE, INPUT, SAVED = 1000, 10, 300  # bytes of weights and gradients, of a layer's input, of what autograd saves of it

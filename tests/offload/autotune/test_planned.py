@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlx.offload import OffloadOptions, enable_activation_offloading
-from rlx.offload.replay.instructions import LayerInstructions
+from rlx.offload.replay.recorder import LayerInstructions
 
 places = st.frozensets(st.integers(0, 7))
 layer_orders = st.builds(

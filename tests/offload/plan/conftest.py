@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from rlx.offload.plan import LayerCost, Operation
+from rlx.offload.plan.costs import LayerCost, Operation
 
 
 @pytest.fixture(scope="session")

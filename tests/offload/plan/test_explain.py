@@ -5,8 +5,10 @@ from dataclasses import replace
 
 import pytest
 
-from rlx.offload.plan import Budget, LayerCost, LayerPlan, make_plan, predict
+from rlx.offload.plan.costs import Budget, LayerCost, LayerPlan
 from rlx.offload.plan.explain import explain, limits
+from rlx.offload.plan.planner import make_plan
+from rlx.offload.plan.step import predict
 
 AMPLE = Budget(1e9, 1e9, 10**6)
 

@@ -14,7 +14,7 @@ from rlx.config.schema import ModelConfig
 from rlx.engine.optimizer_state import PIECE_BYTES, TEMPORARY
 from rlx.models import head_log_probs
 from rlx.models.lora import add_lora
-from rlx.offload.plan import Budget, LayerPlan, make_plan, predict, sent_bytes
+from rlx.offload.plan.costs import Budget, LayerPlan
 from rlx.offload.plan.decoder import ARCHITECTURES as READ
 from rlx.offload.plan.decoder import read_decoder
 from rlx.offload.plan.hardware import MATMUL_SHARE, PROFILES, profile_of
@@ -31,7 +31,9 @@ from rlx.offload.plan.memory import (
     step_bytes,
 )
 from rlx.offload.plan.model_costs import head_cost, layer_cost
+from rlx.offload.plan.planner import make_plan
 from rlx.offload.plan.shapes import SHAPES
+from rlx.offload.plan.step import predict, sent_bytes
 
 H200 = PROFILES["h200"]
 SMALL = {

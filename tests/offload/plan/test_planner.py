@@ -9,11 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlx.offload.plan import Budget, LayerCost, LayerPlan, Operation, make_plan, planner, predict, sent_bytes
+from rlx.offload.plan import planner
+from rlx.offload.plan.costs import Budget, LayerCost, LayerPlan, Operation
 from rlx.offload.plan.decoder import read_decoder
 from rlx.offload.plan.hardware import PROFILES
 from rlx.offload.plan.model_costs import layer_cost
+from rlx.offload.plan.planner import make_plan
 from rlx.offload.plan.shapes import SHAPES
+from rlx.offload.plan.step import predict, sent_bytes
 
 KEPT, STAYS, BOUNDARY = LayerPlan(keep=True), LayerPlan(offload_boundary=False), LayerPlan()
 NO_LINK = Budget(0, 0, 0)

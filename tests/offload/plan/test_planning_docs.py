@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from rlx.offload.plan import Budget, LayerPlan, predict
+from rlx.offload.plan.costs import Budget, LayerPlan
 from rlx.offload.plan.decoder import read_decoder
 from rlx.offload.plan.hardware import PROFILES
 from rlx.offload.plan.memory import head_bytes, layer_bytes
 from rlx.offload.plan.model_costs import layer_cost
 from rlx.offload.plan.shapes import SHAPES
+from rlx.offload.plan.step import predict
 from rlx.offload.plan_command import _parser, _scenario, main
 
 PAGE = (Path(__file__).parents[3] / "docs" / "planning.md").read_text()

@@ -7,18 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlx.offload.plan import (
-    Budget,
-    LayerCost,
-    LayerPlan,
-    Operation,
-    Point,
-    held_bytes,
-    predict,
-    recompute_s,
-    sent_bytes,
-)
-from rlx.offload.plan.step import choose_fetch_points, estimate_layer
+from rlx.offload.plan.costs import Budget, LayerCost, LayerPlan, Operation, Point
+from rlx.offload.plan.step import choose_fetch_points, estimate_layer, held_bytes, predict, recompute_s, sent_bytes
 
 # A layer of 1 s forward and 2 s backward, half of whose recomputation of 0.8 s are two operations.
 FIRST, SECOND = Operation("first", 0.5, 0.3, 4), Operation("second", 1.0, 0.1, 2)

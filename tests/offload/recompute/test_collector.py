@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from rlx.offload.recompute.ambient_state import AmbientState
-from rlx.offload.recompute.collector import Collector, RecomputedLayer
-from rlx.offload.recompute.saved_slots import SavedSlots
+from rlx.offload.recompute.saved_slots import Collector, RecomputedLayer, SavedSlots
 
 DEVICE = torch.device("cuda", 0)
 

@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlx.offload.storage.offloader import in_one_piece
-from rlx.offload.storage.regions import TensorLayout, VersionProbe, is_parameter, is_plain, region_of, span_bytes
+from rlx.offload.storage.tensor_bytes import TensorLayout, VersionProbe, is_parameter, is_plain, region_of, span_bytes
 
 
 @st.composite

@@ -11,11 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlx.offload import OffloadOptions, host_arena, offload_activations, trim
-from rlx.offload.storage.copy_streams import CopyStreams, FetchBuffer
+from rlx.offload.storage.disk import DiskTier, StagingBuffers, extent_file
+from rlx.offload.storage.offloader import CopyStreams, Counters, FetchBuffer, Timeline
 from rlx.offload.storage.ranges import MIN_STAGING_BYTES, PAGE_ALIGN_BYTES, page_aligned
-from rlx.offload.storage.spill_file import extent_file
-from rlx.offload.storage.stats import Counters, Timeline
-from rlx.offload.storage.tiers import DiskTier, StagingBuffers
 
 MODES = pytest.mark.parametrize("enable_ckpt", [True, False], ids=["boundary", "all"])
 MIB = 1 << 20

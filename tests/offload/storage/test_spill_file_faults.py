@@ -17,11 +17,9 @@ import pytest
 import torch
 
 from rlx.offload import DiskError, OffloadOptions, enable_activation_offloading, host_arena, trim
-from rlx.offload.storage.copy_streams import CopyStreams
+from rlx.offload.storage.disk import DiskTier, ExtentFile, StagingBuffers, extent_file
+from rlx.offload.storage.offloader import CopyStreams, Counters, Timeline
 from rlx.offload.storage.ranges import PAGE_ALIGN_BYTES
-from rlx.offload.storage.spill_file import ExtentFile, extent_file
-from rlx.offload.storage.stats import Counters, Timeline
-from rlx.offload.storage.tiers import DiskTier, StagingBuffers
 
 MODES = pytest.mark.parametrize("enable_ckpt", [True, False], ids=["boundary", "all"])
 MIB = 1 << 20

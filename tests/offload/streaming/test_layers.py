@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from rlx.offload import OffloadOptions, enable_activation_offloading, enable_layer_offloading, enable_tiling
-from rlx.offload.storage.spill_file import DiskError
+from rlx.offload.storage.disk import DiskError
 from rlx.offload.streaming.weights import _STREAMED
 
 SAVES = (None, "boundary", "attention", "auto", "all")

@@ -14,10 +14,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import NamedTuple
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Parameter
 
 # Ranges start at a multiple of this. A fetched tensor then has its old alignment, by which kernels are chosen.
@@ -193,6 +195,49 @@ class KeptTensor:
         if tensor._version != self._version:
             raise modified_in_place(tensor.shape, tensor.dtype, self._version, f"but is at version {tensor._version}")
         return tensor
+
+
+class Packed(Protocol):
+    """What a pack hook returns in place of a tensor."""
+
+    def restore(self) -> Tensor:
+        """Return the tensor; RuntimeError if it was written to since."""
+
+
+class MovingWeights(Protocol):
+    """Whoever moves weights between devices (layer streaming): says what the engine holds in place of one, and where it is."""
+
+    def pack(self, tensor: Tensor) -> Packed | None:
+        """Return what a pack hook holds in place of a weight that moves, or a view of it; None for any other tensor."""
+
+    def present(self, parameter: Tensor) -> Tensor:
+        """Return a weight that moves on the device, any other parameter as it is."""
+
+
+moving_weights: list[MovingWeights] = []  # those that move weights now; mostly none
+
+
+def kept(tensor: Tensor) -> Packed:
+    """Return what a pack hook holds in place of a tensor that is not offloaded."""
+    packed = (mover.pack(tensor) for mover in moving_weights)
+    return next(filter(None, packed), None) or KeptTensor(tensor)
+
+
+def present(parameter: Tensor) -> Tensor:
+    """Return a parameter for backward."""
+    for mover in moving_weights:
+        parameter = mover.present(parameter)
+    return parameter
+
+
+def restore(packed: Packed) -> Tensor:
+    """The unpack hook."""
+    return packed.restore()
+
+
+def weights_are_refetched() -> AbstractContextManager[Any]:
+    """Return a context in which autograd saves no weight that moves, but what stands for it; all other tensors stay as they are."""
+    return saved_tensors_hooks(kept, restore) if moving_weights else nullcontext()
 
 
 @functools.cache

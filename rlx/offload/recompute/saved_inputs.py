@@ -11,9 +11,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from rlx.offload.runtime.pytree import replace_leaves
-from rlx.offload.storage.offloader import OffloadedRange
-from rlx.offload.storage.regions import TensorLayout, is_parameter, size_bytes
-from rlx.offload.storage.stats import Counters
+from rlx.offload.storage.offloader import Counters, OffloadedRange
+from rlx.offload.storage.tensor_bytes import TensorLayout, is_parameter, size_bytes
 
 
 class StashedTensor:
