@@ -1,6 +1,6 @@
 """A reward of your own: right answers earn more the shorter they are.
 
-    python -m rlx.main_ppo custom_reward_function.path=examples/custom_reward.py
+    rlx train custom_reward_function.path=examples/custom_reward.py
 
 rlx calls the function once per response. It returns a number, or a dict whose `score` is the reward; the dict's other
 numbers are logged, and `acc` among them becomes the accuracy in the step table.

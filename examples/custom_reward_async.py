@@ -1,6 +1,6 @@
 """A reward of your own that waits: the response is a program, run side by side with those of other samples.
 
-    python -m rlx.main_ppo custom_reward_function.path=examples/custom_reward_async.py reward.max_concurrent=8
+    rlx train custom_reward_function.path=examples/custom_reward_async.py reward.max_concurrent=8
 
 A program earns 1 when it prints the ground truth. It runs in a process of its own, which ends with the call, also when
 `reward.timeout_s` ends it. That keeps it from stopping the run, not from your files: models may write anything, so run

@@ -1,6 +1,6 @@
 """A reward of your own that sees the whole batch: right answers in the same words share one reward.
 
-    python -m rlx.main_ppo custom_reward_function.path=examples/custom_reward_batch.py reward.reward_manager.name=batch
+    rlx train custom_reward_function.path=examples/custom_reward_batch.py reward.reward_manager.name=batch
 
 rlx calls the function once with all samples of a batch, as lists. It returns a list of numbers, or of dicts as in
 custom_reward.py, one for each sample.

@@ -1,6 +1,6 @@
 """An environment of your own: a teacher who lets the model try again, and pays less for a later answer.
 
-python -m rlx.main_ppo experiment=arithmetic environment.path=examples/environment.py environment.name=Teacher environment.kwargs.tries=3 environment.rewards=replace data.max_response_length=160
+rlx train experiment=arithmetic environment.path=examples/environment.py environment.name=Teacher environment.kwargs.tries=3 environment.rewards=replace data.max_response_length=160
 """
 
 import re

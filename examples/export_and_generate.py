@@ -1,6 +1,6 @@
 r"""A trained model leaves: a checkpoint becomes a Hugging Face folder, and transformers answers with it.
 
-    python -m rlx.main_ppo trainer.save_freq=20
+    rlx train trainer.save_freq=20
     python examples/export_and_generate.py RUN/checkpoints/global_step_40/actor exported \
       "Tom has 3 apples. He buys 4 more. How many apples does Tom have?"
 

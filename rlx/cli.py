@@ -88,6 +88,11 @@ def _main(arguments: Sequence[str] | None) -> int:
     if command is None:
         print(f"rlx: got {name!r}, expected one of {', '.join(_known())}\n\n{usage()}", file=sys.stderr)
         return 2
+    try:
+        folder = os.getcwd()
+    except FileNotFoundError:
+        print(f"rlx {name}: the working folder is gone; change to one that exists", file=sys.stderr)
+        return 2
     missing = [package for package in ("torch", *command.needs) if find_spec(package) is None]
     if missing:
         print(
@@ -96,7 +101,7 @@ def _main(arguments: Sequence[str] | None) -> int:
         return 2
     os.environ[CALLED_AS] = f"rlx {name}"
     sys.argv = [f"rlx {name}", *command.arguments, *rest[:-1]]
-    sys.path.insert(0, os.getcwd())  # as python -m does, so that a user's own modules are found
+    sys.path.insert(0, folder)  # as python -m does, so that a user's own modules are found
     runpy.run_module(command.module, run_name="__main__", alter_sys=True)
     return 0
 

@@ -13,10 +13,11 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from rlx.cluster import stay_on_this_machine
-from rlx.cluster.errors import end_of
+from rlx.cluster.errors import WorkerFailure, end_of
 from rlx.config.check.folders import runs_folder
+from rlx.config.check.rules_memory import after_full_memory
 from rlx.config.check.validate import check
-from rlx.config.choices import PROMPTS, chosen, not_chosen, why_fewer, with_reason
+from rlx.config.choices import PROMPTS, chosen, most_prompts, not_chosen, why_fewer, with_reason
 from rlx.config.compose.command_line import Composed, compose
 from rlx.config.describe import help_text
 from rlx.config.faults import numbered
@@ -58,6 +59,11 @@ def main(arguments: Sequence[str]) -> int:
         if "--help" in arguments or "-h" in arguments:
             print(help_text())
             return DONE
+        if _folder_is_gone():
+            print("rlx: the working folder is gone; change to one that exists", file=sys.stderr)
+            return FAULTY
+        for stream in (sys.stdout, sys.stderr):
+            stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # a name may not be UTF-8
         options, overrides = read_options(arguments)
         return _check_and_run(overrides, options)
     except KeyboardInterrupt:
@@ -69,6 +75,14 @@ def main(arguments: Sequence[str]) -> int:
     except ValueError as error:
         print(f"rlx: {error}", file=sys.stderr)
         return FAULTY
+
+
+def _folder_is_gone() -> bool:
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return True
+    return False
 
 
 class DriverOptions(NamedTuple):
@@ -112,10 +126,10 @@ def _check_and_run(overrides: Sequence[str], options: DriverOptions) -> int:
         if more := chosen(overrides, composed, machine, rows):
             if not composed.faults:
                 chose = f"chosen for this command and machine; set a key to choose yourself:\n    {'  '.join(more)}"
-                print(wrapped(chose + why_fewer(rows, more)))
+                print(wrapped(chose + why_fewer(rows, more, most_prompts(composed, machine))))
             composed = compose([*overrides, *more])
         composed = with_nodes(composed, machine)
-        checked = check(composed, machine, not options.check or _is_meant_for(composed, machine))
+        checked = check(composed, machine)
         data = check_data(composed.partial, composed.broken)
         models = check_models(composed.partial, composed.broken, machine)
         tried = check_user_code(composed.partial, composed.broken, machine)
@@ -152,22 +166,18 @@ def _check_and_run(overrides: Sequence[str], options: DriverOptions) -> int:
         if "console" in trainer.logger and trainer.memory_check != "off":
             print(wrapped(short_text(forecast)), flush=True)
         tell(overrides=[override_without_secrets(each) for each in overrides])
-        return _run(composed, forecast.decided().config)
+        return _run(composed, forecast.decided())
 
 
 def _print_plan(composed: Composed, machine: Machine) -> None:
-    """Print the memory by phase, unless the run is meant for GPUs that this machine does not have."""
-    if not _is_meant_for(composed, machine):
-        print(
-            wrapped(
-                f"This machine has no GPU: {program('train')} runs this command on the CPU, and trainer.device=cpu predicts the "
-                f"memory for that. If another machine is meant, name it: {program('check')} --on 8xh100 ..."
-            ),
-            flush=True,
-        )
-        return
+    """Print the memory by phase, and how to ask for another machine if this one has no GPU."""
     forecast = MemoryForecast.of(composed.config, machine)
     lines = checkpoint_text(forecast, None if machine.name else runs_folder(composed.config))
+    if not forecast.on_device and composed.partial.trainer.device == "auto" and not is_tiny(composed.partial):
+        train, here = program("train"), program("check")
+        lines.append(
+            f"this machine has no GPU, so {train} would use its CPU; to check for another one: {here} --on 8xh100 …"
+        )
     print(wrapped("\n".join([long_text(forecast), *lines])), flush=True)
 
 
@@ -176,15 +186,8 @@ def _verdict(composed: Composed, machine: Machine, faults: int) -> str:
     found = f"{faults} fault(s), listed above" if faults else "valid"
     if composed.faults:
         return found
-    if not _is_meant_for(composed, machine):
-        return f"{found}; runs on the CPU of this machine; no GPU memory to predict"
     elsewhere = "; its packages are not checked" if machine.name else ""
     return f"{found}; {verdict_text(MemoryForecast.of(composed.config, machine))}{elsewhere}"
-
-
-def _is_meant_for(composed: Composed, machine: Machine) -> bool:
-    """Whether the run is to run on this machine: a large model without a GPU hardly is."""
-    return composed.partial.trainer.device != "auto" or any(machine.node_gpus) or is_tiny(composed.partial)
 
 
 def with_nodes(composed: Composed, machine: Machine) -> Composed:
@@ -203,7 +206,8 @@ def with_nodes(composed: Composed, machine: Machine) -> Composed:
     return replace(composed, partial=partial)
 
 
-def _run(composed: Composed, config: PPOConfig) -> int:
+def _run(composed: Composed, forecast: MemoryForecast) -> int:
+    config = forecast.config
     tell(max_restarts=config.trainer.max_restarts)
     try:
         launch(config, composed.yaml)
@@ -212,6 +216,8 @@ def _run(composed: Composed, config: PPOConfig) -> int:
             print(shown(error.__cause__), file=sys.stderr)
         stopped = f"\nrlx stopped: {error}"
         print(wrapped(stopped) if error.may_be_wrapped else stopped, file=sys.stderr)
+        if isinstance(error, WorkerFailure) and error.fault.kind == "memory":
+            print(wrapped(after_full_memory(forecast)), file=sys.stderr)
         tell(end=end_of(error))
         return FAILED
     except Exception as error:

@@ -1,5 +1,6 @@
 """The command `rlx`: it starts the modules, names what is missing, and imports nothing heavy itself."""
 
+import os
 import re
 import subprocess
 import sys
@@ -28,6 +29,14 @@ def test_help_and_version_import_no_package(capsys: pytest.CaptureFixture[str]):
     assert done.returncode == 0, done.stderr
     assert all(f"  {name} " in done.stdout for name in cli.COMMANDS if find_spec(cli.COMMANDS[name].module))
     assert f"rlx {__version__}\n" in done.stdout and "torch " in done.stdout
+
+
+@pytest.mark.parametrize("module", ["rlx.cli check", "rlx.cli plan --model tiny", "rlx.driver --check"])
+def test_a_working_folder_that_is_gone_is_named(tmp_path: Path, module: str):
+    script = f"cd {tmp_path} && rmdir {tmp_path} && {sys.executable} -m {module}"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, env=environment, timeout=120)
+    assert done.returncode == 2 and "the working folder is gone" in done.stderr and "Traceback" not in done.stderr
 
 
 def test_check_is_the_driver_with_its_option():

@@ -106,6 +106,7 @@ ONLY = {
         "rlx.config.schema",
         "rlx.config.secrets",
         "rlx.errors",
+        "yaml",
     },
     "rlx.config.forecast": {
         "rlx.config.faults",

@@ -11,17 +11,22 @@ from rlx.config.faults import Fault
 from rlx.config.forecast.memory_forecast import MemoryForecast
 from rlx.config.machine import Machine, on_accelerator
 from rlx.config.schema import ActorConfig, PPOConfig
+from rlx.config.schema.tree import with_value
 
 ACTOR, ROLLOUT, PROCESSES = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "trainer.n_gpus_per_node"
 TOKENS, ROWS = f"{ACTOR}.ppo_max_token_len_per_gpu", f"{ACTOR}.ppo_micro_batch_size_per_gpu"
 BY_TOKENS = f"{ACTOR}.use_dynamic_bsz"
 ESTIMATOR, BATCH, MINI_BATCH = "algorithm.adv_estimator", "data.train_batch_size", f"{ACTOR}.ppo_mini_batch_size"
 FILES = "data.train_files"
-SAMPLES = f"{ROLLOUT}.n"
+SAMPLES, SEQUENCES = f"{ROLLOUT}.n", f"{ROLLOUT}.max_num_seqs"
 GRPO = {ESTIMATOR: "grpo", SAMPLES: "8"}
 PROMPTS, MINI_PROMPTS = 128, 64
 """Sizes with which a first run shows within some steps whether it learns."""
+CPU_PROMPTS = 16
+"""On a CPU, where 128 prompts would take half an hour a step."""
+CPU_SHARE = 0.5  # of a host's memory for states and activations, beside Python, torch, Ray and other programs
 MOST_TOKENS, LEAST_TOKENS = 65_536, 1024
+OF_SAMPLER = ("rollout", "sync")  # phases whose memory does not depend on the tokens of a micro-batch
 
 
 def chosen(arguments: Sequence[str], composed: Composed, machine: Machine, rows: int | None) -> list[str]:
@@ -42,20 +47,31 @@ def chosen(arguments: Sequence[str], composed: Composed, machine: Machine, rows:
     if PROCESSES not in given:
         found[PROCESSES] = str(_per_machine(composed, machine))
     if not _of_algorithm(given):
-        found |= {key: value for key, value in GRPO.items() if key not in given} | _sizes(composed, rows or PROMPTS)
+        found |= {key: value for key, value in GRPO.items() if key not in given}
+        most = most_prompts(composed, machine)
+        found |= _sizes(composed, min(most, rows or most))
     if FILES in given and not given & {"data.val_files", "trainer.val_before_train", "trainer.test_freq"}:
         found["trainer.val_before_train"] = "False"  # the default files are problems of the generated task
+    if not on_accelerator(composed.partial, machine) and machine.host_bytes is not None:
+        machine = replace(machine, host_bytes=int(CPU_SHARE * machine.host_bytes))
     if not given & {TOKENS, ROWS, BY_TOKENS}:
         found[BY_TOKENS] = "True"
         if not composed.faults:  # a forecast needs every value
             found[TOKENS] = str(_tokens([*arguments, *_texts(found)], machine))
+    if SEQUENCES not in given and not composed.faults and composed.partial.actor_rollout_ref.rollout.name == "hf":
+        found |= _sequences([*arguments, *_texts(found)], machine)
     return _texts(found)
 
 
-def why_fewer(rows: int | None, choices: Sequence[str]) -> str:
-    """Return a sentence if the chosen batch is smaller than usual because the training files have few rows, else nothing."""
+def most_prompts(composed: Composed, machine: Machine) -> int:
+    """Return the prompts of a batch that rlx chooses for many rows."""
+    return PROMPTS if on_accelerator(composed.partial, machine) else CPU_PROMPTS
+
+
+def why_fewer(rows: int | None, choices: Sequence[str], most: int = PROMPTS) -> str:
+    """Return a sentence if the chosen batch has fewer than `most` prompts because the training files have few rows, else nothing."""
     is_chosen = any(choice.startswith(f"{BATCH}=") for choice in choices)
-    return f"\n{FILES} has {rows} row(s): a batch is no larger" if is_chosen and rows and rows < PROMPTS else ""
+    return f"\n{FILES} has {rows} row(s): a batch is no larger" if is_chosen and rows and rows < most else ""
 
 
 def not_chosen(arguments: Sequence[str], composed: Composed) -> dict[str, str]:
@@ -83,13 +99,13 @@ def _of_algorithm(given: frozenset[str]) -> list[str]:
     return sorted(key for key in given if key == ESTIMATOR or key.startswith("critic."))
 
 
-def _sizes(composed: Composed, rows: int) -> dict[str, str]:
-    """Return the sizes of batch and mini-batch that are open, both in prompts; the batch is no larger than the data."""
+def _sizes(composed: Composed, most: int) -> dict[str, str]:
+    """Return the sizes of batch and mini-batch that are open, both in prompts; the batch has at most `most`."""
     given, config = composed.set_keys, composed.partial
     batch, mini = config.data.train_batch_size, config.actor_rollout_ref.actor.ppo_mini_batch_size
     sizes: dict[str, str] = {}
     if BATCH not in given:
-        batch = min(PROMPTS, rows)
+        batch = most
         if MINI_BATCH in given:
             batch = max(batch - batch % mini, mini)
         sizes[BATCH] = str(batch)
@@ -106,7 +122,7 @@ def _per_machine(composed: Composed, machine: Machine) -> int:
 def _tokens(arguments: Sequence[str], machine: Machine) -> int:
     """Return the most tokens with which the run fits by the forecast: a power of two, or the longest row, which is the least.
 
-    Without a forecast the default is returned.
+    Without a forecast the default is returned. The sampler's phases do not count: fewer tokens would not make them fit.
     """
 
     def of(tokens: int) -> PPOConfig:
@@ -118,10 +134,22 @@ def _tokens(arguments: Sequence[str], machine: Machine) -> int:
         forecast = MemoryForecast.of(of(tokens), machine)
         if forecast.memory_bytes is None or forecast.unknown:
             return max(usual, longest)
-        if not forecast.oversized():
+        if all(phase.name in OF_SAMPLER for phase in forecast.oversized()):
             return tokens
         tokens //= 2
     return longest
+
+
+def _sequences(arguments: Sequence[str], machine: Machine) -> dict[str, str]:
+    """Return the most sequences that transformers may decode at once by the forecast, a power of two; empty if the default may."""
+    config = compose(arguments).partial
+    usual = number = config.actor_rollout_ref.rollout.max_num_seqs
+    while number > 1:
+        forecast = MemoryForecast.of(with_value(config, SEQUENCES, number), machine)
+        if forecast.memory_bytes is None or forecast.unknown or forecast.phase("rollout").fits():
+            break
+        number //= 2
+    return {SEQUENCES: str(number)} if number < usual else {}
 
 
 def _texts(found: dict[str, str]) -> list[str]:

@@ -5,8 +5,6 @@ from pathlib import Path
 from typing import Any
 
 from rlx.config.compose.command_line import DEFAULT_GROUPS, group_choices
-from rlx.config.compose.verl_keys import REMEDIES
-from rlx.config.forecast.memory_forecast import __doc__ as MEMORY
 from rlx.config.schema import PPOConfig
 from rlx.config.schema.tree import Leaf, as_text, children, describe_range, describe_type
 
@@ -37,7 +35,7 @@ Examples:
 """
 
 PAGE = Path(__file__).with_name("configuration.md")
-"""The page's text, with <verl>, <memory> and <keys> for the generated parts."""
+"""The page's text, with <keys> for the generated part."""
 
 
 def help_text() -> str:
@@ -54,19 +52,8 @@ def help_text() -> str:
 def page() -> str:
     """Return the text of docs/configuration.md."""
     first_place: dict[type, str] = {}
-    parts = {
-        "<verl>": "\n".join(f"| `{key}` | {remedy} |" for key, remedy in _remedies().items()),
-        "<memory>": (MEMORY or "").split("\n\n", 1)[1].strip(),
-        "<keys>\n": "\n".join(_section(name, child, first_place) for name, child in children(PPOConfig()).items()),
-    }
-    text = PAGE.read_text(encoding="utf-8")
-    for name, part in parts.items():
-        text = text.replace(name, part)
-    return text
-
-
-def _remedies() -> dict[str, str]:
-    return {key: found if isinstance(found, str) else found.text(found.to) for key, found in REMEDIES.items()}
+    keys = "\n".join(_section(name, child, first_place) for name, child in children(PPOConfig()).items())
+    return PAGE.read_text(encoding="utf-8").replace("<keys>\n", keys)
 
 
 def _section(path: str, section: Leaf, first_place: dict[type, str]) -> str:

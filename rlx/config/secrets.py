@@ -7,54 +7,94 @@ from typing import Any
 from rlx.config.schema.tree import LEAVES
 
 HIDDEN = "***"
-SECRET_WORDS = {
-    *("key", "keys", "apikey", "token", "password", "passwd", "passphrase", "secret", "secrets", "credential"),
-    *("credentials", "authorization", "cookie"),
+PASSWORD_WORDS = {
+    *(
+        "apikey",
+        "password",
+        "passwd",
+        "passphrase",
+        "passcode",
+        "pwd",
+        "secret",
+        "secrets",
+        "credential",
+        "credentials",
+    ),
+    *("authorization", "auth", "bearer", "cookie"),
 }
+SECRET_WORDS = PASSWORD_WORDS | {"key", "keys", "token"}
 HARMLESS_WORDS = {"prompt", "answer", "question", "image", "reward", "pad", "bos", "eos", "unk", "sep", "cls", "mask"}
 """With one of these in a name, or one like it, as in `prompt_key`, `anser_key` and `eos_token`, the value is no secret."""
 ALIKE = 0.85  # of 1: a misspelt word, not another one
 ENVIRONMENT = "env_vars"
 _PASSWORD_IN_URL = re.compile(r"(?<=://)[^/@\s]+@")
+_NAMED = re.compile(r"""([A-Za-z_][\w.-]*)["']?\s*[:=]""")
+_QUERY = re.compile(r"(?<=[?&])([\w-]+)=[^&\s'\"]+")
+_TOKEN = re.compile(
+    r"\b(?:sk-|hf_|gh[opsu]_|github_pat_|glpat-|xox[abp]-|AKIA|Bearer\s+)[\w.-]{8,}"
+)  # keys of services by their first letters
+
+
+def _words(name: str) -> set[str]:
+    return {word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Za-z][a-z]*", name)}
 
 
 def is_secret(name: str) -> bool:
     """Whether a name says that its value is a secret: `api_key`, `HF_TOKEN`, `dbPassword`; but not `prompt_key`, `max_tokens`."""
-    words = {word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Za-z][a-z]*", name)}
+    words = _words(name)
     return bool(words & SECRET_WORDS) and not any(get_close_matches(word, HARMLESS_WORDS, 1, ALIKE) for word in words)
 
 
 def without_secrets(value: Any) -> Any:
-    """Return a copy of a tree of mappings and lists in which texts that may be secret are HIDDEN.
+    """Return a copy of a tree of mappings and lists in which values that may be secret are HIDDEN.
 
-    These are the texts below a name that `is_secret`, all values of environment variables (`env_vars`) unless they only name
-    a variable, as `${oc.env:NAME}` does, and passwords in URLs. Numbers are kept.
+    These are texts below a name that `is_secret`, numbers below one like `password`, all values of environment variables
+    (`env_vars`) unless they only name a variable, as `${oc.env:NAME}` does, passwords in URLs, and keys of known services.
     """
     if isinstance(value, dict):
-        return {name: _hidden(child) if _hides(str(name)) else without_secrets(child) for name, child in value.items()}
+        return {
+            name: _hidden(child, str(name)) if _hides(str(name)) else without_secrets(child)
+            for name, child in value.items()
+        }
     if isinstance(value, list | tuple):
         return [without_secrets(child) for child in value]
-    return _PASSWORD_IN_URL.sub(f"{HIDDEN}@", value) if isinstance(value, str) else value
+    if not isinstance(value, str):
+        return value
+    text = _TOKEN.sub(HIDDEN, _PASSWORD_IN_URL.sub(f"{HIDDEN}@", value))
+    return _QUERY.sub(lambda found: f"{found[1]}={HIDDEN}" if _hides(found[1]) else found[0], text)
 
 
 def override_without_secrets(text: str) -> str:
-    """Return an override `key=value` for a message."""
+    """Return an override `key=value` for a message, also one that cannot be read: its end is hidden from a secret's name on."""
     key, equals, value = text.partition("=")
-    is_known = key in LEAVES and not isinstance(
-        LEAVES[key].default, dict
-    )  # rlx's own keys hold no secrets, only mappings may
-    secret = equals and not is_known and any(_hides(name) for name in key.split("."))
-    return f"{key}={HIDDEN if secret else without_secrets(value)}" if equals else text
+    if not equals:
+        return _cut(text)
+    # rlx's own keys hold no secrets, only mappings may
+    is_known = key.lstrip("+") in LEAVES and not isinstance(LEAVES[key.lstrip("+")].default, dict)
+    if is_known:
+        return f"{key}={without_secrets(value)}"
+    if any(_hides(name) for name in key.split(".")):
+        return f"{key}={HIDDEN}"
+    return f"{key}={_cut(value)}"
+
+
+def _cut(text: str) -> str:
+    for found in _NAMED.finditer(text):
+        if any(_hides(name) for name in found[1].split(".")):
+            return f"{without_secrets(text[: found.end()])} {HIDDEN}"
+    return str(without_secrets(text))
 
 
 def _hides(name: str) -> bool:
     return name == ENVIRONMENT or is_secret(name)
 
 
-def _hidden(value: Any) -> Any:
+def _hidden(value: Any, name: str) -> Any:
     if isinstance(value, dict):
-        return {name: _hidden(child) for name, child in value.items()}
+        return {below: _hidden(child, name) for below, child in value.items()}
     if isinstance(value, list | tuple):
-        return [_hidden(child) for child in value]
-    only_a_name = isinstance(value, str) and (not value or re.fullmatch(r"\$\{oc\.env:\w+\}", value))
-    return HIDDEN if isinstance(value, str) and not only_a_name else value
+        return [_hidden(child, name) for child in value]
+    if isinstance(value, str):
+        return value if not value or re.fullmatch(r"\$\{oc\.env:\w+\}", value) else HIDDEN
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return HIDDEN if is_number and (name == ENVIRONMENT or _words(name) & PASSWORD_WORDS) else value

@@ -3,6 +3,9 @@
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
+from rlx.trainer.phases import PHASES
+from rlx.trainer.step_table import PROGRESS_COLUMNS
+
 
 class Metric(NamedTuple):
     """One metric, or all that match a pattern.
@@ -132,7 +135,12 @@ def page() -> str:
         "| metric | unit | meaning | verl's name |",
         "|---|---|---|---|",
     ]
-    return "\n".join([*head, *rows]) + "\n"
+    columns = [f"| `{c.title}` | {', or '.join(f'`{name}`' for name in c.metrics)} |" for c in PROGRESS_COLUMNS]
+    table = ["", "## The columns of the console", "", "A column shows the first of its metrics that a step has.", ""]
+    phases = ", ".join(f"`{phase.label}` is {name}" for name, phase in PHASES.items())
+    return (
+        "\n".join([*head, *rows, *table, "| column | metric |", "|---|---|", *columns, "", f"Phases: {phases}."]) + "\n"
+    )
 
 
 if __name__ == "__main__":

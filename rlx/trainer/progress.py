@@ -9,7 +9,7 @@ import os
 import re
 import shlex
 import sys
-import textwrap
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,6 +32,7 @@ from rlx.trainer.tracking import METRICS_FILE
 
 PLAIN_WIDTH = 120
 HEADER_EVERY = 15
+QUIET_S, TICK_S, LONGER = 5.0, 0.5, 1.5  # without a line; between two looks; growth of the time to the next line
 STEPS_PER_MEAN = 5  # the summary compares means over this many steps, because the reward of one batch is noise
 
 
@@ -108,10 +109,16 @@ class Progress:
         console: False omits the row of each step; bar, notices and summary stay.
         stream: where to write; None: standard output.
         verbose: show the memory around each phase, too.
+        where_answers_are: how to read the samples of a step, as a clause.
     """
 
     def __init__(
-        self, total_steps: int, console: bool = True, stream: TextIO | None = None, verbose: bool = False
+        self,
+        total_steps: int,
+        console: bool = True,
+        stream: TextIO | None = None,
+        verbose: bool = False,
+        where_answers_are: str = "set trainer.transcripts=True",
     ) -> None:
         stream = stream or sys.stdout
         # Ask the stream itself: rich also follows FORCE_COLOR, which CI systems set for their log files.
@@ -144,15 +151,22 @@ class Progress:
         self._memory = MemoryTable() if verbose else None
         self._rewards: list[float] = []
         self._steps_without_advantage = 0
+        self._where_answers_are = where_answers_are
+        self._over = threading.Event()
+        self._phase: tuple[str, float] | None = None  # the one that runs, and when it began
+        self._last_line = self._started
 
     def __enter__(self) -> "Progress":
         self._bar.start()
         self._log = _NoticeHandler(self)
         logging.getLogger("rlx").addHandler(self._log)
         logging.getLogger("rlx").setLevel(logging.INFO)
+        if not self._live:
+            threading.Thread(target=self._break_silences, daemon=True).start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._over.set()
         self._bar.stop()
         logging.getLogger("rlx").removeHandler(self._log)
         if kind is not None and self._failed_phase is not None:
@@ -178,13 +192,28 @@ class Progress:
         """Show `name` next to the bar; the seconds inside count for the step."""
         began = time.perf_counter()
         self._bar.update(self._task, description=name)
+        self._phase = name, began
         try:
             yield
         except BaseException:
             self._failed_phase = self._failed_phase or name
             raise
         finally:
+            self._phase = None
             self._seconds[name] += time.perf_counter() - began
+
+    def _break_silences(self) -> None:
+        """Without a terminal, say what runs after QUIET_S without a line; from the second step on after ever longer times."""
+        quiet_s, before = QUIET_S, self._phase
+        while not self._over.wait(TICK_S):
+            now, phase = time.perf_counter(), self._phase
+            if self._step < 2 or phase is not before:
+                quiet_s, before = QUIET_S, phase
+            if now - self._last_line >= quiet_s:
+                name, began = phase or ("loading" if not self._step else "between phases", self._started)
+                step = f"step {self._step}/{self._total_steps}: " if self._step else ""
+                self._line(f"  … {step}{name.replace('_', ' ')}, {duration(now - began)}", "dim")
+                quiet_s *= LONGER
 
     def row(self, metrics: Mapping[str, float], step: int) -> None:
         """Show one row of the table, and a line of held-out results if `metrics` has them.
@@ -211,7 +240,8 @@ class Progress:
             self.notice(
                 f"step {step}: all advantages are zero, because all answers of a prompt got the same reward; raise "
                 "data.train_batch_size or actor_rollout_ref.rollout.n, take easier or harder prompts, or give partial credit in "
-                "the reward function (docs/watch.md). The summary at the end counts such steps"
+                f"the reward function (docs/watch.md). To read the answers, {self._where_answers_are}. The summary at the end counts "
+                "such steps"
             )
 
     def _table_row(self, metrics: Mapping[str, float], step: int) -> None:
@@ -224,7 +254,7 @@ class Progress:
                 left = elapsed / (step - self._first_step + 1) * (self._total_steps - step)
                 self._line(f"elapsed {duration(elapsed)}, about {duration(left)} left")
             if not self._rows:
-                for line in textwrap.wrap(table.legend(metrics), self._console.width):
+                for line in table.legend(metrics):
                     self._line(line, "dim")
             self._line(table.header(), "bold")
         self._rows += 1
@@ -295,4 +325,5 @@ class Progress:
         self._console.print(Panel(grid, title=title, title_align="left", expand=False))
 
     def _line(self, text: str, style: str = "") -> None:
+        self._last_line = time.perf_counter()
         self._console.print(Text(printable(text, self._console.encoding), style), soft_wrap=True)

@@ -1,5 +1,6 @@
 """One run from a checked configuration to its report; `rlx.trainer.launch` calls it when Ray and the processes have started."""
 
+import shlex
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from rlx.trainer.remote_runs import RemoteRun
 from rlx.trainer.run_lock import RunLock
 from rlx.trainer.start import Prepared, prepare
 from rlx.trainer.tracking import METRICS_FILE, VAL_ONLY_FILE, Tracker
+from rlx.trainer.transcripts import keeps_transcripts
 from rlx.trainer.warm_start import warm_start
 
 ENDING_S = 20.0  # for the end of workers and of Ray
@@ -45,7 +47,12 @@ def run(config: PPOConfig, yaml: str, workers: WorkerGroup) -> Path:
         config = with_steps(with_models(config), prepared.sampler)
         folder = _folder_of(config, prepared.checkpoint)
         console, verbose = "console" in config.trainer.logger, config.trainer.verbose
-        progress = Progress(config.trainer.total_training_steps or 0, console, verbose=verbose)
+        answers = f"run `{program('view')} {shlex.quote(str(folder))}`"
+        if not keeps_transcripts(config):
+            answers = f"set trainer.transcripts=True, and later run `{program('view')}` with the run's folder"
+        progress = Progress(
+            config.trainer.total_training_steps or 0, console, verbose=verbose, where_answers_are=answers
+        )
         _tell_beginning(config, yaml, prepared, folder, progress)
         trainer = _train(config, yaml, prepared, folder, progress, workers)
         picture = _picture(folder, progress)

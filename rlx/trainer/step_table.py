@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from functools import partial
 from typing import NamedTuple
 
-from rlx.trainer.metric_table import described
 from rlx.trainer.phases import PHASES
 
 MEMORY_CHANGE = 0.05  # smaller changes are noise, such as caches of libraries and file reads
@@ -70,7 +69,15 @@ ONLY_WITH = {
     "stall": "perf/offloaded_mb",
 }
 """Columns that are shown from the first row on that has this metric, and not as 0: they belong to what a run may leave off."""
-PLAIN_TITLES = ("reward", "sec")  # they need no legend
+LEGEND = {
+    "acc": "right answers",
+    "KL": "to the reference, or of the update",
+    "mism": "sampler against trainer",
+    "clip": "clipped ratios",
+    "saved": "tokens computed once",
+    "stall": "waiting for offload",
+}
+"""What the titles mean that one may not guess. docs/metrics.md has all."""
 PHASE_TITLES = ("seconds by phase", "s by phase", "phases")  # the longest that fits
 
 
@@ -95,17 +102,13 @@ class StepTable:
         title = next((title for title in PHASE_TITLES if len(title) <= self.phase_width), "")
         return " ".join(cells) + (f"  {title}" if title else "")
 
-    def legend(self, metrics: Mapping[str, float]) -> str:
-        """Return what the columns with a value, and the names of phases, mean."""
-        parts = []
-        for column in self.columns:
-            name = next((name for name in column.metrics if name in metrics), None)
-            if name is not None and (of := described(name)) is not None and column.title not in PLAIN_TITLES:
-                begin = of.meaning[:1] if of.meaning[1:2].isupper() else of.meaning[:1].lower()  # KL stays KL
-                parts.append(f"{column.title}: {begin}{of.meaning[1:].rstrip('.')}")
+    def legend(self, metrics: Mapping[str, float]) -> list[str]:
+        """Return two lines: what the less plain of the columns with a value mean, and the names of phases."""
+        shown = {column.title for column in self.columns if any(name in metrics for name in column.metrics)}
+        meanings = "; ".join(f"{title}: {meaning}" for title, meaning in LEGEND.items() if title in shown)
         names = [(PHASES[name].label, name) for name in PHASES if f"timing_s/{name}" in metrics]
-        phases = [f"{label} = {name.replace('_', ' ')}" for label, name in names if label != name]
-        return "; ".join([*parts, f"seconds by phase: {', '.join(phases)}"] if phases else parts)
+        phases = ", ".join(f"{label} {name.replace('_', ' ')}" for label, name in names if label != name)
+        return [meanings, f"{f'phases: {phases}; ' if phases else ''}all columns: docs/metrics.md"]
 
     def row(self, step: int, metrics: Mapping[str, float]) -> str:
         """Return the row of one step; a missing metric shows as "-"."""

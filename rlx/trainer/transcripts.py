@@ -22,9 +22,15 @@ from rlx.trainer.conversations import CONVERSATION
 DIGITS = 5
 
 
+def keeps_transcripts(config: PPOConfig) -> bool:
+    """Whether the run keeps its training samples."""
+    asked = config.trainer.transcripts
+    return has_environment(config) if asked is None else asked
+
+
 def keep(config: PPOConfig, folder: Path, step: int, batch: Batch, tokenizer: PreTrainedTokenizerBase) -> None:
     """Write the transcripts of a step if that is configured; see `write`."""
-    if config.trainer.transcripts or (config.trainer.transcripts is None and has_environment(config)):
+    if keeps_transcripts(config):
         write(folder, step, batch, tokenizer)
 
 

@@ -6,7 +6,10 @@ crashes or hangs. This module imports little, because it runs before torch and R
 
 import re
 import reprlib
+import sys
+import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -18,11 +21,14 @@ from rlx.config.schema import PPOConfig
 from rlx.config.schema.roles import has_environment, model_scores_alone
 from rlx.data.files import DataError
 from rlx.environments.settings import environment_spec
+from rlx.errors import wrapped
+from rlx.program import program
 from rlx.rewards.function import BATCHED, KEY, SINGLE, Function, Loadable, own_function
-from rlx.rewards.pool import NotSendable, ProcessPool, RewardCall
+from rlx.rewards.pool import LOAD_LIMIT_S, NotSendable, ProcessPool, RewardCall
 from rlx.trainer.data_check import first_training_prompt
 from rlx.user_code import DATASET, POLICY_LOSS, ImportFailed, Interface, UserCodeError, load_callable
 
+SILENT_S = 5.0  # of an import, after which the check says what it waits for
 TRIAL_LIMIT_S = 5.0
 """For the call of a reward function. A slower one, such as a judge, is fine in training, but must not delay `rlx check`."""
 
@@ -68,7 +74,8 @@ def check_user_code(config: PPOConfig, broken: frozenset[str], machine: Machine)
             continue
         try:
             with ProcessPool(1, own.memory_limit_gb, at_once=1) as pool:
-                pool.check(own.code)
+                with _told_after(SILENT_S, f"{program('check')}: the import of {own.what} is not done yet"):
+                    pool.check(own.code)
                 failure = None if own.trial is None else _failure(pool, own.trial)
             if failure is not None:
                 kind, what = failure
@@ -86,6 +93,19 @@ def check_user_code(config: PPOConfig, broken: frozenset[str], machine: Machine)
             remedy = f"correct the file or {' or '.join(named)}"
             faults.append(Fault(f"{own.what} cannot be used", str(error), own.expected, remedy, own.keys))
     return Verdict(tuple(faults), tuple(warnings))
+
+
+@contextmanager
+def _told_after(seconds: float, what: str) -> Iterator[None]:
+    """Say what the check waits for if it still does after some seconds."""
+    limit = f"; it may take {LOAD_LIMIT_S:g} s"
+    timer = threading.Timer(seconds, lambda: print(wrapped(what + limit), file=sys.stderr, flush=True))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _of(config: PPOConfig) -> Iterator[UserCode]:

@@ -9,9 +9,20 @@ import pyarrow.parquet as pq
 import pytest
 
 from rlx.config.check.validate import check
-from rlx.config.choices import BATCH, PROMPTS, SAMPLES, chosen, not_chosen, why_fewer, with_reason
+from rlx.config.choices import (
+    BATCH,
+    CPU_PROMPTS,
+    PROMPTS,
+    SAMPLES,
+    SEQUENCES,
+    chosen,
+    not_chosen,
+    why_fewer,
+    with_reason,
+)
 from rlx.config.compose.command_line import compose
 from rlx.config.faults import Fault
+from rlx.config.forecast.memory_forecast import MemoryForecast
 from rlx.config.machine import Cluster, Machine
 from rlx.driver import main
 from rlx.trainer.data_check import training_rows
@@ -85,6 +96,50 @@ def test_micro_batches_are_the_largest_that_fit_the_forecast(command):
     assert tokens[0] >= 8192 + 512, "a row fits"
 
 
+HF = "actor_rollout_ref.rollout.name=hf"
+SMOL = {
+    **SMALL,
+    **{
+        "model_type": "llama",
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+    },
+    **{"num_key_value_heads": 3, "vocab_size": 49152},
+}
+
+
+@pytest.mark.parametrize("gb", [8, 16, 24, 128])
+@pytest.mark.parametrize("response", [128, 512, 4096])
+def test_on_a_cpu_the_sizes_leave_half_of_the_memory_and_micro_batches_do_not_shrink_for_the_sampler(
+    command, tmp_path: Path, gb: int, response: int
+):
+    (tmp_path / "config.json").write_text(json.dumps(SMOL))
+    host = replace(machine(0, 0), host_bytes=gb * 10**9)
+    given = [*command, HF, f"data.max_response_length={response}"]
+    found = choices(given, host)
+    whole = compose([*given, *(f"{key}={value}" for key, value in found.items())])
+    assert whole.config.data.train_batch_size == CPU_PROMPTS
+    phases = {phase.name: phase for phase in MemoryForecast.of(whole.config, host).phases()}
+    assert gb < 16 or all(phase.peak <= gb * 10**9 / 2 for phase in phases.values())
+    few = dict(
+        text.split("=", 1)
+        for text in chosen([*given, f"{SEQUENCES}=1"], compose([*given, f"{SEQUENCES}=1"]), host, 200)
+    )
+    assert found[TOKENS] == few[TOKENS]
+    assert (SEQUENCES in found) == (
+        phases["rollout"].parts["sampler"] * 2 > gb * 10**9 or int(found.get(SEQUENCES, 1024)) < 1024
+    )
+
+
+def test_sequences_are_fewer_where_the_cache_of_all_does_not_fit(command, tmp_path: Path):
+    (tmp_path / "config.json").write_text(json.dumps(SMOL))
+    host = replace(machine(0, 0), host_bytes=8 * 10**9)
+    assert int(choices([*command, HF, "data.train_batch_size=128"], host)[SEQUENCES]) == 32
+    assert SEQUENCES not in choices([*command, HF, "data.train_batch_size=128", f"{SEQUENCES}=512"], host)
+
+
 def test_a_key_of_the_command_is_never_changed(command):
     keys = ["algorithm.adv_estimator=gae", "trainer.n_gpus_per_node=2", "actor_rollout_ref.actor.use_dynamic_bsz=True"]
     given = [*command, *keys, "data.val_files=x.jsonl"]
@@ -115,7 +170,7 @@ def test_a_batch_is_no_larger_than_the_data(command, tmp_path, rows, given, prom
         pq.write_table(pa.table({"prompt": [""] * rows}), tmp_path / "few.parquet")
     composed = compose([*command, f"data.train_files={tmp_path}/few.{kind}", *([given] if given else [])])
     counted = training_rows(composed.partial, PROMPTS)
-    more = chosen([], composed, machine(0, 0), counted)
+    more = chosen([], composed, machine(1, 80), counted)
     found = dict(text.split("=", 1) for text in more)
     assert found["data.train_batch_size"] == str(prompts)
     assert given or found[MINI] == str(mini)
@@ -124,16 +179,16 @@ def test_a_batch_is_no_larger_than_the_data(command, tmp_path, rows, given, prom
 
 def test_a_batch_is_no_larger_than_the_generated_task(command):
     generated = [command[0], "data.arithmetic.train_size=32"]
-    assert choices(generated, machine(0, 0))["data.train_batch_size"] == "32"
+    assert choices(generated, machine(1, 80))["data.train_batch_size"] == "32"
 
 
 def test_many_rows_and_files_that_are_no_data_leave_the_usual_batch(command, tmp_path):
-    assert choices(command, machine(0, 0))["data.train_batch_size"] == "128"
+    assert choices(command, machine(1, 80))["data.train_batch_size"] == "128"
     assert why_fewer(PROMPTS, ["data.train_batch_size=128"]) == ""
     (tmp_path / "broken.parquet").write_text("no parquet")
     for file in ("broken.parquet", "none.jsonl", "data.csv"):
         broken = [*command, f"data.train_files={tmp_path}/{file}"]
-        assert choices(broken, machine(0, 0))["data.train_batch_size"] == "128"
+        assert choices(broken, machine(1, 80))["data.train_batch_size"] == "128"
 
 
 def test_a_mistyped_key_is_the_only_fault(command, capsys: pytest.CaptureFixture[str]):

@@ -3,6 +3,7 @@ import pytest
 from rlx.config.compose.command_line import compose
 from rlx.config.schema.tree import LEAVES
 from rlx.config.secrets import is_secret, override_without_secrets, without_secrets
+from rlx.driver import main
 
 
 @pytest.mark.parametrize(
@@ -22,13 +23,59 @@ def test_no_key_of_the_schema_is_taken_for_a_secret():
     assert len(texts) > 50 and [key for key in texts if is_secret(key.rpartition(".")[2])] == []
 
 
-def test_only_texts_are_hidden_and_the_shape_stays():
-    tree = {"headers": [{"api_key": "s1", "top_k": 3}], "token": {"a": "s2", "b": 1}, "url": "https://me:s3@host/x"}
+def test_secrets_are_hidden_and_the_shape_stays():
+    tree = {
+        "headers": [{"api_key": "s1", "top_k": 3}],
+        "token": {"a": "s2", "b": 1},
+        "url": "https://me:s3@host/x?token=s4&n=1",
+        "password": 123456,
+        "plain": ["sk-0123456789abcdef", "Bearer 0123456789"],
+    }
     assert without_secrets(tree) == {
         "headers": [{"api_key": "***", "top_k": 3}],
         "token": {"a": "***", "b": 1},
-        "url": "https://***@host/x",
+        "url": "https://***@host/x?token=***&n=1",
+        "password": "***",
+        "plain": ["***", "***"],
     }
+
+
+KWARGS, RUNTIME = "custom_reward_function.reward_kwargs", "ray_kwargs.ray_init.runtime_env"
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        [f"{KWARGS}.api_key=s3cret"],
+        [f"{KWARGS}={{judge: {{api_key: s3cret}}}}"],
+        ["environment.kwargs.api_key=s3cret"],
+        ["environment.kwargs.headers=['Authorization: s3cret'"],
+        [f"{RUNTIME}={{env_vars: {{NAME: s3cret}}"],
+        [f"{RUNTIME}={{env_vars:", "{NAME:", "s3cret}}"],
+        [f"{RUNTIME}={{env_vars:", "{NAME:", "s3cret}"],
+        [f"{KWARGS}.api_key=s3cret,s3cret2"],
+        [f"{KWARGS}.api_key", "s3cret"],
+        [f"{KWARGS}={{api_key: 's3cret}}"],
+        ["trainer.seed={api_key: s3cret}"],
+        ["trainer={api_key: s3cret}"],
+        ["custom_reward_functon.reward_kwargs=[{api_key: s3cret}]"],
+        [f"~{KWARGS}.api_key=s3cret"],
+        ["--api-key=s3cret"],
+    ],
+    ids=str,
+)
+def test_no_command_shows_its_secret(command: list[str], capfd: pytest.CaptureFixture[str]):
+    main(["--check", "--tree", *command, "trainer.sed=1"])
+    printed = capfd.readouterr()
+    assert "***" in printed.err + printed.out and "s3cret" not in printed.err + printed.out
+
+
+def test_a_warning_of_a_key_without_effect_shows_no_secret(capfd: pytest.CaptureFixture[str]):
+    by_braces = [f"{RUNTIME}={{env_vars:{name}:s3cret}}" for name in ("NAME", "OTHER")]  # as bash expands braces
+    given = [f"{KWARGS}={{api_key: s3cret}}", "environment.kwargs.api_key=s3cret", *by_braces]
+    assert main(["--check", "--tree", *given]) == 0
+    printed = capfd.readouterr()
+    assert f"{KWARGS}={{'api_key': '***'}}" in printed.err and "s3cret" not in printed.err + printed.out
 
 
 def test_a_dumped_configuration_holds_no_secret(monkeypatch: pytest.MonkeyPatch):

@@ -15,8 +15,8 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 def command(name: str) -> list[str]:
     """What the example's own text says to type."""
-    (line,) = [line for line in (EXAMPLES / name).read_text().splitlines() if "rlx.main_ppo" in line]
-    return line.split("rlx.main_ppo ")[1].replace("examples/", f"{EXAMPLES}/").split()
+    (line,) = [line for line in (EXAMPLES / name).read_text().splitlines() if "rlx train" in line]
+    return line.split("rlx train ")[1].replace("examples/", f"{EXAMPLES}/").split()
 
 
 def score(name: str, responses: list[str], truths: list[str], folder: Path) -> Scores:

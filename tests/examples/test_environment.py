@@ -19,8 +19,8 @@ PROMPT = [{"role": "user", "content": "3 + 4?"}]
 
 def command() -> list[str]:
     """What the example's own text says to type."""
-    (line,) = [line for line in EXAMPLE.read_text().splitlines() if "rlx.main_ppo" in line]
-    return line.split("rlx.main_ppo ")[1].replace("examples/", f"{EXAMPLE.parent}/").split()
+    (line,) = [line for line in EXAMPLE.read_text().splitlines() if "rlx train" in line]
+    return line.split("rlx train ")[1].replace("examples/", f"{EXAMPLE.parent}/").split()
 
 
 def test_the_page_shows_the_example():

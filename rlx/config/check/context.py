@@ -8,6 +8,7 @@ from rlx.config.faults import Fault
 from rlx.config.machine import Machine, on_accelerator
 from rlx.config.schema import PPOConfig
 from rlx.config.schema.tree import LEAVES, as_text, value_at
+from rlx.config.secrets import without_secrets
 
 Faults = Iterator[Fault]
 
@@ -36,5 +37,5 @@ class CheckContext:
 
     def fault(self, what: str, expected: str, remedy: str, *keys: str, got: str = "") -> Fault:
         """Return a fault of these keys; it shows their values unless `got` says more."""
-        got = got or ", ".join(f"{key}={as_text(self.value(key))}" for key in keys)
+        got = got or ", ".join(f"{key}={as_text(without_secrets(self.value(key)))}" for key in keys)
         return Fault(what, got, expected, remedy, keys)

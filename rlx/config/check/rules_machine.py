@@ -1,5 +1,6 @@
 """Rules about the machine's devices, packages and files."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,6 +24,7 @@ DEVICE = "trainer.device"
 MODEL = "actor_rollout_ref.model.path"
 FOR_GPUS = ("flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention")
 DATA_KINDS = (".parquet", ".jsonl")
+LONGEST_RAY_FOLDER = 26
 
 
 # Devices and cluster
@@ -78,6 +80,21 @@ def gpus_suffice(s: CheckContext) -> Faults:
     got = f"{GPUS}={per_node} on {nodes} machine(s); {s.machine.label} has {found} GPU(s)"
     expected = f"at least {per_node} GPU(s) on each of {nodes} machine(s)"
     yield s.fault("more GPUs are asked for than there are", expected, remedy, GPUS, NODES, DEVICE, got=got)
+
+
+def ray_has_a_short_folder(s: CheckContext) -> Faults:
+    """The path of Ray's sockets below its folder is no longer than Linux allows."""
+    if s.machine.cluster is not None or s.machine.name is not None:
+        return
+    given = s.config.ray_kwargs.ray_init.get("_temp_dir")
+    name = "RAY_TMPDIR" if given is None else "ray_kwargs.ray_init._temp_dir"
+    folder = str(Path(str(given or os.environ.get("RAY_TMPDIR") or "/tmp")).absolute())
+    if len(os.fsencode(folder)) > LONGEST_RAY_FOLDER:
+        got = f"{name} of {len(os.fsencode(folder))} bytes"
+        expected = f"at most {LONGEST_RAY_FOLDER} bytes: Ray adds 81 for its sockets, whose path has at most 107"
+        yield s.fault(
+            "the path of Ray's folder is too long", expected, f"set {name} to a short path, such as /tmp", got=got
+        )
 
 
 # Packages
@@ -236,6 +253,7 @@ MACHINE_RULES = (
     nodes_need_a_cluster,
     fewer_nodes_are_possible,
     gpus_suffice,
+    ray_has_a_short_folder,
     packages_are_installed,
     kernels_have_an_accelerator,
     models_exist,

@@ -1,6 +1,7 @@
 """Faults and warnings of runs whose forecast exceeds memory, with keys that would make them fit."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from rlx.config.check.context import CheckContext
 from rlx.config.faults import Fault
@@ -9,6 +10,7 @@ from rlx.config.forecast.forecast_text import gb
 from rlx.config.forecast.memory_forecast import REFUSED_FROM, MemoryForecast, Phase
 
 CHECK = "trainer.memory_check"
+SMALLER = 0.7  # times a run's memory, for which remedies are sought after memory was full
 
 
 def memory_suffices(s: CheckContext) -> Iterator[Fault]:
@@ -53,6 +55,16 @@ def memory_warnings(s: CheckContext) -> Iterator[str]:
             f"host memory may run out: {count} process(es) hold {gb(most.host * count)} GB there in {most.name}, and this "
             f"machine has {gb(s.machine.host_bytes or 0)}; to be safe: {remedies(forecast)}"
         )
+
+
+def after_full_memory(forecast: MemoryForecast) -> str:
+    """Return what to change after the host's memory was full: what the forecast names, or what a smaller machine would need."""
+    if not forecast.oversized():
+        phases, count = forecast.phases(), forecast.config.trainer.n_gpus_per_node
+        most = max((phase.host if forecast.on_device else phase.peak for phase in phases), default=0.0) * count
+        smaller = replace(forecast.machine, host_bytes=int(max(1.0, SMALLER * most)))
+        forecast = replace(forecast, machine=smaller)
+    return f"to need less memory, {remedies(forecast)}; docs/out_of_memory.md"
 
 
 def usable(forecast: MemoryForecast, phases: list[Phase]) -> str:

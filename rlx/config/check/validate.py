@@ -23,6 +23,8 @@ from rlx.config.compose.command_line import Composed
 from rlx.config.faults import Fault
 from rlx.config.machine import Machine, on_accelerator
 from rlx.config.schema.roles import has_critic
+from rlx.config.schema.tree import as_text
+from rlx.config.secrets import without_secrets
 
 RULES = (
     *(*TRAINING_RULES, *ALGORITHM_RULES, *CORRECTION_RULES, *OFFLOAD_RULES),
@@ -53,7 +55,11 @@ def check(composed: Composed, machine: Machine, has_memory: bool = True) -> Verd
 
 
 def _warnings(s: CheckContext, broken: frozenset[str], repeated: Mapping[str, str]) -> Iterator[str]:
-    unused = {f"{key}={s.value(key)}": why for key, why in unused_keys(s).items() if key not in broken}
+    unused = {
+        f"{key}={as_text(without_secrets(s.value(key)))}": why
+        for key, why in unused_keys(s).items()
+        if key not in broken
+    }
     unused |= {text: f"{later} comes after it" for text, later in repeated.items()}
     if unused:
         yield "set without effect:" + "".join(f"\n    {text}: {why}" for text, why in unused.items())

@@ -2,19 +2,24 @@
 
 import math
 import re
+from collections.abc import Iterator
 from dataclasses import is_dataclass, replace
 from difflib import get_close_matches
+from functools import partial
+from pathlib import Path
 from typing import Any, get_args, get_origin
 
-from rlx.config.compose.verl_keys import Renamed, remedy_for
+from rlx.config.compose.foreign_keys import IGNORED, Remedy, Renamed, remedy_for, remedy_of_trl
 from rlx.config.faults import Fault
 from rlx.config.schema import PPOConfig
 from rlx.config.schema.keys import KeyInfo, read_bounds
 from rlx.config.schema.tree import LEAVES, Leaf, as_text, children, describe_expected, is_key, plain_type
-from rlx.config.secrets import override_without_secrets
+from rlx.config.secrets import override_without_secrets, without_secrets
 
 MISSING = "???"  # in a YAML file: the user must give this value
 IN_WORDS = {int: "a whole number", float: "a number, such as 0.5 or 1e-6", bool: "True or False", str: "a text"}
+LONGEST_PATH, LONGEST_NAME = 3000, 255  # bytes; Linux takes paths of 4,095, and a run adds folders of its own
+SHOWN = 60  # letters of a text that is too long
 GENERIC = ("enable", "mode", "name", "path")
 """Last words that many groups share: alone they do not show which key is meant."""
 TORCH_DTYPES = {
@@ -69,7 +74,8 @@ def _tails_are_alike(key: str, known: str) -> bool:
 
 def not_a_group(key: str, value: Any, below: tuple[str, ...]) -> Fault:
     """Return the fault of a plain value given to a group, which holds the keys `below`."""
-    return Fault(f"{key} is a group of keys", repr(value), "a mapping", f"set keys below it, such as {below[0]}", below)
+    got = override_without_secrets(f"{key}={as_text(value)}")
+    return Fault(f"{key} is a group of keys", got, "a mapping", f"set keys below it, such as {below[0]}", below)
 
 
 def _section(section: Any, given: dict[Any, Any], prefix: str, faults: list[Fault]) -> Any:
@@ -93,26 +99,39 @@ def _unknown(key: str, value: Any, faults: list[Fault]) -> None:
         for name, child in value.items():
             _unknown(f"{key}.{name}", child, faults)
         return
-    remedy, expected = remedy_for(key), "a key of rlx"
-    meant: list[str] = []
-    if isinstance(remedy, Renamed):
-        remedy, meant = _renamed(remedy, value)
-    elif remedy is None:
+    given = override_without_secrets(f"{key}={as_text(value)}").partition("=")[2]
+    found, meant = _of_other_framework(key, given), list[str]()
+    if found == IGNORED or (found is not None and value is None):
+        return
+    expected = "a key of rlx"
+    if isinstance(found, Renamed):
+        remedy, meant = _renamed(found, value)
+    elif found is not None:
+        remedy = found
+    else:
         meant = nearest_keys(key)
         expected = " or ".join(meant) or "a key that docs/configuration.md lists"
         remedy = f"did you mean {expected}?" if meant else "remove it, or look for its name in docs/configuration.md"
     # Faults of rules about the keys that the user meant would only add noise.
-    got = override_without_secrets(f"{key}={as_text(value)}")
+    got = f"{key}={given}"
     faults.append(Fault(f"unknown key {key}", got, expected, remedy, (key, *meant)))
 
 
+def _of_other_framework(key: str, given: str) -> Remedy | None:
+    """Return the remedy for a key of verl, or of TRL: written without a prefix, or with one below which no key is like it."""
+    name = key.rpartition(".")[2]
+    if (found := remedy_for(key)) is not None:
+        return found
+    return remedy_of_trl(name, given) if name == key or not nearest_keys(key) else None
+
+
 def _renamed(found: Renamed, value: Any) -> tuple[str, list[str]]:
-    """Return the remedy for a key of verl that has another name here, and the keys that it sets if obeyed."""
+    """Return the remedy for a key that has another name here, and the keys that it sets if obeyed."""
     key, misfits = found.to, list[Fault]()
     if not is_key(key):
         return f"remove it: rlx has no {key}", []
-    if value is None:
-        return f"remove it: null sets nothing; the name here is {key}", []
+    if isinstance(value, float) and value.is_integer() and key in LEAVES and plain_type(LEAVES[key].hint)[0] is int:
+        value = int(value)
     if key in LEAVES:
         _leaf(key, value, LEAVES[key], misfits)
     if not misfits:
@@ -132,8 +151,11 @@ def _leaf(key: str, value: Any, leaf: Leaf, faults: list[Fault]) -> Any:
     try:
         read = value if value in leaf.info.words else _convert(value, leaf.hint, leaf.info)
     except TypeError:
-        got, remedy = f"{value!r} ({type(value).__name__})", f"set {key}{_example(value, leaf)}"
+        got, remedy = f"{without_secrets(value)!r} ({type(value).__name__})", f"set {key}{_example(value, leaf)}"
         faults.append(Fault(f"{key} has the wrong type", got, expected, remedy, (key,)))
+        return leaf.default
+    for wrong in filter(None, map(partial(_unusable, leaf.info), _texts(read))):
+        faults.append(Fault(f"{key} {wrong[0]}", wrong[1], wrong[2], f"shorten or correct {key}", (key,)))
         return leaf.default
     if not _allowed(read, leaf):
         remedy = _other_choice(key, read, leaf)
@@ -177,6 +199,8 @@ def _convert(value: Any, hint: Any, info: KeyInfo) -> Any:
         if not isinstance(items, list):
             raise TypeError
         return tuple(_convert(item, element, info) for item in items)
+    if info.joined and isinstance(value, list) and value and all(isinstance(item, str) for item in value):
+        return ",".join(value)
     if get_origin(kind) is dict:
         if not isinstance(value, dict):
             raise TypeError
@@ -214,11 +238,32 @@ def _is_bounds(text: str) -> bool:
     return True
 
 
+def _texts(value: Any) -> Iterator[str]:
+    for item in value if isinstance(value, tuple) else (value,):
+        if isinstance(item, str):
+            yield item
+
+
+def _unusable(info: KeyInfo, text: str) -> tuple[str, str, str] | None:
+    """Return what is wrong with a text, what was given and what is expected, if no file can have this name or no YAML hold it."""
+    try:
+        raw = text.encode()
+        if info.is_path:
+            Path(text).expanduser()
+    except UnicodeEncodeError:
+        return "is not UTF-8", ascii(text[:SHOWN]), "UTF-8"
+    except RuntimeError:
+        return "names the home of a user who does not exist", text, "a path"
+    longest = max(map(len, raw.split(b"/")))
+    if info.is_path and (len(raw) > LONGEST_PATH or longest > LONGEST_NAME):
+        got = f"{text[:SHOWN]}… of {len(raw):,} bytes"
+        return "is too long for a path", got, f"at most {LONGEST_PATH:,} bytes, and {LONGEST_NAME} between two slashes"
+    return None
+
+
 def _example(value: Any, leaf: Leaf) -> str:
     """Return `=value` with a value of the right type near the given one, else ` to ` and the type in words."""
     kind, _ = plain_type(leaf.hint)
-    if kind is str and isinstance(value, int | float | bool):
-        return f"=\"'{value}'\" (quoted for Hydra and for the shell)"
     if kind is int and isinstance(value, float) and value.is_integer():
         return f"={int(value)}"
     if kind in IN_WORDS:  # no default: beside the other keys it may be the next fault

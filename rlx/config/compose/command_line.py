@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin
 
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
@@ -24,12 +24,13 @@ from omegaconf.errors import OmegaConfBaseException
 from rlx.config.compose.build import MISSING, build, not_a_group
 from rlx.config.faults import ConfigError, Fault
 from rlx.config.schema import PPOConfig
-from rlx.config.schema.tree import LEAVES, describe_expected
-from rlx.config.secrets import override_without_secrets, without_secrets
+from rlx.config.schema.tree import LEAVES, describe_expected, plain_type
+from rlx.config.secrets import HIDDEN, override_without_secrets, without_secrets
 
 CONFIG_NAME = "ppo"
 DEFAULT_GROUPS = {"experiment": "arithmetic"}
 MODEL_KEY = "actor_rollout_ref.model.path"
+WORD = re.compile(r"(?<![^\[,\s])(?<![^\[,]\s)[\w.+-]+(?=\s*(?:[\],]|$))")
 LOW_HIGH = re.compile(r"(?<![\w.'\"])[\d.]+(?:e[+-]?\d+)?_[\d.]+(?:e[+-]?\d+)?(?![\w'\"])", re.IGNORECASE)
 
 
@@ -136,10 +137,13 @@ def _without_splits(overrides: Sequence[str], faults: list[Fault]) -> list[str]:
             continue
         joined = override_without_secrets("".join([text, *rest[:further]]))
         got = override_without_secrets(" ".join([text, *rest[:further]]))
-        what, cause = "a list was split at a blank", '; in a script write "$@" with its quotes'
+        kind = "mapping" if "={" in joined else "list"
+        what, cause = f"a {kind} was split at a blank", '; in a script write "$@" with its quotes'
         if around:
             got, what, cause = joined.replace("=", " = ", 1), "there are blanks around =", ""
         key, remedy = joined.partition("=")[0], f'write it without blanks: "{joined}"{cause}'
+        if HIDDEN in joined:
+            remedy = f"put the whole override in quotes: \"{key}='...'\"{cause}"
         faults.append(Fault(f"{key}: {what}", got, "one argument", remedy, (key,)))
         del rest[:further]
     return whole
@@ -166,21 +170,23 @@ def _is_name(text: str) -> bool:
 
 
 def _pieces_after(text: str, rest: Sequence[str]) -> int:
-    """Return how many of the arguments `rest` end the list that `text` begins; 0 if it begins none or no argument ends it."""
-    depth = text.count("[") - text.count("]") if re.match(r"[\w.+]+=\[", text) else 0
+    """Return how many of the arguments `rest` belong to the list or mapping that `text` begins; 0 if it begins none."""
+    depth = _depth(text) if re.match(r"[\w.+]+=[\[{]", text) else 0
     for number, piece in enumerate(rest, start=1):
         if depth <= 0 or re.match(r"[\w.+]+=", piece):
-            return 0
-        depth += piece.count("[") - piece.count("]")
-        if depth == 0:
-            return number
-    return 0
+            return number - 1
+        depth += _depth(piece)
+    return len(rest) if depth >= 0 and rest and _depth(text) > 0 else 0
+
+
+def _depth(text: str) -> int:
+    return sum(map(text.count, "[{")) - sum(map(text.count, "]}"))
 
 
 def _parse(text: str, faults: list[Fault]) -> Override | None:
     """Return one override as Hydra reads it. If it is invalid or of a kind that one run cannot use, add a fault; return None."""
     try:
-        parsed = OverridesParser.create().parse_override(_with_quoted_bounds(text))
+        parsed = OverridesParser.create().parse_override(_with_quoted_texts(text))
     except HydraException as error:
         key, equals, _ = text.partition("=")
         remedy = f"quote a value that holds special characters: \"{key}='...'\"" if equals else "write key=value"
@@ -194,28 +200,41 @@ def _parse(text: str, faults: list[Fault]) -> Override | None:
         reason = f": {str(error).splitlines()[0]}" if shown == text else ""  # the reason quotes the value
         faults.append(Fault(f"an override cannot be read{reason}", repr(shown), "key=value or group=file", remedy))
         return None
-    key = parsed.key_or_group
+    key, shown = parsed.key_or_group, override_without_secrets(text)
     if parsed.is_sweep_override():
-        remedy = f"for a list write {key}=[{text.partition('=')[2]}]; for a sweep start one run per value"
-        faults.append(Fault(f"{key} is a sweep over several values", text, "one value", remedy))
+        remedy = f"for a list write {key}=[{shown.partition('=')[2]}]; for a sweep start one run per value"
+        faults.append(Fault(f"{key} is a sweep over several values", shown, "one value", remedy))
     elif parsed.package is not None or "/" in key:
         known = ", ".join(group_choices())
-        faults.append(Fault(f"there is no group {parsed.get_key_element()}", text, f"one of {known}", "remove it"))
+        faults.append(Fault(f"there is no group {parsed.get_key_element()}", shown, f"one of {known}", "remove it"))
     elif parsed.is_delete():
-        faults.append(Fault(f"{key} cannot be deleted", text, "key=value", f"set {key} to the value you want"))
+        faults.append(Fault(f"{key} cannot be deleted", shown, "key=value", f"set {key} to the value you want"))
     elif parsed.is_hydra_override():
         remedy = "remove it; the run's folder is trainer.default_local_dir"
-        faults.append(Fault(f"{key} belongs to Hydra's launcher", text, "a key of rlx", remedy))
+        faults.append(Fault(f"{key} belongs to Hydra's launcher", shown, "a key of rlx", remedy))
     else:
         return parsed
     return None
 
 
-def _with_quoted_bounds(text: str) -> str:
-    """Return an override of bounds with each low_high in quotes, because Hydra drops underscores from numbers: 1_5 would be 15."""
+def _with_quoted_texts(text: str) -> str:
+    """Return an override of a key that takes text with its words in quotes, as Hydra makes 1.1 of 1.10 and 15 of 1_5.
+
+    Null stays where the key may be null, and a number among bounds, which has one form.
+    """
     key, equals, value = text.partition("=")
     leaf = LEAVES.get(key.lstrip("+"))
-    return text if leaf is None or not leaf.info.bounds else key + equals + LOW_HIGH.sub(r"'\g<0>'", value)
+    if leaf is not None and leaf.info.bounds:
+        return key + equals + LOW_HIGH.sub(r"'\g<0>'", value)
+    if leaf is None or re.search(r"['\"\\$(]", value):
+        return text
+    if leaf.info.joined and "," in value and not value.startswith("["):
+        return f"{key}='{value}'"
+    kind, is_optional = plain_type(leaf.hint)
+    is_text = kind is str or (get_origin(kind) is tuple and get_args(kind)[0] is str)
+    if not is_text or (is_optional and value.strip().lower() == "null"):
+        return text
+    return key + equals + WORD.sub(r"'\g<0>'", value)
 
 
 def _choose(override: Override, faults: list[Fault]) -> dict[str, str | None]:
@@ -277,7 +296,13 @@ def _misplaced(key: str, value: Any) -> Fault | None:
     for leaf, known in LEAVES.items():
         if key.startswith(f"{leaf}.") and not isinstance(known.default, dict):
             expected = f"{leaf}=<{describe_expected(known)}>"
-            return Fault(f"{leaf} has no keys below it", f"{key}={value}", expected, f"set {leaf} itself", (leaf,))
+            return Fault(
+                f"{leaf} has no keys below it",
+                override_without_secrets(f"{key}={value}"),
+                expected,
+                f"set {leaf} itself",
+                (leaf,),
+            )
     return None
 
 

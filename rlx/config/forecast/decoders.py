@@ -9,6 +9,7 @@ from rlx.config.faults import Fault
 from rlx.config.schema import ModelConfig, PPOConfig, TinyModelConfig
 from rlx.config.schema.roles import TINY, sharded_roles
 from rlx.offload.plan.decoder import Decoder, read_decoder
+from rlx.offload.plan.shapes import SHAPES, shape_named
 
 ANSWER_S = 5.0  # for the hub to answer
 TINY_VOCABULARY = 262  # bytes, ByT5's three special tokens, one token per chat role
@@ -26,18 +27,19 @@ def decoders(config: PPOConfig) -> dict[str, Known]:
 
 
 def decoder_of(model: ModelConfig, has_head: bool = True) -> Known:
-    """Return the shape of the built-in model, or of a model whose config.json is on this machine.
+    """Return the shape of the built-in model, of a model whose config.json is on this machine, or of a well-known one.
 
     Without `has_head` it ends in one number instead of a head over the vocabulary, and its few weights are not counted.
     """
     path = model.path or ""
     if path == TINY:
         return read_decoder(tiny_shape(model.tiny))
-    file = config_file(path)
-    if file is None:
+    file, known = config_file(path), shape_named(path)
+    if file is None and known is None:
         return f"the config.json of {path} is not on this machine"
     try:
-        found = read_decoder(_keys_of_text(file, model))
+        keys = {**SHAPES[known or ""], **model.override_config} if file is None else _keys_of_text(file, model)
+        found = read_decoder(keys)
     except (ArithmeticError, AttributeError, LookupError, OSError, TypeError, ValueError) as error:
         # Loading the model reports the fault later; here only the forecast is missing.
         return f"{path}: {' '.join(str(error).split()) or type(error).__name__}"
@@ -117,8 +119,8 @@ def _fault_of_hub(key: str, path: str, reason: str, patience_s: float) -> Fault:
         expected="a folder with config.json, or a name of the hub",
         remedy=(
             "check the name, the network and, for a private model, `hf auth login`; or download it elsewhere "
-            f"(`hf download {path} --local-dir DIR`) and set {key}=DIR. A check needs its config.json "
-            "alone, and `rlx plan --model qwen2-7b`, say, not even that. HF_HUB_ETAG_TIMEOUT=60 waits longer"
+            f"(`hf download {path} --local-dir DIR`) and set {key}=DIR. HF_HUB_ETAG_TIMEOUT=60 waits longer"
+            + (f". The forecast takes the shape of {known}" if (known := shape_named(path)) else "")
         ),
         keys=(key,),
     )

@@ -122,7 +122,7 @@ class PolicyLossConfig:
         "vanilla: PPO's clipped surrogate with dual clip; gspo, cispo, sapo, geo_mean (GMPO). See docs/algorithms.md.",
         choices=LOSS_MODES,
     )
-    path: str | None = key(None, "Python file with a policy loss of your own, in place of loss_mode.")
+    path: str | None = key(None, "Python file with a policy loss of your own, in place of loss_mode.", is_path=True)
     name: str = key(
         "policy_loss",
         "Its name: f(log_probs, old_log_probs, advantages, mask, settings) -> (loss of each token, statistics).",

@@ -26,7 +26,7 @@ class ArithmeticConfig:
 
 @dataclass(frozen=True)
 class CustomClassConfig:
-    path: str | None = key(None, "Python file that holds the dataset class; null uses rlx's own.")
+    path: str | None = key(None, "Python file that holds the dataset class; null uses rlx's own.", is_path=True)
     name: str | None = key(None, "Name of the class in that file.")
 
 
@@ -34,8 +34,10 @@ class CustomClassConfig:
 class DataConfig:
     """The source of prompts and their lengths."""
 
-    train_files: tuple[str, ...] = key((ARITHMETIC,), "Parquet or JSONL files (verl rows or GSM8K's own).")
-    val_files: tuple[str, ...] = key((ARITHMETIC,), "The same, for validation.")
+    train_files: tuple[str, ...] = key(
+        (ARITHMETIC,), "Parquet or JSONL files (verl rows or GSM8K's own).", is_path=True
+    )
+    val_files: tuple[str, ...] = key((ARITHMETIC,), "The same, for validation.", is_path=True)
     train_max_samples: int = key(-1, "Use at most so many training rows, the first ones; -1: all.", minimum=-1)
     val_max_samples: int = key(-1, "The same of validation rows; -1: all.", minimum=-1)
     prompt_key: str = key("prompt", "Column with the chat messages (list of {role, content}) or plain text.")

@@ -36,7 +36,7 @@ class EnvironmentConfig:
     name: str | None = key(
         None, "One of rlx's own, such as python; with `path` the class, tool or list of tools in that file."
     )
-    path: str | None = key(None, "Python file with an environment or tools of your own.")
+    path: str | None = key(None, "Python file with an environment or tools of your own.", is_path=True)
     kwargs: dict[str, Any] = key({}, "Arguments of the class, by name.")
     processes: int = key(4, "Processes with environments, beside each process that samples.", minimum=1)
     max_parallel: int | None = key(

@@ -9,6 +9,7 @@ class KeyInfo(NamedTuple):
     """Meaning and limits of one key. Choices and range of a tuple apply to each element.
 
     `bounds` marks a str for `read_bounds`; a user may also give a number. `words` are strings allowed instead of a number.
+    `joined` marks a str for which a list may be given, joined by commas; `is_path` one that becomes a path, or part of one.
     """
 
     doc: str
@@ -18,6 +19,8 @@ class KeyInfo(NamedTuple):
     exclusive_minimum: float | None = None
     bounds: bool = False
     words: tuple[str, ...] = ()
+    joined: bool = False
+    is_path: bool = False
 
 
 class Bounds(NamedTuple):

@@ -7,9 +7,9 @@ from rlx.config.schema.keys import group, key
 from rlx.offload.runtime.options import LIMITS, OffloadOptions
 
 
-def _option(name: str, doc: str) -> Any:
+def _option(name: str, doc: str, **limits: Any) -> Any:
     """A key with the default and the limits that the engine gives to its option."""
-    return key(getattr(OffloadOptions, name), doc, **LIMITS.get(name, {}))
+    return key(getattr(OffloadOptions, name), doc, **LIMITS.get(name, {}), **limits)
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,9 @@ class ActivationOffloadConfig:
     )
     tier: str = _option("tier", "Tier that takes them: host memory (cpu) or disk.")
     directory: str | None = _option(
-        "directory", "Folder of the disk tier; with tier cpu it takes the bytes that exceed `max_host_bytes`."
+        "directory",
+        "Folder of the disk tier; with tier cpu it takes the bytes that exceed `max_host_bytes`.",
+        is_path=True,
     )
     prefetch_layers: int | None = _option(
         "prefetch_layers", "Layers that backward fetches ahead; null: as fits; 0: none."
@@ -43,6 +45,7 @@ class ActivationOffloadConfig:
     cache_directory: str | None = _option(
         "cache_directory",
         "No effect; earlier versions kept measurements of `save=auto` there.",
+        is_path=True,
     )
 
 
@@ -92,7 +95,9 @@ class LoraConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    path: str | None = key(None, "Hugging Face folder, hub name, or `builtin:tiny`; null, critic only: the actor's.")
+    path: str | None = key(
+        None, "Hugging Face folder, hub name, or `builtin:tiny`; null, critic only: the actor's.", is_path=True
+    )
     trust_remote_code: bool = key(False, "Run code from the model folder.")
     override_config: dict[str, Any] = key({}, "Values to set in the model's config.json.")
     attn_implementation: str = key("sdpa", "Attention kernel, as transformers names it.")
@@ -110,7 +115,9 @@ class ModelConfig:
         "Keep the frozen weights of layers in host memory and fetch them one layer ahead; with fsdp2.",
     )
     layer_offload_directory: str | None = key(
-        None, "Folder of a local disk that takes these weights where host memory is too small; null: host memory."
+        None,
+        "Folder of a local disk that takes these weights where host memory is too small; null: host memory.",
+        is_path=True,
     )
     use_remove_padding: bool = key(
         True, "Pack a micro-batch's sequences into one row without padding; else rows are padded to the longest."
@@ -132,9 +139,12 @@ class ModelConfig:
     lora_alpha: int = key(16, "Scale of the adapters: alpha / rank.", minimum=1)
     target_modules: str = key(
         "all-linear",
-        "Modules that get adapters, joined by commas: `all-linear`, names of linear layers, or of experts such as `experts`.",
+        "Modules that get adapters, as a list or joined by commas: `all-linear`, names of linear layers, or of experts.",
+        joined=True,
     )
-    lora_adapter_path: str | None = key(None, "Folder of adapters in peft's format to start from; null: fresh ones.")
+    lora_adapter_path: str | None = key(
+        None, "Folder of adapters in peft's format to start from; null: fresh ones.", is_path=True
+    )
     quantization: str | None = key(
         None,
         "Hold the frozen weights of layers in 4.5 bits each (nf4), below LoRA adapters; null: in model_dtype.",

@@ -12,7 +12,7 @@ FORMS = ("tags", "hashes", "boxed")
 
 @dataclass(frozen=True)
 class CustomRewardConfig:
-    path: str | None = key(None, "Python file with a reward function of your own.")
+    path: str | None = key(None, "Python file with a reward function of your own.", is_path=True)
     name: str = key(
         "compute_score",
         "Its name: f(data_source, solution_str, ground_truth, extra_info=None) -> float or dict with `score`, or as "
@@ -63,14 +63,18 @@ class RewardConfig:
 
 @dataclass(frozen=True)
 class RewardModelSourceConfig:
-    path: str | None = key(None, "Folder or hub name of a model for sequence classification with one label.")
+    path: str | None = key(
+        None, "Folder or hub name of a model for sequence classification with one label.", is_path=True
+    )
     trust_remote_code: bool = key(False, "Run code from the model folder.")
     override_config: dict[str, Any] = key({}, "Values to set in the model's config.json.")
     attn_implementation: str = key("sdpa", "Attention kernel, as transformers names it.")
     layer_offload: bool = key(
         False, "Keep the weights of layers in host memory, as `actor_rollout_ref.model.layer_offload`."
     )
-    layer_offload_directory: str | None = key(None, "As `actor_rollout_ref.model.layer_offload_directory`.")
+    layer_offload_directory: str | None = key(
+        None, "As `actor_rollout_ref.model.layer_offload_directory`.", is_path=True
+    )
     fsdp_config: FSDPConfig = group(FSDPConfig, "Sharding and precision.")
 
 

@@ -15,8 +15,8 @@ LOGGERS = ("console", "tensorboard", "jsonl", "wandb")
 class TrainerConfig:
     total_epochs: int = key(30, "Passes over the training prompts.", minimum=1)
     total_training_steps: int | None = key(None, "Steps; null: from total_epochs.", minimum=1)
-    project_name: str = key("rlx", "First part of the run's folder; wandb's project.")
-    experiment_name: str = key("run", "Second part of the run's folder.")
+    project_name: str = key("rlx", "First part of the run's folder; wandb's project.", is_path=True)
+    experiment_name: str = key("run", "Second part of the run's folder.", is_path=True)
     logger: tuple[str, ...] = key(("console", "jsonl"), "Where metrics go.", choices=LOGGERS)
     verbose: bool = key(False, "Show the memory around each phase on the console, too.")
     nnodes: int = key(1, "Machines.", minimum=1)
@@ -41,10 +41,13 @@ class TrainerConfig:
         "disable: start anew; auto: newest whole checkpoint of the experiment's newest run that has one; resume_path: one named.",
         choices=RESUME,
     )
-    resume_from_path: str | None = key(None, "Checkpoint (`.../global_step_N`) for resume_path: a folder or a URL.")
+    resume_from_path: str | None = key(
+        None, "Checkpoint (`.../global_step_N`) for resume_path: a folder or a URL.", is_path=True
+    )
     default_local_dir: str | None = key(
         None,
         "Folder of run folders; null: outputs/<project_name>/<experiment_name>; a URL (s3://…): copies of checkpoints go there.",
+        is_path=True,
     )
     max_restarts: int = key(3, "Restarts from the last checkpoint after something died or hung; 0: end.", minimum=0)
     hang_timeout_s: float = key(
@@ -53,11 +56,13 @@ class TrainerConfig:
     save_on_sigterm_s: float = key(
         0.0, "Seconds after SIGTERM in which the step may end and a checkpoint be written; 0: end at once.", minimum=0
     )
-    rollout_data_dir: str | None = key(None, "Dump training generations as JSONL here.")
+    rollout_data_dir: str | None = key(None, "Dump training generations as JSONL here.", is_path=True)
     transcripts: bool | None = key(
         None, "Keep each training sample with tokens, turns and rewards in the run's folder; null: with an environment."
     )
-    validation_data_dir: str | None = key(None, "Dump validation generations as JSONL here; null: in the run's folder.")
+    validation_data_dir: str | None = key(
+        None, "Dump validation generations as JSONL here; null: in the run's folder.", is_path=True
+    )
     log_val_generations: int = key(0, "Validation generations shown at the console and sent to trackers.", minimum=0)
     max_actor_ckpt_to_keep: int | None = key(None, "Newest checkpoints of the actor to keep; null: all.", minimum=1)
     max_critic_ckpt_to_keep: int | None = key(None, "Newest checkpoints of the critic to keep; null: all.", minimum=1)
@@ -72,7 +77,7 @@ class WarmStartConfig:
     batch_size: int = key(64, "Problems per step.", minimum=1)
     lr: float = key(1e-3, "Learning rate.", exclusive_minimum=0)
     eval_every: int = key(50, "Steps between accuracy checks.", minimum=1)
-    cache_dir: str | None = key(None, "Folder of finished warm starts; null: ~/.cache/rlx.")
+    cache_dir: str | None = key(None, "Folder of finished warm starts; null: ~/.cache/rlx.", is_path=True)
 
 
 @dataclass(frozen=True)

