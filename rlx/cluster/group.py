@@ -228,14 +228,13 @@ def _warn_if_slow(started: list[Any]) -> None:
         if any(isinstance(_receive(call, rank=0), RankFault) for call in done):
             return
     if missing:
-        folder = ray._private.worker.global_worker.node.get_logs_dir_path()
         logger.warning(
-            "%d of %d worker processes have not started after %.0f s; if none does, the reason is in %s/raylet.err or the python-core "
-            "logs beside it",
+            "%d of %d worker processes have not started after %.0f s; if none does, the reason is in raylet.err or the python-core logs "
+            "of Ray's %s",
             len(missing),
             len(started),
             SLOW_START_S,
-            folder,
+            ray.get_runtime_context().get_session_name(),
         )
 
 

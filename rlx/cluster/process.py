@@ -5,7 +5,6 @@ import importlib
 import logging
 import os
 import socket
-import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -104,10 +103,6 @@ class WorkerProcess:
         """
         os.environ.update(environment)
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # on a machine that is joined; see `rlx.driver.main`
-        if "torch" in sys.modules:  # in a fork of rlx.cluster.template torch has read its number of threads already
-            first = os.environ["OMP_NUM_THREADS"].partition(",")[0]  # OpenMP takes a number for each level of nesting
-            if first.strip().isdecimal():
-                sys.modules["torch"].set_num_threads(int(first))
         interface = _interface_of(ray.util.get_node_ip_address() if several_nodes else LOOPBACK)
         if interface:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)

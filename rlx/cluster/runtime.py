@@ -7,19 +7,16 @@ import secrets
 import shutil
 import signal
 import socket
-import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
-from functools import partialmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import ray
 
 from rlx.cluster.errors import ClusterError, RayStartError, WorkerFailure, one_line
-from rlx.cluster.template import template
 from rlx.config.schema import PPOConfig
 from rlx.errors import ExplainedError, did_you_mean, storing
 from rlx.supervisor.link import tell
@@ -27,15 +24,12 @@ from rlx.supervisor.link import tell
 _PROBE_S = 10.0
 _SOCKET_BYTES = 107  # the longest path of a unix socket
 _BELOW_FOLDER = "rlx_12345678/ray/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store"
-_WEB_SERVER = "ray.dashboard.optional_deps"
-_METRICS = "RAY_enable_metrics_collection"
-
 logger = logging.getLogger(__name__)
 
 
 @contextmanager
-def session(config: PPOConfig, ahead: Sequence[str] = ()) -> Iterator[bool]:
-    """Keep Ray running as long as the context lasts; yield whether its workers bring the modules `ahead` with them.
+def session(config: PPOConfig) -> Iterator[None]:
+    """Keep Ray running as long as the context lasts.
 
     It joins the cluster at `RAY_ADDRESS` (or `ray_kwargs.ray_init.address`) if there is one, else it starts Ray on this machine
     only. If the process has already started Ray, that is used and left running. At the end, also after an exception, Ctrl-C or
@@ -44,26 +38,22 @@ def session(config: PPOConfig, ahead: Sequence[str] = ()) -> Iterator[bool]:
 
     Args:
         config: the tree; reads `ray_kwargs.ray_init`.
-        ahead: modules for workers, imported beside the start of Ray if it starts here.
 
     Raises:
         ClusterError: nothing answers at the address, or its form is not supported.
     """
     if ray.is_initialized():
-        yield False
+        yield
         return
     options = dict(config.ray_kwargs.ray_init)
     address = str(options.pop("address", None) or os.environ.get("RAY_ADDRESS") or "local")
     quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
     folder: Path | None = None
-    until_done, forks = ExitStack(), False
     try:
         if address == "local":
             _set_local_environment()
             folder = _private_folder(options.pop("_temp_dir", None))
             tell(scratch=str(folder))
-            if forks := bool(ahead) and "runtime_env" not in options:
-                options["runtime_env"] = {"py_executable": until_done.enter_context(template(folder, ahead))}
             tell(ray="starts")  # the supervisor looks for Ray's processes, because `ray.init` may hold Python's lock
             with _postponed_interrupt():
                 _start_here(folder / "ray", {**quiet, **options})
@@ -72,7 +62,7 @@ def session(config: PPOConfig, ahead: Sequence[str] = ()) -> Iterator[bool]:
             _join(address, {**quiet, **options})
             tell(head=ray.get_runtime_context().gcs_address)
         _take_sigterm_as_ctrl_c()
-        yield forks
+        yield
     except Exception as error:
         if isinstance(error, WorkerFailure | ClusterError) or not isinstance(error, ExplainedError):
             folder = None  # kept, because its logs may tell more; a restart removes it
@@ -81,7 +71,6 @@ def session(config: PPOConfig, ahead: Sequence[str] = ()) -> Iterator[bool]:
         tell(ray=None, head=None)  # their end is no loss from now on
         with _uninterrupted():
             _shutdown()
-            until_done.close()
             if folder:
                 shutil.rmtree(folder, ignore_errors=True)
 
@@ -134,7 +123,7 @@ def _set_local_environment() -> None:
     same time would overwrite each other's.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault(_METRICS, "0")  # its port would be open to other machines
+    os.environ.setdefault("RAY_enable_metrics_collection", "0")  # its port would be open to other machines
     os.environ.setdefault("RAY_worker_niceness", "0")  # 15: workers would wait for everything else on the machine
     os.environ.setdefault("RAY_prestart_worker_first_driver", "0")  # a process per core, most of which nothing uses
     named = os.environ.get("RAY_AUTH_TOKEN") or os.environ.get("RAY_AUTH_TOKEN_PATH")
@@ -144,48 +133,14 @@ def _set_local_environment() -> None:
 
 def _start_here(folder: Path, options: dict[str, Any]) -> None:
     """Start Ray on this machine; raise RayStartError if one of its processes does not come up."""
-    options = {"include_dashboard": False, **options}
     try:
-        wants_more = options["include_dashboard"] is not False or os.environ[_METRICS] != "0"
-        with _without_monitors(bool(options["log_to_driver"])), nullcontext() if wants_more else _without_web_server():
-            ray.init(address="local", _temp_dir=str(folder), **options)
+        ray.init(address="local", _temp_dir=str(folder), **{"include_dashboard": False, **options})
     except (TypeError, ValueError):
         raise  # an option is wrong
     except Exception as error:  # Ray raises no type of its own
         raise RayStartError(
             f"Ray did not start: {one_line(str(error))}; its logs are in {folder}/session_latest/logs"
         ) from None
-
-
-@contextmanager
-def _without_monitors(reads_logs: bool) -> Iterator[None]:
-    """Let Ray start without the autoscaler's monitor and, unless its logs are read, the log monitor.
-
-    A run's own Ray has one node, and each of the two takes half a second of a core while the run starts.
-    """
-    parameters = ray._private.parameter.RayParams
-    init = parameters.__init__
-    wanted = {"no_monitor": True, "include_log_monitor": reads_logs}
-    known = inspect.signature(init).parameters
-    parameters.__init__ = partialmethod(init, **{name: value for name, value in wanted.items() if name in known})
-    try:
-        yield
-    finally:
-        parameters.__init__ = init
-
-
-@contextmanager
-def _without_web_server() -> Iterator[None]:
-    """Let Ray's agent start as in a `ray` without `ray[default]`: without the web server that the dashboard would ask.
-
-    All runs of a machine would want the same port for it; whoever comes second would try for 3.4 s. Ray finds out by an import.
-    """
-    sys.modules.setdefault(_WEB_SERVER, None)  # type: ignore[arg-type]  # None lets an import fail
-    try:
-        yield
-    finally:
-        if sys.modules[_WEB_SERVER] is None:
-            del sys.modules[_WEB_SERVER]
 
 
 def _join(address: str, options: dict[str, Any]) -> None:

@@ -3,12 +3,15 @@
 It imports little itself: torch, transformers and the trainer take seconds, in which Ray mostly waits for its own processes.
 """
 
+import os
+import sys
+from contextlib import suppress
 from pathlib import Path
-from threading import Thread
+from threading import Thread, get_native_id
 from typing import TYPE_CHECKING
 
-from rlx.cluster.template import import_ahead
-from rlx.config.machine import has_gpu_driver, processes
+from rlx.cluster import without_collection
+from rlx.config.machine import processes
 from rlx.config.schema import PPOConfig
 from rlx.config.schema.roles import sharded_roles
 
@@ -22,19 +25,22 @@ def launch(config: PPOConfig, yaml: str) -> Path:
     """Train as configured and return the folder of the run; arguments and errors are those of `rlx.trainer.run.run`."""
     if "console" in config.trainer.logger:
         print(f"starting Ray and {processes(config)} process(es)", flush=True)
-    Thread(target=import_ahead, args=[["rlx.trainer.run"]], daemon=True).start()
+    Thread(target=_import_ahead, daemon=True).start()
     from rlx.cluster.runtime import session
 
-    # Forked workers have not been tried with CUDA, of which a fork of a process that uses it can make no use.
-    ahead = [] if has_gpu_driver() else [WORKERS]
-    if ahead and config.actor_rollout_ref.rollout.name == "vllm":
-        ahead.append("rlx.rollout.vllm")
-    with session(config, ahead) as forks, start_workers(config) as workers:
-        if not forks:
-            workers.load()  # it takes longer than what `run` prepares
+    with session(config), start_workers(config) as workers:
+        workers.load()  # it takes longer than what `run` prepares
         from rlx.trainer.run import run
 
         return run(config, yaml, workers)
+
+
+def _import_ahead() -> None:
+    """Import what `launch` needs, in a thread of low priority: Ray's processes, which start meanwhile, take longer."""
+    if sys.platform == "linux":  # elsewhere the priority would be that of the process
+        os.setpriority(os.PRIO_PROCESS, get_native_id(), 10)
+    with suppress(Exception), without_collection():  # the import that is needed says why it fails
+        import rlx.trainer.run  # noqa: F401
 
 
 def start_workers(config: PPOConfig) -> "WorkerGroup":

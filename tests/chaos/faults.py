@@ -26,7 +26,6 @@ PROCESSES = {
     "gcs_server": "gcs/gcs_server",
     "dashboard agent": "ray::DashboardAgent",
     "runtime agent": "ray::RuntimeEnvAgent",
-    "template": "rlx.cluster.template",
     "reward process": "rlx.rewards.process",
 }
 MOMENTS = ("start", "rollout", "update", "inside a save", "between files", "resume")
