@@ -5,7 +5,6 @@ Shape letters as in `rlx/data/batch.py`: B rows, R response tokens.
 
 import math
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,7 +23,6 @@ from rlx.engine.forward import Distribution, Forward, Head, sequence_scores
 from rlx.engine.making import make_model
 from rlx.engine.micro_batch import MicroBatch, MicroBatchRule, shifted, token_counts
 from rlx.engine.objectives import Objective, Totals, over_processes, totals_of
-from rlx.engine.oom_retry import OomRetry
 from rlx.engine.optimizer_state import OptimizerStateOnHost
 from rlx.engine.residency import TensorOffload
 from rlx.engine.saving import CheckpointWriter
@@ -116,7 +114,7 @@ class Engine:
             self._try_model(plain, experts, sequence_parallel)
 
     def _prepare_memory(self, name: str) -> None:
-        """Prepare the moves of parameters and states, the saves, and the repetition of an update without memory."""
+        """Prepare the moves of parameters and states, and the saves."""
         model, fsdp, device = self.model_config, self.fsdp, self.device
         # The arena of offloaded activations, if there are any. It is pinned unless its owner disables that.
         pinned = model.activation_offload.pin_memory or not model.enable_activation_offload
@@ -127,9 +125,6 @@ class Engine:
         if self.optimizer is not None and fsdp.device_state_bytes < math.inf:
             account, stays = f"{name}_optimizer_state", fsdp.device_state_bytes
             self._state_on_host = OptimizerStateOnHost(self.optimizer, arena, account, device, device_bytes=stays)
-        self._oom_retry = None
-        if self.offload is not None and self.optimizer is not None and model.activation_offload.save == "auto":
-            self._oom_retry = OomRetry(self.offload, self.sharded, self.optimizer, device, self._state_on_host)
 
     def _try_model(self, plain: "PreTrainedModel", experts: ExpertOptions | None, sequence_parallel: int) -> None:
         """Run the model on a few tokens, to refuse one that the engine would get wrong."""
@@ -231,9 +226,10 @@ class Engine:
         batch = batch.select(*SEQUENCE, *objective.columns, *([SAMPLE_TOKENS] if SAMPLE_TOKENS in batch else []))
         totals = totals_of(batch, objective, self.cutter.copies, self.device)
         parts = list(self.cutter.micro_batches(batch, micro))
-        passes = partial(self._passes, parts, objective, totals)
+        if self.offload is not None:
+            self.offload.agree(reserve_bytes=self._missing_state_bytes(self.optimizer))
         with self._forward.balancing(parts, objective.distribution):
-            sums, maxima = passes() if self._oom_retry is None else self._oom_retry.run(passes)
+            sums, maxima = self._passes(parts, objective, totals)
         counts = token_counts(batch, parts) if self.cutter.shares_prompts else {}
         sums |= {name: torch.tensor(count, device=self.device) for name, count in counts.items()}
         sums = {name: figure / self.cutter.copies for name, figure in sums.items()}
@@ -263,6 +259,14 @@ class Engine:
             for name, figure in share.maxima.items():
                 maxima[name] = torch.maximum(maxima.get(name, figure), figure)
         return sums, maxima
+
+    def _missing_state_bytes(self, optimizer: AdamW) -> int:
+        """Return the bytes of state that the optimizer's first step will allocate on the device; 0 after that step."""
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        if self._state_on_host is not None:
+            parameters = self._state_on_host.staying
+        missing = (p for p in parameters if not optimizer.state.get(p))
+        return sum(adamw.state_bytes(optimizer, p) for p in missing if local(p).device.type != "cpu")
 
     def _step(self, optimizer: AdamW, optim: OptimConfig) -> Metrics:
         lr = optim.lr * adamw.learning_rate_factor(self.updates, self.total_steps, optim)

@@ -20,7 +20,6 @@ class FSDP2Model(Sharded):
     """A model sharded by `fully_shard`, whose parameters become DTensors in place."""
 
     state_dict_shares_storages = True
-    can_recover = hasattr(FSDPModule, "reset_iter_state")  # Note [why torch 2.13] in oom_retry.py
 
     def __init__(
         self,
@@ -71,17 +70,6 @@ class FSDP2Model(Sharded):
         """See Sharded."""
         for unit in self.units:
             assert isinstance(unit.wrapped, FSDPModule)
-            unit.wrapped.reshard()
-
-    def recover(self) -> None:
-        """See Sharded. Without the loop, gradients that backward summed in gathered parameters would be added to the next ones."""
-        assert isinstance(self.root, FSDPModule)
-        self.root.reset_iter_state()
-        for unit in self.units:
-            assert isinstance(unit.wrapped, FSDPModule)
-            unit.wrapped.unshard()
-            for tensor in unit.tensors().values():
-                tensor.grad = None
             unit.wrapped.reshard()
 
     @contextmanager

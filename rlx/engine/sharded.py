@@ -75,7 +75,6 @@ class Sharded(ABC):
         state_options: for torch.distributed.checkpoint.state_dict.
         state_dict_shares_storages: whether a state_dict holds the tensors themselves, without touching their bytes.
         sum_dtype: of gradients summed over micro-batches.
-        can_recover: whether the model may run again after an exception, see `recover`.
     """
 
     root: nn.Module
@@ -84,7 +83,6 @@ class Sharded(ABC):
     state_options: StateDictOptions
     state_dict_shares_storages: bool
     sum_dtype: torch.dtype
-    can_recover = False
 
     @abstractmethod
     def accumulating(self, last: bool) -> AbstractContextManager[None]:
@@ -98,12 +96,6 @@ class Sharded(ABC):
     @abstractmethod
     def reshard(self) -> None:
         """Free gathered parameters that remain after a forward without a backward."""
-
-    def recover(self) -> None:
-        """Prepare for the next forward after an exception ended a forward or backward. All processes call it together."""
-        raise RuntimeError(
-            f"{type(self).__name__} cannot begin again after an error: can_recover is {self.can_recover}"
-        )
 
     def drop_gradients(self, optimizer: Optimizer) -> None:
         """Free the gradients after the optimizer's step."""

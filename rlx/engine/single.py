@@ -30,7 +30,6 @@ class SingleModel(Sharded):
 
     state_dict_shares_storages = True
     replicas = 1
-    can_recover = True
 
     def __init__(
         self,
@@ -80,7 +79,9 @@ class SingleModel(Sharded):
         try:
             yield
         except BaseException:
-            self.recover()
+            self.reshard()
+            for parameter in self.root.parameters():
+                parameter.grad = None
             raise
         if last:
             for weight, copy in self._copies.items():
@@ -100,12 +101,6 @@ class SingleModel(Sharded):
             for module, name, weight in self._weights:
                 setattr(module, name, weight)
             self._copies = {}
-
-    def recover(self) -> None:
-        """See Sharded."""
-        self.reshard()
-        for parameter in self.root.parameters():
-            parameter.grad = None
 
     @contextmanager
     def gathering(self, unit: Unit) -> Iterator[Callable[[Tensor], Tensor]]:
