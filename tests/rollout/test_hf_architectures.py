@@ -34,6 +34,7 @@ def test_samples_follow_whole_forwards_without_padding(name, temperature):
     model = tiny_model(config_of(name), torch.float32)
     model.set_attn_implementation("eager")
     near = copy.deepcopy(model)
+    torch.manual_seed(0)
     with torch.no_grad():
         for parameter in near.parameters():
             parameter.mul_(1 + 1e-6 * torch.randn_like(parameter))
@@ -58,7 +59,7 @@ def test_samples_follow_whole_forwards_without_padding(name, temperature):
         torch.testing.assert_close(torch.tensor(completion.log_probs), expected, rtol=0, atol=rounding)
         if temperature == 0.0:
             torch.testing.assert_close(expected, every.amax(-1), rtol=0, atol=rounding)
-    assert sorted(roundings)[len(roundings) // 2] < 0.01, "wrong positions or masks change log-probs by 0.4 and more"
+    assert sorted(roundings)[len(roundings) // 2] < 0.1, "wrong positions or masks change log-probs by 0.4 and more"
 
 
 @pytest.mark.parametrize(
