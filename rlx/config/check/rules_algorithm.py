@@ -8,7 +8,6 @@ from rlx.config.schema.roles import has_critic, has_reward_model, model_scores_a
 
 ESTIMATOR, SAMPLES = "algorithm.adv_estimator", "actor_rollout_ref.rollout.n"
 FILTER, METRIC = "algorithm.filter_groups.enable", "algorithm.filter_groups.metric"
-LENGTH, LONGEST = "reward.overlong_buffer.len", "data.max_response_length"
 AGGREGATION = "actor_rollout_ref.actor.loss_agg_mode"
 
 REWRITTEN = "actor_rollout_ref.rollout.multi_turn.on_rewritten_history"
@@ -63,14 +62,6 @@ def _metrics(config: PPOConfig) -> tuple[str, ...] | None:
     return (*METRICS, *form, *(("model_score", "rule_score") if by_model and by_functions else ()))
 
 
-def penalty_fits_the_length(s: CheckContext) -> Faults:
-    """The length penalty begins at a length of 0 or more."""
-    overlong, longest = s.config.reward.overlong_buffer, s.config.data.max_response_length
-    if overlong.enable and overlong.len > longest:
-        remedy = f"set {LENGTH}={max(1, longest // 5)}, say"
-        yield s.fault("the penalty begins before the response", f"at most {longest}", remedy, LENGTH, LONGEST)
-
-
 def branches_are_no_samples(s: CheckContext) -> Faults:
     """The rows of a conversation that forks are parts of one sample, so no ratio may be one of a row."""
     if s.value(REWRITTEN) != "fork":
@@ -85,7 +76,6 @@ ALGORITHM_RULES = (
     estimator_compares_samples,
     critic_is_used,
     filtered_groups_can_differ,
-    penalty_fits_the_length,
     branches_are_no_samples,
 )
 

@@ -19,7 +19,7 @@ from rlx.config.schema.roles import TINY, has_critic, is_tiny, sharded_roles, tr
 from rlx.program import program
 from rlx.step_folders import step_of
 
-GPUS, NODES, LEAST = "trainer.n_gpus_per_node", "trainer.nnodes", "trainer.min_nodes"
+GPUS, NODES = "trainer.n_gpus_per_node", "trainer.nnodes"
 DEVICE = "trainer.device"
 MODEL = "actor_rollout_ref.model.path"
 FOR_GPUS = ("flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention")
@@ -48,15 +48,6 @@ def nodes_need_a_cluster(s: CheckContext) -> Faults:
         got = f"{NODES}={nodes}, RAY_ADDRESS not set"
         expected = "RAY_ADDRESS=<host>:<port>"
         yield s.fault("several machines need a Ray cluster to join", expected, remedy, NODES, got=got)
-
-
-def fewer_nodes_are_possible(s: CheckContext) -> Faults:
-    """`min_nodes` is no more than `nnodes`."""
-    trainer = s.config.trainer
-    if trainer.min_nodes is None:
-        return
-    if trainer.min_nodes > trainer.nnodes:
-        yield s.fault("more nodes are needed than asked for", f"1 to {trainer.nnodes}", f"lower {LEAST}", LEAST, NODES)
 
 
 def gpus_suffice(s: CheckContext) -> Faults:
@@ -251,7 +242,6 @@ def _written_folders(s: CheckContext) -> Iterator[tuple[str, Path]]:
 MACHINE_RULES = (
     cluster_answers,
     nodes_need_a_cluster,
-    fewer_nodes_are_possible,
     gpus_suffice,
     ray_has_a_short_folder,
     packages_are_installed,

@@ -20,7 +20,6 @@ from rlx.config.schema.roles import (
 )
 from rlx.config.schema.tree import as_text
 
-PROCESSES = "trainer.n_gpus_per_node"
 MICRO_KEYS = (
     ("actor_rollout_ref.actor", "ppo_micro_batch_size_per_gpu", "use_dynamic_bsz"),
     ("critic", "ppo_micro_batch_size_per_gpu", "use_dynamic_bsz"),
@@ -38,17 +37,6 @@ LARGEST_BF16_BETA = 1 - 2.0**-8
 # Batches
 
 
-def mini_batch_divides_batch(s: CheckContext) -> Faults:
-    """Every optimizer step of a batch sees the same number of prompts. A null of the critic means the actor's value and fault."""
-    batch = s.config.data.train_batch_size
-    for role in trained_roles(s.config):
-        mini, key = role.mini_batch_prompts, f"{role.key}.ppo_mini_batch_size"
-        if batch % mini and s.value(key) is not None:
-            what = "the mini-batch does not divide the batch (both count prompts)"
-            remedy = f"set {key}={max(n for n in range(1, min(batch, mini) + 1) if batch % n == 0)}"
-            yield s.fault(what, f"a divisor of {batch}", remedy, key, "data.train_batch_size")
-
-
 def micro_batch_has_a_size(s: CheckContext) -> Faults:
     """Micro-batches are cut by samples or by tokens; tokens win. Only the actor must choose; the other roles follow it."""
     key, rows, flag = MICRO_KEYS[0]
@@ -58,16 +46,11 @@ def micro_batch_has_a_size(s: CheckContext) -> Faults:
         yield s.fault(f"{key} sets no way of cutting micro-batches", "one of the two", remedy, *keys)
 
 
-def sequence_groups_are_whole(s: CheckContext) -> Faults:
-    """Processes that share sequences form whole groups and pack them. The model's heads are checked when it is loaded."""
-    count = processes(s.config)
+def shared_sequences_are_packed(s: CheckContext) -> Faults:
+    """Processes that share sequences pack them. The model's heads are checked when it is loaded."""
     for role in sharded_roles(s.config):
-        key, size = f"{role.key}.{ULYSSES}", role.sequence_parallel_size
-        if count % size and s.value(key) is not None:
-            what, got = "the processes do not form whole groups", f"{key}={size}, {count} process(es)"
-            expected, remedy = "a divisor of the number of processes", f"change {key}, or {PROCESSES}"
-            yield s.fault(what, expected, remedy, key, PROCESSES, got=got)
-        if size > 1:
+        key = f"{role.key}.{ULYSSES}"
+        if role.sequence_parallel_size > 1:
             yield from _is_packed(s, role, key, f"{key} shares packed sequences, in rlx's own attention")
 
 
@@ -235,38 +218,7 @@ def adapters_have_a_rank(s: CheckContext) -> Faults:
             yield s.fault("there are adapters to start from, but no rank", f"{rank} of at least 1", remedy, path, rank)
 
 
-def betas_are_two(s: CheckContext) -> Faults:
-    """AdamW has two decay rates below 1."""
-    for role in trained_roles(s.config):
-        key = f"{role.key}.optim.betas"
-        betas = s.value(key)
-        if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-            remedy = f"set {key}=[0.9,0.999]"
-            yield s.fault("AdamW's decay rates are not usable", "two numbers in [0, 1)", remedy, key)
-
-
-def tiny_heads_fit(s: CheckContext) -> Faults:
-    """The key/value heads of the built-in model divide its attention heads."""
-    tiny, key = s.config.actor_rollout_ref.model.tiny, "actor_rollout_ref.model.tiny"
-    heads, groups = tiny.num_attention_heads, tiny.num_key_value_heads
-    if is_tiny(s.config) and heads % groups:
-        keys = (f"{key}.num_attention_heads", f"{key}.num_key_value_heads")
-        remedy = f"set {keys[1]}={next(n for n in range(groups, 0, -1) if heads % n == 0)}"
-        yield s.fault("key/value heads do not divide the attention heads", f"a divisor of {heads}", remedy, *keys)
-
-
 # Sharding
-
-
-def sharding_group_divides_processes(s: CheckContext) -> Faults:
-    """Every process belongs to one sharding group."""
-    world = processes(s.config)
-    for role in sharded_roles(s.config):
-        size, key = role.fsdp.fsdp_size, f"{role.fsdp_key}.fsdp_size"
-        if size != -1 and (size == 0 or world % size):
-            divisors = ", ".join(str(n) for n in range(1, world + 1) if world % n == 0)
-            what, got = "sharding groups do not divide the processes", f"{key}={size} with {world} process(es)"
-            yield s.fault(what, f"-1 or {divisors}", f"set {key}=-1", key, PROCESSES, "trainer.nnodes", got=got)
 
 
 def one_way_to_the_host(s: CheckContext) -> Faults:
@@ -349,18 +301,14 @@ def validation_has_a_model(s: CheckContext) -> Faults:
 
 
 TRAINING_RULES = (
-    mini_batch_divides_batch,
     micro_batch_has_a_size,
-    sequence_groups_are_whole,
+    shared_sequences_are_packed,
     prefixes_are_shared_in_packed_rows,
     tokens_hold_the_longest_row,
     validation_samples_at_a_temperature,
     updates_survive_rounding,
     torchao_can_do_it,
     adapters_have_a_rank,
-    betas_are_two,
-    tiny_heads_fit,
-    sharding_group_divides_processes,
     one_way_to_the_host,
     fsdp1_can_do_it,
     checkpoints_hold_weights,

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from rlx.config.check.context import CheckContext
+from rlx.config.check.declared import declared_limits_hold, unused_keys
 from rlx.config.check.rules_algorithm import ALGORITHM_RULES, algorithm_warnings
 from rlx.config.check.rules_correction import CORRECTION_RULES
 from rlx.config.check.rules_machine import MACHINE_RULES
@@ -18,7 +19,6 @@ from rlx.config.check.rules_training import (
     moment_warnings,
     validation_warnings,
 )
-from rlx.config.check.unused_keys import unused_keys
 from rlx.config.compose.command_line import Composed
 from rlx.config.faults import Fault
 from rlx.config.machine import Machine, on_accelerator
@@ -27,7 +27,7 @@ from rlx.config.schema.tree import as_text
 from rlx.config.secrets import without_secrets
 
 RULES = (
-    *(*TRAINING_RULES, *ALGORITHM_RULES, *CORRECTION_RULES, *OFFLOAD_RULES),
+    *(declared_limits_hold, *TRAINING_RULES, *ALGORITHM_RULES, *CORRECTION_RULES, *OFFLOAD_RULES),
     *(*ROLLOUT_RULES, *REWARD_RULES, *MACHINE_RULES),
 )
 

@@ -214,7 +214,7 @@ def _convert(value: Any, hint: Any, info: KeyInfo) -> Any:
 
 def _allowed(value: Any, leaf: Leaf) -> bool:
     if isinstance(value, tuple):
-        return all(_allowed(item, leaf) for item in value)
+        return leaf.info.length in (None, len(value)) and all(_allowed(item, leaf) for item in value)
     info = leaf.info
     if info.choices is not None:
         return value in info.choices
@@ -227,6 +227,7 @@ def _allowed(value: Any, leaf: Leaf) -> bool:
         and (info.minimum is None or value >= info.minimum)
         and (info.maximum is None or value <= info.maximum)
         and (info.exclusive_minimum is None or value > info.exclusive_minimum)
+        and (info.exclusive_maximum is None or value < info.exclusive_maximum)
     )
 
 

@@ -5,7 +5,7 @@ faults, and an unknown key with the nearest known one.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field
 from difflib import get_close_matches
@@ -313,7 +313,8 @@ def _resolved(tree: DictConfig, prefix: str, faults: list[Fault], from_environme
     """
     plain: dict[str, Any] = {}
     raw: Any = OmegaConf.to_container(tree)
-    for name in tree:  # also numbers, of `logit_bias`
+    names: Iterable[Any] = tree  # also numbers, of `logit_bias`
+    for name in names:
         key = f"{prefix}{name}"
         try:
             value = MISSING if OmegaConf.is_missing(tree, name) else tree[name]

@@ -35,7 +35,7 @@ from rlx.config.schema.data import (
     DataConfig,
 )
 from rlx.config.schema.environment import TOOL_FORMATS, EnvironmentConfig, MultiTurnConfig
-from rlx.config.schema.keys import group
+from rlx.config.schema.keys import group, in_state, without
 from rlx.config.schema.model import (
     LARGEST_SEED,
     MODEL_JSON_FILES,
@@ -47,6 +47,7 @@ from rlx.config.schema.model import (
 )
 from rlx.config.schema.reward import (
     FORMS,
+    NOT_CALLED,
     CustomRewardConfig,
     RewardConfig,
     RewardManagerConfig,
@@ -77,11 +78,15 @@ class PPOConfig:
     data: DataConfig = group(DataConfig, "Prompts.")
     actor_rollout_ref: ActorRolloutRefConfig = group(ActorRolloutRefConfig, "Policy, generation, reference.")
     critic: CriticConfig = group(CriticConfig, "Value model, used by gae.")
-    environment: EnvironmentConfig = group(EnvironmentConfig, "Tools and environments: conversations of several turns.")
+    environment: EnvironmentConfig = group(
+        EnvironmentConfig, "Tools and environments: conversations of several turns.", in_state("no environment")
+    )
     reward: RewardConfig = group(RewardConfig, "Reward functions and the processes they run in.")
-    custom_reward_function: CustomRewardConfig = group(CustomRewardConfig, "A reward function of your own.")
-    reward_model: RewardModelConfig = group(RewardModelConfig, "A model that scores responses.")
+    custom_reward_function: CustomRewardConfig = group(
+        CustomRewardConfig, "A reward function of your own.", *NOT_CALLED
+    )
+    reward_model: RewardModelConfig = group(RewardModelConfig, "A model that scores responses.", without("enable"))
     algorithm: AlgorithmConfig = group(AlgorithmConfig, "Advantages, KL, the sampler's mismatch.")
     trainer: TrainerConfig = group(TrainerConfig, "The loop.")
-    warm_start: WarmStartConfig = group(WarmStartConfig, "Making `builtin:tiny`.")
+    warm_start: WarmStartConfig = group(WarmStartConfig, "Making `builtin:tiny`.", in_state("not tiny"))
     ray_kwargs: RayConfig = group(RayConfig, "Ray.")

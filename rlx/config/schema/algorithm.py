@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from rlx.config.schema.keys import group, key
+from rlx.config.schema.keys import beside, group, in_state, key, while_is, without
 
 KL_ESTIMATORS = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
 KL_LOSS_ESTIMATORS = (*KL_ESTIMATORS, "kl+", "k1+", "abs+", "low_var_kl+", "k3+")
@@ -12,8 +12,15 @@ KL_LOSS_ESTIMATORS = (*KL_ESTIMATORS, "kl+", "k1+", "abs+", "low_var_kl+", "k3+"
 class KLControlConfig:
     type: str = key("fixed", "adaptive: the coefficient follows the measured KL.", choices=("fixed", "adaptive"))
     kl_coef: float = key(0.001, "First coefficient.", minimum=0)
-    horizon: int = key(10000, "Adaptive: samples over which the coefficient adapts.", minimum=1)
-    target_kl: float = key(0.1, "Adaptive: target KL, mean over a response's tokens [nats].", exclusive_minimum=0)
+    horizon: int = key(
+        10000, "Adaptive: samples over which the coefficient adapts.", while_is("type", "fixed"), minimum=1
+    )
+    target_kl: float = key(
+        0.1,
+        "Adaptive: target KL, mean over a response's tokens [nats].",
+        while_is("type", "fixed"),
+        exclusive_minimum=0,
+    )
 
 
 REJECTIONS = ("token_k1", "seq_sum_k1", "seq_mean_k1", "seq_mean_k3", "seq_max_k2")
@@ -31,9 +38,12 @@ class RolloutCorrectionConfig:
     rollout_is_threshold: str = key(
         "2.0",
         "A number caps the weights (TIS); low_high, such as 0.5_5.0, sets weights outside to 0 (IcePop).",
+        while_is("rollout_is", None),
         bounds=True,
     )
-    rollout_is_batch_normalize: bool = key(False, "Divide the weights by their mean over the batch.")
+    rollout_is_batch_normalize: bool = key(
+        False, "Divide the weights by their mean over the batch.", while_is("rollout_is", None)
+    )
     rollout_rs: tuple[str, ...] | None = key(
         None,
         "Leave out tokens or sequences whose ratio fails these tests: each token's, the sequence's product, its geometric "
@@ -41,7 +51,10 @@ class RolloutCorrectionConfig:
         choices=(None, *REJECTIONS),
     )
     rollout_rs_threshold: tuple[str, ...] | None = key(
-        None, "One for all of rollout_rs or one each; for k1 low_high or high, which means 1/high_high.", bounds=True
+        None,
+        "One for all of rollout_rs or one each; for k1 low_high or high, which means 1/high_high.",
+        without("rollout_rs"),
+        bounds=True,
     )
     rollout_token_veto_threshold: float | None = key(
         None, "Leave out sequences with a token below this ratio, such as 1e-4.", exclusive_minimum=0, maximum=1
@@ -90,19 +103,22 @@ class AlgorithmConfig:
     adv_estimator: str = key(
         "gae", "Advantage estimator; gae (PPO) has a critic. See docs/algorithms.md.", choices=tuple(ADV_ESTIMATORS)
     )
-    gamma: float = key(1.0, "Discount; gae and reinforce_plus_plus.", minimum=0, maximum=1)
-    lam: float = key(1.0, "GAE's lambda.", minimum=0, maximum=1)
+    gamma: float = key(1.0, "Discount; gae and reinforce_plus_plus.", in_state("not read"), minimum=0, maximum=1)
+    lam: float = key(1.0, "GAE's lambda.", in_state("not read"), minimum=0, maximum=1)
     time_step: str = key(
         "token",
         "Step of gamma and lam: each token, or each turn of a conversation, whose tokens share an advantage; gae and "
         "reinforce_plus_plus.",
+        in_state("not read"),
         choices=("token", "turn"),
     )
-    norm_adv_by_std_in_grpo: bool = key(True, "Divide by the group's standard deviation; False is Dr.GRPO's form.")
+    norm_adv_by_std_in_grpo: bool = key(
+        True, "Divide by the group's standard deviation; False is Dr.GRPO's form.", in_state("not read")
+    )
     use_kl_in_reward: bool = key(False, "Subtract the KL to the reference from each token's reward.")
-    kl_penalty: str = key("kl", "Its estimator.", choices=KL_ESTIMATORS)
-    kl_ctrl: KLControlConfig = group(KLControlConfig, "Its coefficient.")
-    filter_groups: FilterGroupsConfig = group(FilterGroupsConfig, "Dynamic sampling.")
+    kl_penalty: str = key("kl", "Its estimator.", without("use_kl_in_reward"), choices=KL_ESTIMATORS)
+    kl_ctrl: KLControlConfig = group(KLControlConfig, "Its coefficient.", without("use_kl_in_reward"))
+    filter_groups: FilterGroupsConfig = group(FilterGroupsConfig, "Dynamic sampling.", without("enable"))
     rollout_correction: RolloutCorrectionConfig = group(
         RolloutCorrectionConfig, "Correction of the sampler's mismatch with the trainer."
     )
@@ -120,12 +136,14 @@ class PolicyLossConfig:
     loss_mode: str = key(
         "vanilla",
         "vanilla: PPO's clipped surrogate with dual clip; gspo, cispo, sapo, geo_mean (GMPO). See docs/algorithms.md.",
+        beside("path"),
         choices=LOSS_MODES,
     )
     path: str | None = key(None, "Python file with a policy loss of your own, in place of loss_mode.", is_path=True)
     name: str = key(
         "policy_loss",
         "Its name: f(log_probs, old_log_probs, advantages, mask, settings) -> (loss of each token, statistics).",
+        without("path"),
     )
 
 
@@ -134,5 +152,10 @@ class OverlongBufferConfig:
     """DAPO's soft penalty of long responses, subtracted from the score in training."""
 
     enable: bool = key(False, "Take it off.")
-    len: int = key(4096, "Last tokens before max_response_length, over which the penalty grows from 0.", minimum=1)
+    len: int = key(
+        4096,
+        "Last tokens before max_response_length, over which the penalty grows from 0.",
+        minimum=1,
+        at_most="data.max_response_length",
+    )
     penalty_factor: float = key(1.0, "Penalty of a response of max_response_length.", minimum=0)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from rlx.config.schema.keys import group, key
+from rlx.config.schema.keys import Unused, group, in_state, key, without
 
 ARITHMETIC = "builtin:arithmetic"
 PLAIN_SOURCE = "answer"
@@ -51,12 +51,22 @@ class DataConfig:
     max_response_length: int = key(512, "Longest response [tokens].", minimum=1)
     train_batch_size: int = key(1024, "Prompts per training step.", minimum=1)
     gen_batch_size: int | None = key(
-        None, "Prompts per generation with algorithm.filter_groups; null: train_batch_size.", minimum=1
+        None,
+        "Prompts per generation with algorithm.filter_groups; null: train_batch_size.",
+        without("algorithm.filter_groups.enable"),
+        minimum=1,
     )
-    val_batch_size: int | None = key(None, "Prompts per validation batch; null: all at once.", minimum=1)
+    val_batch_size: int | None = key(
+        None, "Prompts per validation batch; null: all at once.", in_state("never validates"), minimum=1
+    )
     shuffle: bool = key(True, "Shuffle the prompts of each epoch.")
-    seed: int = key(1, "Seed of the shuffling.", minimum=0)
+    seed: int = key(1, "Seed of the shuffling.", without("shuffle"), minimum=0)
     filter_overlong_prompts: bool = key(False, "Drop prompts longer than max_prompt_length and report how many.")
-    truncation: str = key("error", "If a longer prompt is not dropped: error, or cut this side.", choices=TRUNCATIONS)
+    truncation: str = key(
+        "error",
+        "If a longer prompt is not dropped: error, or cut this side.",
+        Unused("overlong prompts are dropped, not cut", "filter_overlong_prompts"),
+        choices=TRUNCATIONS,
+    )
     custom_cls: CustomClassConfig = group(CustomClassConfig, "A dataset class of your own.")
-    arithmetic: ArithmeticConfig = group(ArithmeticConfig, "The generated task.")
+    arithmetic: ArithmeticConfig = group(ArithmeticConfig, "The generated task.", in_state("no arithmetic"))

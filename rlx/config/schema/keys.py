@@ -1,8 +1,52 @@
-"""Declare one key of the typed tree: default, meaning, choices, range."""
+"""Declare one key of the typed tree: default, meaning, choices, range, and how it depends on other keys.
+
+A key of another section is named in full, one beside it by its last word.
+"""
 
 import math
+import operator
+from collections.abc import Callable, Mapping
 from dataclasses import field
 from typing import Any, NamedTuple
+
+
+class Unused(NamedTuple):
+    """A reason why a key has no effect: always, by another key's value, or in a state of `rlx.config.check.declared`."""
+
+    why: str  # {key}: the other key
+    key: str = ""
+    holds: Callable[[Any], bool] = bool  # for the other key's value
+    state: str = ""
+
+
+def without(flag: str) -> Unused:
+    """While the flag is False, null, 0 or empty."""
+    return Unused("{key} is not set", flag, operator.not_)
+
+
+def beside(number: str) -> Unused:
+    """While another key, which replaces this one, is neither null nor -1."""
+    return Unused("{key} is set", number, lambda value: value not in (None, -1))
+
+
+def while_is(other: str, value: Any) -> Unused:
+    """While another key has this value."""
+    return Unused(f"{{key}} is {'null' if value is None else value}", other, lambda found: found == value)
+
+
+def unless(other: str, value: Any, why: str) -> Unused:
+    """While another key has another value."""
+    return Unused(why, other, lambda found: found != value)
+
+
+def never(why: str) -> Unused:
+    """At this place of the tree."""
+    return Unused(why)
+
+
+def in_state(name: str) -> Unused:
+    """While the run is in a state of `rlx.config.check.declared`."""
+    return Unused("", state=name)
 
 
 class KeyInfo(NamedTuple):
@@ -17,6 +61,12 @@ class KeyInfo(NamedTuple):
     minimum: float | None = None
     maximum: float | None = None
     exclusive_minimum: float | None = None
+    exclusive_maximum: float | None = None
+    length: int | None = None  # of a tuple
+    at_most: str = ""  # the key that holds the largest value
+    divides: str = ""  # the key, or `processes`, that this one has to divide
+    unused: tuple[Unused, ...] = ()
+    below: Mapping[str, tuple[Unused, ...]] | None = None  # of a group, for keys and groups in it
     bounds: bool = False
     words: tuple[str, ...] = ()
     joined: bool = False
@@ -38,14 +88,16 @@ def read_bounds(text: str) -> Bounds:
     return Bounds(numbers[0] if len(numbers) == 2 else None, numbers[-1])
 
 
-def key(default: Any, doc: str, **limits: Any) -> Any:
+def key(default: Any, doc: str, *unused: Unused, **limits: Any) -> Any:
     """Return a leaf of the tree; `limits` are fields of KeyInfo. Ranges include their ends unless named exclusive; None passes."""
-    info = KeyInfo(doc, **limits)
+    info = KeyInfo(doc, unused=unused, **limits)
     if isinstance(default, dict):
         return field(default_factory=lambda: dict(default), metadata={"key": info})
     return field(default=default, metadata={"key": info})
 
 
-def group(cls: type, doc: str, **defaults: Any) -> Any:
-    """Return a subtree; `defaults` replace the class's own at this point of the tree."""
-    return field(default_factory=lambda: cls(**defaults), metadata={"key": KeyInfo(doc)})
+def group(
+    cls: type, doc: str, *unused: Unused, below: Mapping[str, tuple[Unused, ...]] | None = None, **defaults: Any
+) -> Any:
+    """Return a subtree; `defaults` replace the class's own, and `below` adds to what its keys declare, at this point of the tree."""
+    return field(default_factory=lambda: cls(**defaults), metadata={"key": KeyInfo(doc, unused=unused, below=below)})

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from rlx.config.schema.keys import group, key
+from rlx.config.schema.keys import group, in_state, key, while_is, without
 from rlx.offload.runtime.options import LIMITS, OffloadOptions
 
 
@@ -69,7 +69,7 @@ class TinyModelConfig:
     intermediate_size: int = key(384, "Width of the MLP.", minimum=8)
     num_hidden_layers: int = key(4, "Layers.", minimum=1)
     num_attention_heads: int = key(4, "Attention heads; each at least 32 wide, as vLLM asks.", minimum=1)
-    num_key_value_heads: int = key(2, "Key/value heads.", minimum=1)
+    num_key_value_heads: int = key(2, "Key/value heads.", minimum=1, divides="num_attention_heads")
     seed: int = key(0, "Seed of the first weights.", minimum=0, maximum=LARGEST_SEED)
 
     @property
@@ -109,7 +109,9 @@ class ModelConfig:
     use_liger: bool = key(False, "Fused norms, gated MLPs and rotary embeddings of liger-kernel, on GPUs.")
     enable_gradient_checkpointing: bool = key(True, "Recompute activations in backward instead of keeping them.")
     enable_activation_offload: bool = key(False, "Move activations off the device until backward needs them.")
-    activation_offload: ActivationOffloadConfig = group(ActivationOffloadConfig, "How, when the flag above is set.")
+    activation_offload: ActivationOffloadConfig = group(
+        ActivationOffloadConfig, "How, when the flag above is set.", without("enable_activation_offload")
+    )
     layer_offload: bool = key(
         False,
         "Keep the frozen weights of layers in host memory and fetch them one layer ahead; with fsdp2.",
@@ -126,6 +128,7 @@ class ModelConfig:
         "auto",
         "Compute a prompt once for all its responses in a micro-batch; auto: where that saves more than 3 % of the tokens; "
         "needs packed rows and sdpa.",
+        while_is("actor_rollout_ref.rollout.n", 1),
         words=("auto",),
     )
     tiled_mlp: int | str = key(
@@ -136,10 +139,11 @@ class ModelConfig:
         words=("auto",),
     )
     lora_rank: int = key(0, "Rank of LoRA adapters; 0 trains every weight.", minimum=0)
-    lora_alpha: int = key(16, "Scale of the adapters: alpha / rank.", minimum=1)
+    lora_alpha: int = key(16, "Scale of the adapters: alpha / rank.", without("lora_rank"), minimum=1)
     target_modules: str = key(
         "all-linear",
         "Modules that get adapters, as a list or joined by commas: `all-linear`, names of linear layers, or of experts.",
+        without("lora_rank"),
         joined=True,
     )
     lora_adapter_path: str | None = key(
@@ -150,8 +154,8 @@ class ModelConfig:
         "Hold the frozen weights of layers in 4.5 bits each (nf4), below LoRA adapters; null: in model_dtype.",
         words=("nf4",),
     )
-    lora: LoraConfig = group(LoraConfig, "Kinds of adapters, and how they reach the sampler.")
-    tiny: TinyModelConfig = group(TinyModelConfig, "Shape of `builtin:tiny`.")
+    lora: LoraConfig = group(LoraConfig, "Kinds of adapters, and how they reach the sampler.", without("lora_rank"))
+    tiny: TinyModelConfig = group(TinyModelConfig, "Shape of `builtin:tiny`.", in_state("not tiny"))
 
     @property
     def sends_adapters(self) -> bool:

@@ -4,10 +4,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlx.config.schema.algorithm import OverlongBufferConfig
-from rlx.config.schema.keys import group, key
+from rlx.config.schema.keys import group, in_state, key, never, while_is, without
 from rlx.config.schema.training import FSDPConfig
 
 FORMS = ("tags", "hashes", "boxed")
+NOT_CALLED = (in_state("the environment scores"), in_state("the model scores"))  # reward functions
 
 
 @dataclass(frozen=True)
@@ -17,9 +18,12 @@ class CustomRewardConfig:
         "compute_score",
         "Its name: f(data_source, solution_str, ground_truth, extra_info=None) -> float or dict with `score`, or as "
         "reward.reward_manager.name says; may be async.",
+        without("path"),
     )
-    reward_kwargs: dict[str, Any] = key({}, "Further arguments of the function, by name.")
-    data_sources: tuple[str, ...] = key((), "Data sources that it scores (rlx scores the others); empty: all.")
+    reward_kwargs: dict[str, Any] = key({}, "Further arguments of the function, by name.", without("path"))
+    data_sources: tuple[str, ...] = key(
+        (), "Data sources that it scores (rlx scores the others); empty: all.", without("path")
+    )
 
 
 @dataclass(frozen=True)
@@ -28,35 +32,56 @@ class RewardManagerConfig:
         "naive",
         "Calls of a function of your own: naive, one for each sample; batch, one for a batch: "
         "f(data_sources, solution_strs, ground_truths, extra_infos) -> list.",
+        without("custom_reward_function.path"),
         choices=("naive", "batch"),
     )
 
 
 @dataclass(frozen=True)
 class RewardConfig:
-    reward_manager: RewardManagerConfig = group(RewardManagerConfig, "How reward functions are called.")
-    format_score: float = key(0.0, "Score of a wrong GSM8K answer in the right form.", minimum=0, maximum=1)
-    overlong_buffer: OverlongBufferConfig = group(OverlongBufferConfig, "Penalty for length in training.")
+    reward_manager: RewardManagerConfig = group(RewardManagerConfig, "How reward functions are called.", *NOT_CALLED)
+    format_score: float = key(
+        0.0,
+        "Score of a wrong GSM8K answer in the right form.",
+        *NOT_CALLED,
+        in_state("own function scores all"),
+        minimum=0,
+        maximum=1,
+    )
+    overlong_buffer: OverlongBufferConfig = group(
+        OverlongBufferConfig, "Penalty for length in training.", without("enable")
+    )
     format: str | None = key(
         None,
         "Form that earns format_weight: `tags` (<think>…</think><answer>…</answer>), `hashes` (ends in #### and an "
         "answer), `boxed` (a \\boxed{…}), or a regular expression for the whole response; null: none.",
+        *NOT_CALLED,
     )
-    format_weight: float = key(0.1, "Bonus for a response of that form.", minimum=0)
+    format_weight: float = key(0.1, "Bonus for a response of that form.", *NOT_CALLED, without("format"), minimum=0)
     num_workers: int | None = key(
-        None, "Processes that run reward functions; null: one per core, at most 16.", minimum=1
+        None, "Processes that run reward functions; null: one per core, at most 16.", *NOT_CALLED, minimum=1
     )
-    timeout_s: float = key(60.0, "Longest call of a reward function [seconds].", exclusive_minimum=0)
-    max_concurrent: int = key(64, "Calls of an async function that each process runs at a time.", minimum=1)
+    timeout_s: float = key(60.0, "Longest call of a reward function [seconds].", *NOT_CALLED, exclusive_minimum=0)
+    max_concurrent: int = key(
+        64,
+        "Calls of an async function that each process runs at a time.",
+        *NOT_CALLED,
+        without("custom_reward_function.path"),
+        minimum=1,
+    )
     memory_limit_gb: float | None = key(
-        8.0, "Memory that each process may allocate [10^9 bytes]; null: no limit.", exclusive_minimum=0
+        8.0, "Memory that each process may allocate [10^9 bytes]; null: no limit.", *NOT_CALLED, exclusive_minimum=0
     )
     on_error: str = key(
-        "stop", "When a function raises or returns no number: stop the run, or score 0.", choices=("stop", "zero")
+        "stop",
+        "When a function raises or returns no number: stop the run, or score 0.",
+        *NOT_CALLED,
+        choices=("stop", "zero"),
     )
     on_crash: str = key(
         "zero",
         "When a call takes too long, or ends its process twice: stop the run, or score 0.",
+        *NOT_CALLED,
         choices=("stop", "zero"),
     )
 
@@ -89,9 +114,21 @@ class RewardModelConfig:
         minimum=0,
     )
     strategy: str | None = key(None, "Sharding; null: the actor's.", choices=(None, "fsdp", "fsdp2"))
-    model: RewardModelSourceConfig = group(RewardModelSourceConfig, "The model.")
+    model: RewardModelSourceConfig = group(
+        RewardModelSourceConfig,
+        "The model.",
+        below=dict.fromkeys(
+            ("fsdp_config.optimizer_offload", "fsdp_config.optimizer_state"),
+            (never("a reward model has no optimizer"),),
+        ),
+    )
     micro_batch_size_per_gpu: int | None = key(
-        None, "Samples per forward and process; null without use_dynamic_bsz: the actor's.", minimum=1
+        None,
+        "Samples per forward and process; null without use_dynamic_bsz: the actor's.",
+        while_is("use_dynamic_bsz", True),
+        minimum=1,
     )
     use_dynamic_bsz: bool = key(False, "Cut by tokens instead.")
-    forward_max_token_len_per_gpu: int = key(32768, "Tokens per forward and process with use_dynamic_bsz.", minimum=1)
+    forward_max_token_len_per_gpu: int = key(
+        32768, "Tokens per forward and process with use_dynamic_bsz.", without("use_dynamic_bsz"), minimum=1
+    )

@@ -4,18 +4,24 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlx.config.schema.environment import MultiTurnConfig
-from rlx.config.schema.keys import group, key
+from rlx.config.schema.keys import group, in_state, key, while_is, without
+
+NO_OLD_LOG_PROBS = while_is("algorithm.rollout_correction.bypass_mode", True)
 
 
 @dataclass(frozen=True)
 class ValKwargsConfig:
-    temperature: float = key(0.0, "0: greedy.", minimum=0)
-    top_p: float = key(1.0, "Nucleus.", exclusive_minimum=0, maximum=1)
-    top_k: int = key(-1, "Most likely tokens considered; -1 or 0: all.", minimum=-1)
-    n: int = key(1, "Responses per validation prompt.", minimum=1)
+    temperature: float = key(0.0, "0: greedy.", without("do_sample"), minimum=0)
+    top_p: float = key(1.0, "Nucleus.", without("do_sample"), exclusive_minimum=0, maximum=1)
+    top_k: int = key(-1, "Most likely tokens considered; -1 or 0: all.", without("do_sample"), minimum=-1)
+    n: int = key(1, "Responses per validation prompt.", without("do_sample"), minimum=1)
     do_sample: bool = key(False, "False: greedy at any temperature.")
     min_p: float = key(
-        0.0, "Drop tokens less likely than this share of the most likely one; 0: none.", minimum=0, maximum=1
+        0.0,
+        "Drop tokens less likely than this share of the most likely one; 0: none.",
+        without("do_sample"),
+        minimum=0,
+        maximum=1,
     )
     repetition_penalty: float = key(
         1.0, "Divides positive logits of tokens in prompt or response, multiplies negative ones.", exclusive_minimum=0
@@ -47,7 +53,9 @@ class RolloutConfig:
         "Strings that end a response, in training and validation. All sampled tokens are trained on, a stop string's too.",
     )
     include_stop_str_in_output: bool = key(
-        False, "Keep the stop string at the end of the text that reward functions and environments read."
+        False,
+        "Keep the stop string at the end of the text that reward functions and environments read.",
+        without("stop"),
     )
     ignore_eos: bool = key(False, "Only stop strings and max_response_length end a response.")
     dtype: str = key(
@@ -61,28 +69,46 @@ class RolloutConfig:
         False,
         "Mixture of experts: return the experts that the sampler uses for each token; see actor.router_replay.mode and the metrics "
         "mismatch/differing_experts*.",
+        in_state("experts are not used"),
     )
     seed_requests: bool | None = key(
         None,
         "vLLM: give each sample its own seed, so that it does not depend on other samples; False draws all from one "
         "stream; null: seeds if they cost nothing, and on CPU.",
+        while_is("name", "hf"),
     )
     gpu_memory_utilization: float = key(
-        0.5, "vLLM: share of all device memory for weights and KV cache.", exclusive_minimum=0, maximum=1
+        0.5,
+        "vLLM: share of all device memory for weights and KV cache.",
+        while_is("name", "hf"),
+        exclusive_minimum=0,
+        maximum=1,
     )
-    tensor_model_parallel_size: int = key(1, "vLLM: processes that share one copy of the model.", minimum=1)
-    max_num_batched_tokens: int = key(8192, "vLLM: tokens per scheduling step.", minimum=1)
-    enforce_eager: bool = key(False, "vLLM: no CUDA graphs.")
-    free_cache_engine: bool = key(True, "vLLM: give the KV cache back during updates.")
-    enable_chunked_prefill: bool = key(True, "vLLM: prefill in chunks.")
-    enable_prefix_caching: bool = key(True, "vLLM: share prefixes.")
+    tensor_model_parallel_size: int = key(
+        1, "vLLM: processes that share one copy of the model.", minimum=1, divides="processes"
+    )
+    max_num_batched_tokens: int = key(8192, "vLLM: tokens per scheduling step.", while_is("name", "hf"), minimum=1)
+    enforce_eager: bool = key(False, "vLLM: no CUDA graphs.", while_is("name", "hf"))
+    free_cache_engine: bool = key(True, "vLLM: give the KV cache back during updates.", while_is("name", "hf"))
+    enable_chunked_prefill: bool = key(True, "vLLM: prefill in chunks.", while_is("name", "hf"))
+    enable_prefix_caching: bool = key(True, "vLLM: share prefixes.", while_is("name", "hf"))
     log_prob_micro_batch_size_per_gpu: int | None = key(
-        None, "Old log-probs: samples per forward; null: as the actor's update.", minimum=1
+        None,
+        "Old log-probs: samples per forward; null: as the actor's update.",
+        NO_OLD_LOG_PROBS,
+        while_is("log_prob_use_dynamic_bsz", True),
+        minimum=1,
     )
-    log_prob_use_dynamic_bsz: bool = key(False, "Old log-probs: cut by tokens instead.")
+    log_prob_use_dynamic_bsz: bool = key(False, "Old log-probs: cut by tokens instead.", NO_OLD_LOG_PROBS)
     log_prob_max_token_len_per_gpu: int = key(
-        16384, "Old log-probs: tokens per forward with log_prob_use_dynamic_bsz.", minimum=1
+        16384,
+        "Old log-probs: tokens per forward with log_prob_use_dynamic_bsz.",
+        NO_OLD_LOG_PROBS,
+        without("log_prob_use_dynamic_bsz"),
+        minimum=1,
     )
-    val_kwargs: ValKwargsConfig = group(ValKwargsConfig, "Sampling in validation.")
-    multi_turn: MultiTurnConfig = group(MultiTurnConfig, "Turns of a conversation with an environment.")
-    engine_kwargs: EngineKwargsConfig = group(EngineKwargsConfig, "Options passed through.")
+    val_kwargs: ValKwargsConfig = group(ValKwargsConfig, "Sampling in validation.", in_state("never validates"))
+    multi_turn: MultiTurnConfig = group(
+        MultiTurnConfig, "Turns of a conversation with an environment.", in_state("no environment")
+    )
+    engine_kwargs: EngineKwargsConfig = group(EngineKwargsConfig, "Options passed through.", while_is("name", "hf"))

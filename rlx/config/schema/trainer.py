@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from rlx.config.schema.keys import key
+from rlx.config.schema.keys import beside, in_state, key, unless
 from rlx.config.schema.model import LARGEST_SEED
 
 MEMORY_CHECKS = ("refuse", "warn", "off")
@@ -13,7 +13,7 @@ LOGGERS = ("console", "tensorboard", "jsonl", "wandb")
 
 @dataclass(frozen=True)
 class TrainerConfig:
-    total_epochs: int = key(30, "Passes over the training prompts.", minimum=1)
+    total_epochs: int = key(30, "Passes over the training prompts.", beside("total_training_steps"), minimum=1)
     total_training_steps: int | None = key(None, "Steps; null: from total_epochs.", minimum=1)
     project_name: str = key("rlx", "First part of the run's folder; wandb's project.", is_path=True)
     experiment_name: str = key("run", "Second part of the run's folder.", is_path=True)
@@ -21,7 +21,10 @@ class TrainerConfig:
     verbose: bool = key(False, "Show the memory around each phase on the console, too.")
     nnodes: int = key(1, "Machines.", minimum=1)
     min_nodes: int | None = key(
-        None, "Machines with which the run goes on if others stay away for 2 minutes; null: nnodes.", minimum=1
+        None,
+        "Machines with which the run goes on if others stay away for 2 minutes; null: nnodes.",
+        minimum=1,
+        at_most="nnodes",
     )
     n_gpus_per_node: int = key(8, "Processes per machine, each with one GPU; on CPU the number is free.", minimum=1)
     device: str = key("auto", "auto: an accelerator if there is one.", choices=("auto", "cpu", "cuda"))
@@ -34,15 +37,18 @@ class TrainerConfig:
     test_freq: int = key(-1, "Steps between validations; -1: never.", minimum=-1)
     val_before_train: bool = key(True, "Validate before the first step.")
     val_only: bool = key(False, "Validate and stop.")
-    critic_warmup: int = key(0, "Steps in which only the critic learns.", minimum=0)
-    balance_batch: bool = key(True, "Give each process about the same number of tokens.")
+    critic_warmup: int = key(0, "Steps in which only the critic learns.", in_state("no critic"), minimum=0)
+    balance_batch: bool = key(True, "Give each process about the same number of tokens.", in_state("one process"))
     resume_mode: str = key(
         "disable",
         "disable: start anew; auto: newest whole checkpoint of the experiment's newest run that has one; resume_path: one named.",
         choices=RESUME,
     )
     resume_from_path: str | None = key(
-        None, "Checkpoint (`.../global_step_N`) for resume_path: a folder or a URL.", is_path=True
+        None,
+        "Checkpoint (`.../global_step_N`) for resume_path: a folder or a URL.",
+        unless("resume_mode", "resume_path", "resume_mode is not resume_path"),
+        is_path=True,
     )
     default_local_dir: str | None = key(
         None,
@@ -61,11 +67,24 @@ class TrainerConfig:
         None, "Keep each training sample with tokens, turns and rewards in the run's folder; null: with an environment."
     )
     validation_data_dir: str | None = key(
-        None, "Dump validation generations as JSONL here; null: in the run's folder.", is_path=True
+        None,
+        "Dump validation generations as JSONL here; null: in the run's folder.",
+        in_state("never validates"),
+        is_path=True,
     )
-    log_val_generations: int = key(0, "Validation generations shown at the console and sent to trackers.", minimum=0)
-    max_actor_ckpt_to_keep: int | None = key(None, "Newest checkpoints of the actor to keep; null: all.", minimum=1)
-    max_critic_ckpt_to_keep: int | None = key(None, "Newest checkpoints of the critic to keep; null: all.", minimum=1)
+    log_val_generations: int = key(
+        0, "Validation generations shown at the console and sent to trackers.", in_state("never validates"), minimum=0
+    )
+    max_actor_ckpt_to_keep: int | None = key(
+        None, "Newest checkpoints of the actor to keep; null: all.", in_state("never saves"), minimum=1
+    )
+    max_critic_ckpt_to_keep: int | None = key(
+        None,
+        "Newest checkpoints of the critic to keep; null: all.",
+        in_state("no critic"),
+        in_state("never saves"),
+        minimum=1,
+    )
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 
 from rlx.config.schema.algorithm import KL_LOSS_ESTIMATORS, PolicyLossConfig
-from rlx.config.schema.keys import group, key
+from rlx.config.schema.keys import beside, group, in_state, key, never, unless, while_is, without
 from rlx.config.schema.model import ModelConfig
 from rlx.config.schema.rollout import RolloutConfig
 
@@ -20,14 +20,24 @@ class OptimConfig:
     )
     lr: float = key(1e-6, "Peak learning rate.", minimum=0)
     lr_warmup_steps: int = key(-1, "Optimizer steps of linear warm-up; -1: from lr_warmup_steps_ratio.", minimum=-1)
-    lr_warmup_steps_ratio: float = key(0.0, "Warm-up as a share of all optimizer steps.", minimum=0, maximum=1)
+    lr_warmup_steps_ratio: float = key(
+        0.0, "Warm-up as a share of all optimizer steps.", beside("lr_warmup_steps"), minimum=0, maximum=1
+    )
     lr_scheduler_type: str = key("constant", "After warm-up.", choices=("constant", "cosine", "linear"))
-    min_lr_ratio: float = key(0.0, "Last rate of cosine and linear, as a share of lr.", minimum=0, maximum=1)
+    min_lr_ratio: float = key(
+        0.0,
+        "Last rate of cosine and linear, as a share of lr.",
+        while_is("lr_scheduler_type", "constant"),
+        minimum=0,
+        maximum=1,
+    )
     weight_decay: float = key(0.01, "Decoupled weight decay.", minimum=0)
-    betas: tuple[float, ...] = key((0.9, 0.999), "AdamW's decay rates.")
+    betas: tuple[float, ...] = key((0.9, 0.999), "AdamW's decay rates.", length=2, minimum=0, exclusive_maximum=1)
     eps: float = key(1e-8, "AdamW's epsilon.", exclusive_minimum=0)
     master_weights: bool = key(
-        True, "With model_dtype=bf16: keep fp32 copies of the weights and fp32 moments, which small updates need."
+        True,
+        "With model_dtype=bf16: keep fp32 copies of the weights and fp32 moments, which small updates need.",
+        unless("optimizer", "AdamW", "torchao's AdamW has no masters"),
     )
     allow_lossy_updates: bool = key(
         False, "Train bf16 weights without masters although rounding hides most updates; watch actor/update_share."
@@ -49,27 +59,38 @@ class MixedPrecisionConfig:
 
 @dataclass(frozen=True)
 class FSDPConfig:
-    param_offload: bool = key(False, "Keep parameters in host memory while another role works.")
+    param_offload: bool = key(False, "Keep parameters in host memory while another role works.", in_state("on a CPU"))
     optimizer_offload: bool = key(
         False,
         "Keep the optimizer's state in host memory; fetch it piece by piece during the step. The same as optimizer_state=host.",
+        in_state("on a CPU"),
     )
     optimizer_state: int | str | None = key(
         None,
         "Where it is: device, host, or the bytes of each process's part that stay on the device, the rest on the host; auto: as many "
         "bytes as the forecast leaves on the device; null: host with optimizer_offload, else device.",
+        in_state("on a CPU"),
         minimum=0,
         words=("auto", "device", "host"),
     )
-    offload_policy: bool = key(False, "FSDP's own CPU offload: parameters and the optimizer step are on the host.")
+    offload_policy: bool = key(
+        False, "FSDP's own CPU offload: parameters and the optimizer step are on the host.", in_state("on a CPU")
+    )
     reshard_after_forward: bool | str = key(
         "auto",
         "Free the gathered parameters after forward, layer by layer; auto: not where one process has all of them and offloads "
         "neither them nor the optimizer's state.",
         words=("auto",),
     )
-    fsdp_size: int = key(-1, "Processes of one sharding group; -1: all; fewer replicate the groups (HSDP).", minimum=-1)
-    forward_prefetch: bool = key(False, "Gather the next layer's parameters during the current one's forward.")
+    fsdp_size: int = key(
+        -1,
+        "Processes of one sharding group; -1: all; fewer replicate the groups (HSDP).",
+        minimum=-1,
+        divides="processes",
+    )
+    forward_prefetch: bool = key(
+        False, "Gather the next layer's parameters during the current one's forward.", in_state("one process")
+    )
     model_dtype: str = key(
         "fp32",
         "Type of stored parameters, and of optimizer state unless optim.master_weights keeps fp32. Torch's names do too: bfloat16.",
@@ -126,29 +147,43 @@ class RouterReplayConfig:
 @dataclass(frozen=True)
 class ActorConfig:
     strategy: str = key("fsdp2", "Sharding: FSDP2 or FSDP1.", choices=("fsdp", "fsdp2"))
-    ppo_mini_batch_size: int = key(256, "Prompts per optimizer step; divides data.train_batch_size.", minimum=1)
+    ppo_mini_batch_size: int = key(
+        256, "Prompts per optimizer step; divides data.train_batch_size.", minimum=1, divides="data.train_batch_size"
+    )
     ppo_micro_batch_size_per_gpu: int | None = key(
-        None, "Samples per forward and process; set this or use_dynamic_bsz.", minimum=1
+        None,
+        "Samples per forward and process; set this or use_dynamic_bsz.",
+        while_is("use_dynamic_bsz", True),
+        minimum=1,
     )
     use_dynamic_bsz: bool = key(False, "Cut micro-batches by tokens instead of samples.")
-    ppo_max_token_len_per_gpu: int = key(16384, "Tokens per forward and process with use_dynamic_bsz.", minimum=1)
+    ppo_max_token_len_per_gpu: int = key(
+        16384, "Tokens per forward and process with use_dynamic_bsz.", without("use_dynamic_bsz"), minimum=1
+    )
     ulysses_sequence_parallel_size: int = key(
-        1, "Neighbouring processes that share each sequence; divides processes and attention heads.", minimum=1
+        1,
+        "Neighbouring processes that share each sequence; divides processes and attention heads.",
+        minimum=1,
+        divides="processes",
     )
     ppo_epochs: int = key(1, "Passes over each batch.", minimum=1)
     shuffle: bool = key(False, "Shuffle the prompts of a batch before cutting mini-batches.")
-    clip_ratio: float = key(0.2, "PPO's clip range.", minimum=0)
-    clip_ratio_low: float | None = key(None, "Clip range below 1; null: clip_ratio.", minimum=0)
-    clip_ratio_high: float | None = key(None, "Clip range above 1; null: clip_ratio.", minimum=0)
-    clip_ratio_c: float = key(3.0, "Dual clip's bound for negative advantages.", exclusive_minimum=1)
-    tau_pos: float = key(1.0, "SAPO's temperature of tokens with a positive advantage.", exclusive_minimum=0)
-    tau_neg: float = key(1.05, "SAPO's temperature of the others.", exclusive_minimum=0)
+    clip_ratio: float = key(0.2, "PPO's clip range.", in_state("both clips"), in_state("sapo"), minimum=0)
+    clip_ratio_low: float | None = key(None, "Clip range below 1; null: clip_ratio.", in_state("sapo"), minimum=0)
+    clip_ratio_high: float | None = key(None, "Clip range above 1; null: clip_ratio.", in_state("sapo"), minimum=0)
+    clip_ratio_c: float = key(
+        3.0, "Dual clip's bound for negative advantages.", in_state("not vanilla"), exclusive_minimum=1
+    )
+    tau_pos: float = key(
+        1.0, "SAPO's temperature of tokens with a positive advantage.", in_state("not sapo"), exclusive_minimum=0
+    )
+    tau_neg: float = key(1.05, "SAPO's temperature of the others.", in_state("not sapo"), exclusive_minimum=0)
     policy_loss: PolicyLossConfig = group(PolicyLossConfig, "Choice of policy loss.")
     loss_agg_mode: str = key("token-mean", "How the token losses of a mini-batch become one.", choices=AGGREGATIONS)
     entropy_coeff: float = key(0.0, "Weight of the entropy bonus.")
     use_kl_loss: bool = key(False, "Add the KL to the reference to the loss.")
-    kl_loss_coef: float = key(0.001, "Its weight.", minimum=0)
-    kl_loss_type: str = key("low_var_kl", "Its estimator.", choices=KL_LOSS_ESTIMATORS)
+    kl_loss_coef: float = key(0.001, "Its weight.", without("use_kl_loss"), minimum=0)
+    kl_loss_type: str = key("low_var_kl", "Its estimator.", without("use_kl_loss"), choices=KL_LOSS_ESTIMATORS)
     router_aux_loss_coef: float = key(
         0.0,
         "Mixture of experts: weight of the load-balancing loss of the mini-batch; needs a forward more per update unless "
@@ -160,16 +195,20 @@ class ActorConfig:
     use_torch_compile: bool = key(False, "Compile each layer; cannot be combined with activation offloading.")
     optim: OptimConfig = group(OptimConfig, "Optimizer.")
     fsdp_config: FSDPConfig = group(FSDPConfig, "Sharding and precision.")
-    checkpoint: CheckpointConfig = group(CheckpointConfig, "Contents of checkpoints.")
+    checkpoint: CheckpointConfig = group(CheckpointConfig, "Contents of checkpoints.", in_state("never saves"))
 
 
 @dataclass(frozen=True)
 class RefConfig:
-    log_prob_micro_batch_size_per_gpu: int | None = key(None, "Samples per forward; null: the actor's.", minimum=1)
+    log_prob_micro_batch_size_per_gpu: int | None = key(
+        None, "Samples per forward; null: the actor's.", while_is("log_prob_use_dynamic_bsz", True), minimum=1
+    )
     log_prob_use_dynamic_bsz: bool = key(False, "Cut by tokens instead.")
-    log_prob_max_token_len_per_gpu: int = key(16384, "Tokens per forward with log_prob_use_dynamic_bsz.", minimum=1)
+    log_prob_max_token_len_per_gpu: int = key(
+        16384, "Tokens per forward with log_prob_use_dynamic_bsz.", without("log_prob_use_dynamic_bsz"), minimum=1
+    )
     ulysses_sequence_parallel_size: int | None = key(
-        None, "Processes that share each sequence; null: the actor's.", minimum=1
+        None, "Processes that share each sequence; null: the actor's.", minimum=1, divides="processes"
     )
     fsdp_config: FSDPConfig = group(FSDPConfig, "Sharding and precision.")
 
@@ -179,7 +218,17 @@ class ActorRolloutRefConfig:
     model: ModelConfig = group(ModelConfig, "The policy; the reference starts as its copy.")
     actor: ActorConfig = group(ActorConfig, "Policy update.")
     rollout: RolloutConfig = group(RolloutConfig, "Generation.")
-    ref: RefConfig = group(RefConfig, "Reference policy.")
+    ref: RefConfig = group(
+        RefConfig,
+        "Reference policy.",
+        in_state("no reference"),
+        below={
+            "fsdp_config": (in_state("reference is the actor"),),
+            "ulysses_sequence_parallel_size": (in_state("reference is the actor"),),
+            "fsdp_config.optimizer_offload": (never("the reference has no optimizer"),),
+            "fsdp_config.optimizer_state": (never("the reference has no optimizer"),),
+        },
+    )
 
 
 @dataclass(frozen=True)
@@ -187,15 +236,29 @@ class CriticConfig:
     """The value model of GAE."""
 
     strategy: str | None = key(None, "Sharding; null: the actor's.", choices=(None, "fsdp", "fsdp2"))
-    model: ModelConfig = group(ModelConfig, "The value model's backbone; without a path it is loaded as the actor's.")
-    ppo_mini_batch_size: int | None = key(None, "Prompts per optimizer step; null: the actor's.", minimum=1)
+    model: ModelConfig = group(
+        ModelConfig,
+        "The value model's backbone; without a path it is loaded as the actor's.",
+        below={
+            "tiny": (never("the critic has the policy's shape, actor_rollout_ref.model.tiny"),),
+            "lora.merge": (never("the critic has no sampler"),),
+        },
+    )
+    ppo_mini_batch_size: int | None = key(
+        None, "Prompts per optimizer step; null: the actor's.", minimum=1, divides="data.train_batch_size"
+    )
     ppo_micro_batch_size_per_gpu: int | None = key(
-        None, "Samples per forward and process; null without use_dynamic_bsz: the actor's.", minimum=1
+        None,
+        "Samples per forward and process; null without use_dynamic_bsz: the actor's.",
+        while_is("use_dynamic_bsz", True),
+        minimum=1,
     )
     use_dynamic_bsz: bool = key(False, "Cut micro-batches by tokens instead.")
-    ppo_max_token_len_per_gpu: int = key(32768, "Tokens per forward and process with use_dynamic_bsz.", minimum=1)
+    ppo_max_token_len_per_gpu: int = key(
+        32768, "Tokens per forward and process with use_dynamic_bsz.", without("use_dynamic_bsz"), minimum=1
+    )
     ulysses_sequence_parallel_size: int | None = key(
-        None, "Processes that share each sequence; null: the actor's.", minimum=1
+        None, "Processes that share each sequence; null: the actor's.", minimum=1, divides="processes"
     )
     ppo_epochs: int | None = key(None, "Passes over each batch; null: the actor's.", minimum=1)
     shuffle: bool | None = key(None, "Shuffle before cutting mini-batches; null: the actor's.")
@@ -206,4 +269,4 @@ class CriticConfig:
     grad_clip: float = key(1.0, "Largest gradient norm.", exclusive_minimum=0)
     optim: OptimConfig = group(OptimConfig, "Optimizer.", lr=1e-5)
     fsdp: FSDPConfig = group(FSDPConfig, "Sharding and precision.")
-    checkpoint: CheckpointConfig = group(CheckpointConfig, "Contents of checkpoints.")
+    checkpoint: CheckpointConfig = group(CheckpointConfig, "Contents of checkpoints.", in_state("never saves"))

@@ -89,7 +89,9 @@ def describe_range(info: KeyInfo) -> str:
     low = f">= {info.minimum:g}" if info.minimum is not None else ""
     low = f"> {info.exclusive_minimum:g}" if info.exclusive_minimum is not None else low
     high = f"<= {info.maximum:.10g}" if info.maximum is not None else ""
-    return ", ".join([*([" and ".join(filter(None, (low, high)))] if low or high else []), *words])
+    high = f"< {info.exclusive_maximum:g}" if info.exclusive_maximum is not None else high
+    count = [f"{info.length} of them"] if info.length is not None else []
+    return ", ".join([*count, *([" and ".join(filter(None, (low, high)))] if low or high else []), *words])
 
 
 def describe_expected(leaf: Leaf) -> str:

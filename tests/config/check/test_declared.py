@@ -1,13 +1,12 @@
 """Keys that are set without effect: one warning lists them all, defaults are silent."""
 
-from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
 
 import pytest
 
 from rlx.config.check.context import CheckContext
-from rlx.config.check.unused_keys import UNUSED_KEYS, unused_keys
+from rlx.config.check.declared import conditions, unused_keys
 from rlx.config.compose.command_line import compose
 from rlx.config.machine import Machine
 from rlx.config.schema.tree import LEAVES
@@ -227,20 +226,12 @@ def test_keys_without_effect_are_found_and_no_others(cpu_machine: Machine, comma
     assert all(found.values())
 
 
-def test_every_line_of_the_table_has_a_case(cpu_machine: Machine):
+def test_every_declared_condition_has_a_case(cpu_machine: Machine):
     reached = set()
-    for command, _ in CASES:
+    for command, keys in CASES:
         s = setting(command, cpu_machine)
-        for number, row in enumerate(UNUSED_KEYS):
-            if row.when(s) and any(fnmatchcase(key, pattern) for key in s.changed_keys for pattern in row.keys):
-                reached.add(number)
-    assert [row.keys for number, row in enumerate(UNUSED_KEYS) if number not in reached] == []
-
-
-def test_every_pattern_names_a_key():
-    for row in UNUSED_KEYS:
-        for pattern in row.keys:
-            assert any(fnmatchcase(key, pattern) for key in LEAVES), pattern
+        reached |= {each.why for key in keys for each in conditions()[key] if each.holds(s)}
+    assert {each.why for found in conditions().values() for each in found} - reached == set()
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,186 @@
+"""What keys declare about other keys: when they have no effect, the largest value, and what they have to divide."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import is_dataclass
+from functools import cache, partial
+from typing import Any, NamedTuple
+
+from rlx.config.check.context import CheckContext, Faults
+from rlx.config.machine import processes
+from rlx.config.schema import ARITHMETIC, LOSS_MODES, PPOConfig
+from rlx.config.schema.keys import Unused
+from rlx.config.schema.roles import (
+    TINY,
+    has_critic,
+    has_environment,
+    has_reference,
+    has_reference_model,
+    is_tiny,
+    may_save,
+    model_scores_alone,
+    only_environment_scores,
+    validates,
+)
+from rlx.config.schema.tree import LEAVES, children
+from rlx.offload.runtime.options import UNREAD_OPTIONS, OffloadOptions
+
+ACTOR, MODEL, OWN = "actor_rollout_ref.actor", "actor_rollout_ref.model", "custom_reward_function"
+PROCESSES = ("trainer.n_gpus_per_node", "trainer.nnodes")
+
+
+class Condition(NamedTuple):
+    """A reason why a key has no effect, and whether it holds."""
+
+    why: str
+    holds: Callable[[CheckContext], bool]
+
+
+def _ignored_by(*modes: str) -> Callable[[CheckContext], bool]:
+    """Whether rlx's policy loss is one of these, which ignore a key; a user's own loss may read any key."""
+    loss = f"{ACTOR}.policy_loss"
+    return lambda s: s.value(f"{loss}.path") is None and s.value(f"{loss}.loss_mode") in modes
+
+
+def _without(mode: str) -> set[str]:
+    return set(LOSS_MODES) - {mode}
+
+
+STATES = {
+    "both clips": Condition(
+        "clip_ratio_low and clip_ratio_high are both set",
+        lambda s: None not in (s.value(f"{ACTOR}.clip_ratio_low"), s.value(f"{ACTOR}.clip_ratio_high")),
+    ),
+    "experts are not used": Condition(
+        "bypass_mode compares no experts, and router_replay.mode replays none",
+        lambda s: (
+            s.value("algorithm.rollout_correction.bypass_mode") and s.value(f"{ACTOR}.router_replay.mode") == "disabled"
+        ),
+    ),
+    "never saves": Condition(
+        "neither trainer.save_freq nor trainer.save_every_minutes is set: nothing is saved",
+        lambda s: not may_save(s.config),
+    ),
+    "never validates": Condition("the run never validates", lambda s: not validates(s.config)),
+    "no arithmetic": Condition(
+        f"no data file is {ARITHMETIC}",
+        lambda s: ARITHMETIC not in (*s.value("data.train_files"), *s.value("data.val_files")),
+    ),
+    "no critic": Condition("adv_estimator has no critic", lambda s: not has_critic(s.config)),
+    "no environment": Condition(
+        "neither environment.name nor environment.path is set", lambda s: not has_environment(s.config)
+    ),
+    "no reference": Condition("neither use_kl_loss nor use_kl_in_reward is set", lambda s: not has_reference(s.config)),
+    "not sapo": Condition("policy_loss.loss_mode is not sapo", _ignored_by(*_without("sapo"))),
+    "not tiny": Condition(f"{MODEL}.path is not {TINY}", lambda s: not is_tiny(s.config)),
+    "not vanilla": Condition("only the vanilla loss has a dual clip", _ignored_by(*_without("vanilla"))),
+    "on a CPU": Condition("on CPU everything is in host memory", lambda s: not s.on_accelerator),
+    "one process": Condition("there is one process", lambda s: processes(s.config) == 1),
+    "own function scores all": Condition(
+        "a custom_reward_function scores all",
+        lambda s: s.value(f"{OWN}.path") is not None and not s.value(f"{OWN}.data_sources"),
+    ),
+    "reference is the actor": Condition(
+        f"{MODEL}.lora_rank is set: the reference is the actor with its adapters off",
+        lambda s: not has_reference_model(s.config),
+    ),
+    "sapo": Condition("sapo has no clip", _ignored_by("sapo")),
+    "the environment scores": Condition("environment.rewards is replace", lambda s: only_environment_scores(s.config)),
+    "the model scores": Condition(
+        "reward_model.rule_weight is 0: a model alone scores", lambda s: model_scores_alone(s.config)
+    ),
+}
+
+
+@cache
+def conditions() -> Mapping[str, tuple[Condition, ...]]:
+    """Return for each key the conditions under which it has no effect, those of the groups round it first."""
+    found = {key: [*declared] for key, declared in _declared(PPOConfig(), "", (), {})}
+    for role, model, fsdp in ((ACTOR, MODEL, "fsdp_config"), ("critic", "critic.model", "fsdp")):
+        for key, condition in _of_trained_model(role, model, f"{role}.{fsdp}.model_dtype"):
+            found[key].append(condition)
+    return {key: tuple(each) for key, each in found.items()}
+
+
+Below = Mapping[str, tuple[Unused, ...]]
+
+
+def _declared(
+    section: Any, prefix: str, above: tuple[Condition, ...], below: Below
+) -> Iterator[tuple[str, tuple[Condition, ...]]]:
+    for name, child in children(section).items():
+        own = (*above, *(_condition(each, prefix, name) for each in (*child.info.unused, *below.get(name, ()))))
+        if is_dataclass(child.default):
+            inner = {key.removeprefix(f"{name}."): each for key, each in below.items() if key.startswith(f"{name}.")}
+            yield from _declared(child.default, f"{prefix}{name}.", own, {**inner, **(child.info.below or {})})
+        else:
+            yield prefix + name, own
+
+
+def _condition(unused: Unused, prefix: str, name: str) -> Condition:
+    if unused.state == "not read":
+        return Condition("adv_estimator does not read it", lambda s: not s.config.algorithm.needs(name))
+    if unused.state:
+        return STATES[unused.state]
+    if not unused.key:
+        return Condition(unused.why, lambda s: True)
+    places = (f"{prefix}{name}.{unused.key}", f"{prefix}{unused.key}", unused.key)
+    other = next(place for place in places if place in LEAVES)
+    return Condition(unused.why.format(key=other), lambda s: unused.holds(s.value(other)))
+
+
+def _of_trained_model(role: str, model: str, dtype: str) -> Iterator[tuple[str, Condition]]:
+    """Yield what depends on two sections of a trained role, or on the activation engine."""
+    adapters = Condition("adapters are fp32", lambda s: s.value(f"{model}.lora_rank") > 0)
+    whole = Condition(f"{dtype} is not bf16", lambda s: s.value(dtype) != "bf16")  # masters would be copies
+    for name in ("master_weights", "allow_lossy_updates"):
+        yield from ((f"{role}.optim.{name}", each) for each in (adapters, whole))
+
+    def reads_not(unread: Callable[[OffloadOptions, bool], bool], s: CheckContext) -> bool:
+        return unread(OffloadOptions.unchecked(**vars(s.value(f"{model}.activation_offload"))), s.on_accelerator)
+
+    for unread in UNREAD_OPTIONS:
+        condition = Condition(unread.why, partial(reads_not, unread.when))
+        yield from ((f"{model}.activation_offload.{name}", condition) for name in unread.options)
+
+
+def unused_keys(s: CheckContext) -> dict[str, str]:
+    """Return the keys that the user changed without effect, each with the reason."""
+    found = {key: why for key in s.changed_keys if (why := _why_unused(s, key)) is not None}
+    # Another rule reports keys of a critic that is not there.
+    return found if has_critic(s.config) else {key: why for key, why in found.items() if not key.startswith("critic.")}
+
+
+def _why_unused(s: CheckContext, key: str) -> str | None:
+    return next((each.why for each in conditions()[key] if each.holds(s)), None)
+
+
+def declared_limits_hold(s: CheckContext) -> Faults:
+    """A key that declares so is at most another one, or divides it or the number of processes. Null and -1 set nothing."""
+    for key, limit in LIMITED.items():
+        value = s.value(key)
+        is_read = has_critic(s.config) or not key.startswith("critic.")
+        if value in (None, -1) or not is_read or _why_unused(s, key) is not None:
+            continue
+        if limit == "processes":
+            most, got = processes(s.config), f"{key}={value}, {processes(s.config)} process(es)"
+            remedy = f", or change {PROCESSES[0]}"
+        else:
+            most, got, remedy = s.value(limit), "", ""
+        if LEAVES[key].info.at_most and value > most:
+            yield s.fault(f"{key} is larger than {limit}", f"at most {most}", f"set {key}={most}, or less", key, limit)
+        elif not LEAVES[key].info.at_most and (value == 0 or most % value):
+            others = PROCESSES if limit == "processes" else (limit,)
+            what = f"{key} does not divide {'the processes' if limit == 'processes' else limit}"
+            nearest = next((each for each in range(min(value, most), 0, -1) if most % each == 0), 1)
+            yield s.fault(what, f"a divisor of {most}", f"set {key}={nearest}{remedy}", key, *others, got=got)
+
+
+def _limit(key: str) -> str:
+    info = LEAVES[key].info
+    limit = info.at_most or info.divides
+    beside = f"{key.rpartition('.')[0]}.{limit}"
+    return beside if beside in LEAVES else limit
+
+
+LIMITED = {key: limit for key in LEAVES if (limit := _limit(key))}
+"""The keys that declare a limit, and the key that holds it, or `processes`."""
