@@ -2,10 +2,11 @@
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+import xxhash
 from rich.progress import track
 from transformers import PreTrainedTokenizerBase
 
@@ -22,6 +23,9 @@ CHUNK_ROWS = 512
 LOOK_S = 60.0
 """For the rows that a tokenizer does not take [s]."""
 BAR_FROM_ROWS = 20_000
+CORRECT_ANSWER = (
+    "correct the answer, remove the row, or score such rows with a function of your own: custom_reward_function.path"
+)
 
 
 class _File(NamedTuple):
@@ -42,6 +46,7 @@ class PromptDataset:
     Attributes:
         report: how many prompts were dropped or cut; empty if none were.
         data_sources: those of the remaining rows.
+        digest: of the remaining rows in order: prompt, answer, data source and extra_info. Names of files and columns do not enter.
 
     Raises:
         DataError: names the files, all faulty rows with their number, and for the first of them got, expected, remedy.
@@ -53,11 +58,18 @@ class PromptDataset:
         self._look_until = 0.0  # not yet: no row was refused
         self._files = [self._open(file) for file in files]
         self._ends = np.cumsum([len(file.rows) for file in self._files])
+        self._digests: list[int] = []
+        self._answers: list[tuple[str, Any]] = []
         self._lengths, sources = self._measure()
         overlong = self._lengths > config.max_prompt_length
         self._kept = np.flatnonzero(~overlong) if config.filter_overlong_prompts else np.arange(len(overlong))
         self.report = self._describe(int(overlong.sum()))
-        self.data_sources = frozenset(sources[row] for row in self._kept.tolist())
+        kept = self._kept.tolist()
+        self.data_sources = frozenset(sources[row] for row in kept)
+        self.digest = xxhash.xxh64(
+            np.array([self._digests[row] for row in kept], dtype=np.uint64).tobytes()
+        ).hexdigest()
+        self._digests = []
         if not len(self._kept):
             few = f"data.{split}_max_samples and the files give 0 rows; raise the one, or name other files"
             why = f"{self.report}; raise data.max_prompt_length" if len(overlong) else few
@@ -90,6 +102,25 @@ class PromptDataset:
         }
         return Batch.of({"prompt_ids": prompt_ids, "prompt_mask": prompt_mask}, info)
 
+    def answers(self) -> dict[int, tuple[str, Any]]:
+        """Return data source and ground truth of each prompt, by index."""
+        return dict(enumerate(self._answers[row] for row in self._kept.tolist()))
+
+    def require_answers(self, faults: Mapping[int, str]) -> None:
+        """Raise DataError that names the rows whose answers cannot be used; `faults` says why, by index."""
+        found = RowFaults()
+        for index, what in faults.items():
+            position = int(self._kept[index])
+            number = int(np.searchsorted(self._ends, position, side="right"))
+            file = self._files[number]
+            found.add(
+                file.name,
+                file.rows,
+                position - int(self._ends[number]) + len(file.rows),
+                RowFault(what, CORRECT_ANSWER),
+            )
+        found.end()
+
     def _open(self, name: str) -> _File:
         if name == ARITHMETIC:
             rows: Rows = ListRows(make_problems(self._config.arithmetic, self._split))
@@ -114,6 +145,8 @@ class PromptDataset:
         for file, part in track(chunks, f"{self._split} prompts", disable=room < BAR_FROM_ROWS):
             prompts = prompts_of(*file, part, faults)
             sources += [sys.intern(prompt.data_source) for prompt in prompts.values()]
+            self._digests += [_digest(prompt) for prompt in prompts.values()]
+            self._answers += [(sys.intern(prompt.data_source), prompt.ground_truth) for prompt in prompts.values()]
             for row, tokens in self._tokenise_of(file, prompts, faults).items():
                 if (fault := self._fault_of_length(len(tokens))) is not None:
                     faults.add(file.name, file.rows, row, fault)
@@ -183,6 +216,11 @@ class PromptDataset:
             return tokens
         from_start = {"left": 0, "right": limit, "middle": limit // 2}[self._config.truncation]
         return tokens[:from_start] + tokens[len(tokens) - limit + from_start :]
+
+
+def _digest(prompt: Prompt) -> int:
+    parts = (prompt.content, prompt.data_source, prompt.ground_truth, prompt.extra_info)
+    return xxhash.xxh64_intdigest(repr(parts).encode("utf-8", "surrogatepass"))
 
 
 def _refused(fault: Exception) -> RowFault:

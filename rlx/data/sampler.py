@@ -17,13 +17,15 @@ class PromptSampler:
         batch_size: indices per batch; the rest at the end of an epoch is dropped.
         shuffle: a fresh permutation in each epoch; otherwise 0, 1, 2, …
         seed: of the permutations.
+        rows: digest of the prompts; empty if they are of a class of the user's own.
 
     Raises:
         DataError: batch_size is larger than size.
     """
 
-    def __init__(self, size: int, batch_size: int, shuffle: bool, seed: int):
+    def __init__(self, size: int, batch_size: int, shuffle: bool, seed: int, rows: str = ""):
         require_prompts(batch_size, size)
+        self._rows = rows
         self._size, self._batch_size, self._shuffle, self._seed = size, batch_size, shuffle, seed
         self._epoch, self._position = 0, 0
         self._order = self._order_of(0)
@@ -49,7 +51,8 @@ class PromptSampler:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the sampler's position in plain numbers, and the numbers that its order depends on."""
-        return {"epoch": self._epoch, "position": self._position, **self._identity()}
+        rows = {"rows": self._rows} if self._rows else {}
+        return {"epoch": self._epoch, "position": self._position, **self._identity(), **rows}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue exactly where `state` was taken, maybe with another batch size. Raises DataError if the order differs."""
@@ -58,6 +61,12 @@ class PromptSampler:
             raise DataError(
                 f"the checkpoint's sampler had {saved}, this run has {self._identity()}: it cannot continue in the same "
                 "order; use the same data files, data.seed and data.shuffle, or start anew with trainer.resume_mode=disable"
+            )
+        if self._rows and state.get("rows", self._rows) != self._rows:
+            raise DataError(
+                f"the training rows differ from those of the checkpoint: got {self._size:,} other rows, expected the same prompts, answers "
+                "and data sources in the same order (the names of files may differ); give the rows of before in data.train_files, or "
+                "start anew with trainer.resume_mode=disable"
             )
         self._epoch, self._position = int(state["epoch"]), int(state["position"])
         self._order = self._order_of(self._epoch)

@@ -4,8 +4,9 @@ import json
 import logging
 import math
 import os
+import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,6 +29,8 @@ MATH_LIMIT_S, MATH_CPU_LIMIT_S = 10.0, 2.0
 """math-verify grades most answers in milliseconds. The first limit holds also in code that cannot be interrupted."""
 POOL_FIGURES = ("errors", "timeouts", "crashes", "retries", "processes")
 MOST_WORKERS = 16
+TRIAL_S, TRIED_AT_ONCE = 30.0, 1000
+"""For trying answers before the start, and how many between two looks at the clock."""
 SMALLEST_PART = 8
 """A failing list is halved down to 1 / SMALLEST_PART of its rows, and further once its function has answered a part."""
 SCORED_INFO = ("data_source", "response_text", "ground_truth", "extra_info")
@@ -122,6 +125,45 @@ class RewardManager:
         if known is not None and (unknown := set(data_sources) - known):
             remedy = remedy_for(unknown, self._custom)
             raise RewardError(f"{no_function_for(unknown)}; known: {', '.join(sorted(known))}; {remedy}")
+
+    def faults_of_answers(self, answers: Mapping[int, tuple[str, Any]]) -> dict[int, str]:
+        """Score each answer as its own response with the built-in functions, and return why some cannot be scored, by index.
+
+        Answers of a function of the user's own are not tried, nor are any if errors score 0. Trying ends after TRIAL_S.
+
+        Args:
+            answers: data source and ground truth by index.
+        """
+        if (
+            self._config.on_error != "stop"
+            or self._all is not None
+            or (self._model is not None and self._model.rule_weight == 0)
+        ):
+            return {}
+        same: dict[tuple[Function, str], list[int]] = {}
+        for index, (source, truth) in answers.items():
+            function = self._known.get(source)
+            if function is not None and not function.is_own:
+                same.setdefault((function, repr(truth)), []).append(index)
+        faults: dict[int, str] = {}
+        until, asked = time.monotonic() + TRIAL_S, list(same.items())
+        for start in range(0, len(asked), TRIED_AT_ONCE):
+            part = asked[start : start + TRIED_AT_ONCE]
+            firsts = [answers[rows[0]] for _, rows in part]
+            samples: list[Sample] = [
+                dict(zip(SINGLE, (source, str(truth), truth, None), strict=True)) for source, truth in firsts
+            ]
+            reports = self._ask(samples, [function for (function, _), _ in part])
+            for (_, rows), report in zip(part, reports, strict=True):
+                if isinstance(report, RewardFailure):
+                    faults |= dict.fromkeys(rows, f"the answer cannot be scored: {report.what}")
+            if time.monotonic() > until:
+                logger.warning(
+                    "answers: tried %d of %d in %g s; the others are tried when they come", start, len(asked), TRIAL_S
+                )
+                break
+        self._taken.clear()
+        return dict(sorted(faults.items()))
 
     def sequences(self, batch: Batch) -> Batch:
         """Return the reward model's input for the batch. Raises ConversationError."""

@@ -9,6 +9,8 @@ from typing import Any
 
 from math_verify import parse, verify
 
+NO_ANSWERS = {"", "nan", "inf", "-inf", "infinity", "-infinity", "n/a", "none", "null", "true", "false"}
+
 
 def compute_score(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None
@@ -18,6 +20,9 @@ def compute_score(
     Only boxes on the last line with a box count; several boxes on that line form a set. The ground truth is LaTeX or plain text
     without `\boxed`; ValueError if math-verify cannot read it. data_source and extra_info are not used.
     """
+    # math-verify takes any word for a product of variables.
+    if not isinstance(ground_truth, str | int | float) or str(ground_truth).strip().lower() in NO_ANSWERS:
+        raise ValueError(f"ground_truth is {ground_truth!r}, expected an expression or a number")
     gold = parse(f"\\boxed{{{ground_truth}}}", parsing_timeout=None)
     if not gold:
         raise ValueError(f"ground_truth is {str(ground_truth)!r}, expected an expression that math-verify can read")

@@ -22,6 +22,8 @@ from rlx.trainer.checkpoints import ResumeError
 FIRST = "config.yaml"
 LATER = re.compile(r"config_(\d+)_from_step_(\d+)\.yaml")
 
+ROWS = ("data.train_files", "data.prompt_key", "data.answer_key", "data.reward_fn_key")
+"""Keys that say where the rows are. A checkpoint with a digest of its rows allows other values for the same rows."""
 REFUSED = {
     "the starting model, which gives the reference and the shape of the weights": (
         "actor_rollout_ref.model.path",
@@ -32,14 +34,14 @@ REFUSED = {
     ),
     "the prompts and their order, in which the checkpoint holds a position": (
         *(
-            "data.train_files",
             "data.train_max_samples",
-            "data.prompt_key",
-            "data.answer_key",
-            "data.reward_fn_key",
+            *ROWS,
             "data.shuffle",
+            "data.seed",
+            "data.custom_cls.*",
+            "data.arithmetic.difficulty",
+            "data.arithmetic.train_size",
         ),
-        *("data.seed", "data.custom_cls.*", "data.arithmetic.difficulty", "data.arithmetic.train_size"),
         "data.arithmetic.seed",
     ),
     "the estimator and its controllers, whose state the checkpoint holds": (
@@ -55,7 +57,7 @@ LENGTHS = {"trainer.total_training_steps": "step", "trainer.total_epochs": "epoc
 """Keys of the run's length. Under constant learning rates another length changes nothing in the steps before its end."""
 FREE = (
     *("trainer.*", "ray_kwargs.*", "warm_start.cache_dir"),
-    *("data.val_*", "data.arithmetic.val_size", "actor_rollout_ref.rollout.val_kwargs.*"),
+    *("data.val_*", *ROWS, "data.arithmetic.val_size", "actor_rollout_ref.rollout.val_kwargs.*"),
     *("*.activation_offload.*", "*.enable_activation_offload", "*.enable_gradient_checkpointing", "*.tiled_mlp"),
     *("*micro_batch_size_per_gpu", "*use_dynamic_bsz", "*max_token_len_per_gpu", "*.ulysses_sequence_parallel_size"),
     *(
@@ -85,13 +87,14 @@ class ChangedKey(NamedTuple):
         return f"{self.key}: {_text(self.before)} -> {_text(self.now)}"
 
 
-def changes(folder: Path, step: int, text: str) -> list[ChangedKey]:
+def changes(folder: Path, step: int, text: str, knows_rows: bool = False) -> list[ChangedKey]:
     """Return what a resume from `step` changes.
 
     Args:
         folder: of the run; without a config.yaml in it nothing is known to change.
         step: of the checkpoint.
         text: the new configuration as YAML, without secrets.
+        knows_rows: whether the checkpoint has a digest of its rows, which then tells whether they are others.
 
     Raises:
         ResumeError: keys changed that the saved state belongs to; or a kept file cannot be read.
@@ -102,7 +105,10 @@ def changes(folder: Path, step: int, text: str) -> list[ChangedKey]:
     known = [key for key in now if key in before and not _is_one_of(key, OF_THE_RESUME)]
     found = [ChangedKey(key, before[key], now[key]) for key in known if before[key] != now[key]]
     refused = [
-        f"{change} ({what})" for what, keys in REFUSED.items() for change in found if _is_one_of(change.key, keys)
+        f"{change} ({what})"
+        for what, keys in REFUSED.items()
+        for change in found
+        if _is_one_of(change.key, keys) and not (knows_rows and change.key in ROWS)
     ]
     if refused:
         raise ResumeError(

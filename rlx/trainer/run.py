@@ -148,7 +148,7 @@ def _resume(config: PPOConfig, yaml: str, changed: list[ChangedKey], checkpoint:
     if config.trainer.val_only:
         return  # the run's own settings stay
     if (found := trainer.finished_steps) != require_step(checkpoint):  # it fell back
-        changed = changes(trainer.folder, found, yaml)
+        changed = changes(trainer.folder, found, yaml, "rows" in trainer.sampler.state_dict())
     for notice in keep(trainer.folder, yaml, found, changed):
         trainer.progress.notice(notice)
     for remark in longer(changed, yaml).values():

@@ -145,9 +145,10 @@ def prepare(config: PPOConfig, yaml: str = "") -> Prepared:
             if has_environment(config):
                 trial(require_usable_template, config, tokenizer)
         if train is not None:
-            sampler = trial(_sampler, config, len(train), checkpoint)
+            sampler = trial(_sampler, config, train, checkpoint)
         if rewards is not None:
             until_it_fails.enter_context(rewards)
+            trial(_check_answers, config, rewards, train, val)
             trial(rewards.check_sources, () if only_environment_scores(config) else _sources(train, val) or ())
         trial.end()
         assert tokenizer and train is not None and sampler and rewards, "there was no fault"
@@ -161,13 +162,21 @@ def policy_tokenizer(config: PPOConfig) -> "PreTrainedTokenizerBase":
     return make_tiny_tokenizer() if is_tiny(config) else load_tokenizer(model.path or "", model.trust_remote_code)
 
 
-def _sampler(config: PPOConfig, size: int, checkpoint: Path | None) -> PromptSampler:
-    drawn = prompts_at_once(config)
-    sampler = PromptSampler(size, drawn, config.data.shuffle, config.data.seed)
+def _check_answers(config: PPOConfig, rewards: RewardManager, *prompts: PromptDataset | None) -> None:
+    """Try the answer of every row with the built-in function that will score it. Raises DataError."""
+    if only_environment_scores(config):
+        return
+    for each in prompts:
+        if type(each) is PromptDataset:
+            each.require_answers(rewards.faults_of_answers(each.answers()))
+
+
+def _sampler(config: PPOConfig, train: PromptDataset, checkpoint: Path | None) -> PromptSampler:
+    what = (len(train), prompts_at_once(config), config.data.shuffle, config.data.seed, getattr(train, "digest", ""))
+    sampler = PromptSampler(*what)
     if checkpoint is not None:
         # DataError if it was made for other prompts. The trainer loads it again, or another one if this is damaged.
-        unused = PromptSampler(size, drawn, config.data.shuffle, config.data.seed)
-        unused.load_state_dict(read_driver_state(checkpoint).sampler)
+        PromptSampler(*what).load_state_dict(read_driver_state(checkpoint).sampler)
     return sampler
 
 
@@ -189,9 +198,10 @@ def _checkpoint(config: PPOConfig) -> Choice:
 
 def _changes(config: PPOConfig, checkpoint: Path, yaml: str) -> list[ChangedKey]:
     # A validation writes no checkpoint, so it may have any settings.
-    return (
-        [] if config.trainer.val_only or not yaml else changes(checkpoint.parent.parent, require_step(checkpoint), yaml)
-    )
+    if config.trainer.val_only or not yaml:
+        return []
+    knows_rows = "rows" in read_driver_state(checkpoint).sampler
+    return changes(checkpoint.parent.parent, require_step(checkpoint), yaml, knows_rows)
 
 
 def _faults_of_models(config: PPOConfig) -> Iterator[str]:

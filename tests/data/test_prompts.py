@@ -366,3 +366,23 @@ def test_custom_class(tokenizer, custom):
 def test_custom_class_faults(tokenizer, custom, name, what):
     with pytest.raises(UserCodeError, match=what):
         load_prompts(custom(name), tokenizer, "train")
+
+
+def test_the_digest_is_of_the_rows_and_not_of_names(tokenizer, write_jsonl):
+    rows = [row("a"), row("b")]
+    digest = load(tokenizer, write_jsonl(rows)).digest
+    assert load(tokenizer, write_jsonl(rows, "moved.jsonl")).digest == digest
+    parts = [write_jsonl([each], f"part{number}.jsonl") for number, each in enumerate(rows)]
+    assert load(tokenizer, *parts).digest == digest
+    others = [rows[::-1], [row("a"), row("c")], [row("a"), row("b", data_source="math")], [row("a"), row("b", index=1)]]
+    assert digest not in {load(tokenizer, write_jsonl(each)).digest for each in others}
+
+
+def test_rows_whose_answers_cannot_be_scored_are_named(tokenizer, write_jsonl):
+    files = [write_jsonl([row("a"), row("b")], "first.jsonl"), write_jsonl([row("c")], "second.jsonl")]
+    dataset = load(tokenizer, *files)
+    assert dataset.answers() == {index: ("openai/gsm8k", "7") for index in range(3)}
+    dataset.require_answers({})
+    with pytest.raises(DataError) as raised:
+        dataset.require_answers({1: "no number", 2: "no answer"})
+    assert "line 2: no number" in str(raised.value) and "line 1: no answer" in str(raised.value)

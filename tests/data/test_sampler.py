@@ -65,3 +65,13 @@ def test_batch_size_may_change_on_resume():
     resumed = PromptSampler(10, 4, True, 0)
     resumed.load_state_dict(sampler.state_dict())
     assert not set(resumed.next()) & set(drawn)
+
+
+def test_other_rows_of_the_same_number_are_refused():
+    state = PromptSampler(9, 2, True, 0, "digest").state_dict()
+    PromptSampler(9, 2, True, 0, "digest").load_state_dict(state)
+    PromptSampler(9, 2, True, 0).load_state_dict(state)  # of a class of the user's own
+    with pytest.raises(DataError, match="the training rows differ from those of the checkpoint"):
+        PromptSampler(9, 2, True, 0, "another").load_state_dict(state)
+    del state["rows"]  # a checkpoint of before
+    PromptSampler(9, 2, True, 0, "another").load_state_dict(state)

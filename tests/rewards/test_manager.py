@@ -270,3 +270,16 @@ def test_a_models_scores_stand_alone_or_beside_the_functions(make_batch, tmp_pat
         scores = rewards.score(batch, tmp_path, model_scores)
     assert scores.scores.tolist() == [2.25, -2.0]
     assert scores.extra == {"acc": [1.0, 0.0], "model_score": [0.25, -2.0], "rule_score": [1.0, 0.0]}
+
+
+def test_answers_that_no_built_in_function_can_score(manager, write_module):
+    unusable = ["", "N/A", math.nan, ["6"], "Infinity", {"a": 1}]
+    answers = {
+        row: ("openai/gsm8k" if row % 2 else "math", truth) for row, truth in enumerate([*unusable, *unusable[1:], ""])
+    }
+    answers |= {50: ("openai/gsm8k", "1,200"), 51: ("math", "\\frac12"), 52: ("math", 3), 53: ("openai/gsm8k", 1.5)}
+    found = manager().faults_of_answers(answers)
+    assert list(found) == list(range(12)) and all("ground_truth is" in fault for fault in found.values())
+    assert manager(on_error="zero").faults_of_answers(answers) == {}
+    own = manager(write_module("def compute_score(**all): return 0"))
+    assert own.faults_of_answers(answers) == {}, "a function of the user's own may take anything"

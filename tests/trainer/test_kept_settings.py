@@ -124,3 +124,13 @@ def test_a_damaged_file_is_named(run: Path):
 def test_a_folder_without_a_configuration_gets_one(tmp_path: Path):
     assert changes(tmp_path, 40, text()) == []
     assert keep(tmp_path, text(), 40, []) == [] and (tmp_path / "config.yaml").is_file()
+
+
+def test_rows_may_lie_elsewhere_if_the_checkpoint_knows_them(run: Path):
+    moved = text(f"{LR}=1e-6", "data.train_files=moved.jsonl", "data.answer_key=answer")
+    with pytest.raises(ResumeError, match=r"data.train_files: .*data.answer_key: "):
+        changes(run, 40, moved)
+    assert {change.key for change in changes(run, 40, moved, knows_rows=True)} >= {
+        "data.train_files",
+        "data.answer_key",
+    }
