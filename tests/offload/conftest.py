@@ -21,7 +21,9 @@ sys.path.insert(0, str(Path(__file__).parent))  # for own_attention
 
 # What is kept for backward, and where: tests that take `saving` run for each of the first, those that take `mode` for all.
 SAVES = ("boundary", "attention", "all")
-TIERS = ("cpu", "disk")
+MODES = [(save, "cpu") for save in SAVES] + [("attention", "disk")]
+if os.environ.get("RLX_NIGHTLY"):  # the cross product
+    MODES += [("boundary", "disk"), ("all", "disk")]
 
 
 @dataclass
@@ -77,15 +79,17 @@ def ends_early(monkeypatch):
     monkeypatch.setattr(slots, "MIN_SKIPPED_FLOPS", 0.0)
 
 
-@pytest.fixture(params=TIERS)
-def mode(saving, request, ends_early, monkeypatch):
+@pytest.fixture(params=MODES, ids="-".join)
+def mode(request, ends_early, monkeypatch):
     """What to keep and where; on the disk nothing is left in the folder. There layers are recomputed whole, as small ones are."""
-    if request.param != "disk":
-        yield {**saving, "tier": request.param}
+    save, tier = request.param
+    chosen = {"enable_ckpt": save != "all", "save": save, "tier": tier}
+    if tier != "disk":
+        yield chosen
         return
     monkeypatch.setattr(slots, "MIN_SKIPPED_FLOPS", math.inf)
     folder = request.getfixturevalue("tmp_path")
-    yield {**saving, "tier": request.param, "directory": str(folder)}
+    yield {**chosen, "directory": str(folder)}
     assert os.listdir(folder) == []
 
 

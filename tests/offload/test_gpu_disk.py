@@ -74,7 +74,7 @@ def test_an_arena_that_is_dropped_unlocks_its_memory():
 
 def test_a_refused_registration_is_an_error_of_its_own_and_not_of_the_next_kernel():
     pages = Pages(4 * MIB, is_locked=True)
-    from rlx.offload.storage import pages as module
+    from rlx.offload.storage import arena as module
 
     with pytest.raises(RuntimeError, match="cudaHostRegister"):
         module._register(pages.bytes)

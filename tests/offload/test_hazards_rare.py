@@ -1,7 +1,6 @@
 """Each mode under what is seldom done with a model: other kinds of backward, other kinds of tensors, state in arguments."""
 
 import copy
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -165,51 +164,6 @@ def test_a_layer_that_has_no_weights(compare, toys, saving):
             return torch.tanh(nn.functional.scaled_dot_product_attention(x, x, x)) * torch.sigmoid(x)
 
     compare(toys.stack(Layer, width=16), toys.read, **saving)
-
-
-class Collecting(nn.Module):
-    """A layer that leaves something in an object that it is given."""
-
-    def __init__(self, make):
-        super().__init__()
-        self.inner = make()
-
-    def forward(self, x, collected):
-        y = self.inner(x)
-        collected.kept.append(torch.tanh(y))
-        collected.last = y
-        return y
-
-
-def test_state_in_an_argument(compare, toys, saving):
-    """What layers collect has part in the loss."""
-
-    def step(model):
-        x, collected = model.embed(toys.tokens()), SimpleNamespace(kept=[], last=None)
-        for layer in model.layers:
-            x = layer(x, collected)
-        assert len(collected.kept) == 3
-        return x.sum() + sum(side.square().sum() for side in collected.kept)
-
-    compare(toys.stack(lambda: Collecting(toys.attend), width=16), step, **saving)
-
-
-def test_state_in_an_argument_goes_with_backward_or_when_it_is_emptied(enable, toys, saving):
-    """The graph may hang on what lies in the object, which recomputation would need: a cycle until one of them goes."""
-    model = toys.stack(lambda: Collecting(toys.attend), width=16)
-    handle = enable(model, **saving)
-    for with_backward in (True, False):
-        x, collected = model.embed(toys.tokens()), SimpleNamespace(kept=[], last=None)
-        for layer in model.layers:
-            x = layer(x, collected)
-        assert handle.stats().held_bytes > 0
-        if with_backward:
-            (x.sum() + sum(side.sum() for side in collected.kept)).backward()
-        else:
-            collected.kept.clear()
-            collected.last = None
-        del x, collected
-        assert handle.stats().held_bytes == 0
 
 
 def test_lists_in_arguments_are_as_plain_autograd_leaves_them(enable, toys, saving):

@@ -40,24 +40,6 @@ def test_gradients_are_equal(compare, toys, tmp_path, enable_ckpt, prefetch_laye
     assert 0 <= stats.overlap <= 1
 
 
-@MODES
-def test_gradients_of_a_transformer_are_equal(compare, tmp_path, enable_ckpt):
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-    torch.manual_seed(0)
-    config = transformers.Qwen2Config(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-    )
-    model = transformers.AutoModelForCausalLM.from_config(config).train()
-    ids = torch.randint(0, 64, (2, 48))
-    for save in ("boundary", "attention") if enable_ckpt else ("all",):
-        compare(model, lambda m: m(input_ids=ids, labels=ids).loss, enable_ckpt, **on_disk(tmp_path, save=save))
-
-
 def test_a_region_goes_to_disk(toys, tmp_path):
     model = toys.wide()
     expected = toys.grade(copy.deepcopy(model), toys.read_wide)
@@ -65,28 +47,6 @@ def test_a_region_goes_to_disk(toys, tmp_path):
         got = toys.grade(model, toys.read_wide)
     expected.assert_equal(got)
     assert handle.stats().disk_bytes > 0
-
-
-@MODES
-def test_a_retained_graph_is_read_again(compare, toys, tmp_path, enable_ckpt):
-    def twice(model):
-        loss = toys.read_wide(model)
-        loss.backward(retain_graph=True)
-        loss.backward()
-        return loss.detach()
-
-    compare(toys.wide(), twice, enable_ckpt, **on_disk(tmp_path))
-
-
-@MODES
-def test_two_graphs_alive_backward_in_either_order(compare, toys, tmp_path, enable_ckpt):
-    def both(model):
-        first, second = toys.read_wide(model), model(torch.ones(700, 72))
-        first.backward()
-        second.backward()
-        return first.detach()
-
-    compare(toys.wide(), both, enable_ckpt, **on_disk(tmp_path))
 
 
 @MODES
