@@ -79,7 +79,7 @@ def messages() -> list[str]:
 def test_every_message_is_one_that_the_engine_has():
     said = messages()
     cells = [cell.strip("`") for cell in first_cells(section("Messages"))]
-    assert len(cells) > 20
+    assert len(cells) > 10
     parts = [part for cell in cells for part in cell.split("…")]
     assert [part for part in parts if not any(part in text for text in said)] == []
 
@@ -91,4 +91,4 @@ def test_every_note_stands_where_the_page_says():
         for note in re.findall(r"\[([^]]+)\]", notes):
             assert f"Note [{note}]\n" in (ROOT / "rlx" / "offload" / file).read_text()
             found += 1
-    assert found == 11
+    assert found == 12

@@ -271,8 +271,7 @@ def test_gradients_are_those_of_plain_autograd(enable, toys, seeds, plain, savin
 
 @pytest.mark.parametrize("step", [once, twice, some_then_all], ids=lambda step: step.__name__)
 def test_gradients_are_those_of_plain_autograd_in_each_step_of_a_plan(enable, toys, seeds, plain, step):
-    """With operations left out whose results nobody reads: in few programs, and fewest with a budget, which keeps most layers."""
-    compared, left_out, checked = [0, 0], 0, 0
+    compared = [0, 0]
     for seed in seeds:
         print("program", seed)  # shown where the test fails
         has_budget = seed % 3 == 2
@@ -286,9 +285,4 @@ def test_gradients_are_those_of_plain_autograd_in_each_step_of_a_plan(enable, to
         except RuntimeError:
             continue  # the other test sees to what is refused
         compared[has_budget] += 1
-        buckets = handle.runner.decide.__self__._buckets.values()
-        orders = [one for bucket in buckets for one in bucket.instructions.values() if one.dead_ops]
-        left_out += bool(orders)
-        checked += any(one.check.has_passed for one in orders)
     assert min(compared) > len(seeds) // 9
-    assert min(left_out, checked) >= len(seeds) // 12
