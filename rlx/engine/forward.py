@@ -24,9 +24,8 @@ from rlx.models.experts import ExpertRouting
 from rlx.models.head_log_probs import head_replaced
 from rlx.models.loading import ModelError
 from rlx.models.log_probs import token_log_probs
-from rlx.models.packed_attention import use_packed_attention, why_not_packed
+from rlx.models.packed_attention import joined, use_packed_attention, why_not_packed
 from rlx.models.prefix_tree import Tree
-from rlx.models.sequence_parallel import joined
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -10,8 +10,7 @@ from torch import nn
 from rlx.config.schema import ModelConfig
 from rlx.engine.forward import Head
 from rlx.models.adapter_folder import load_adapters
-from rlx.models.liger import apply_liger
-from rlx.models.loading import ModelError, load_model, load_skeleton, rope_by_length
+from rlx.models.loading import ModelError, apply_liger, load_model, load_skeleton, rope_by_length
 from rlx.models.lora import Adapter, add_lora
 from rlx.offload import enable_tiling
 from rlx.offload.runtime.layers import find_layers

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from rlx.algorithms.partition import partition
 from rlx.data.batch import EXPERTS, TENSORS, Batch
+from rlx.models.attention_kernels import to_device
 from rlx.models.prefix_tree import NEVER, Tree, tree_of_rows
-from rlx.models.transfers import to_device
 
 
 @dataclass(frozen=True)

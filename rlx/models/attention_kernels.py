@@ -15,8 +15,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from rlx.models.transfers import to_device
-
 ops = torch.ops.aten
 
 
@@ -205,3 +203,17 @@ def _mask(query: Tensor, key: Tensor, call: Call) -> Tensor | None:
     behind = torch.arange(keys - count, keys)[:, None] - torch.arange(keys)
     hidden = behind < 0 if call.window is None else (behind < 0) | (behind >= call.window)
     return torch.zeros(count, keys, dtype=query.dtype).masked_fill_(hidden, -torch.inf)
+
+
+MOST_BYTES = 16 << 20
+"""Larger tensors are copied with a wait: torch keeps the page-locked memory of the others for later copies."""
+
+
+def to_device(x: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor on the device, copied in the order of the current stream; on CUDA the host goes on at once.
+
+    A blocking copy lets the device finish first. Then it idles while the host launches a small model's kernels one by one.
+    """
+    if device.type != "cuda" or x.device.type != "cpu" or x.nbytes > MOST_BYTES:
+        return x.to(device)
+    return x.pin_memory().to(device, non_blocking=True)

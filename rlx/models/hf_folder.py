@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from rlx.models.loading import Head, explained, without_progress_bar
-from rlx.models.value_class import ensure_value_class
+from rlx.models.loading import Head, ensure_value_class, explained, without_progress_bar
 
 # transformers takes seconds to import.
 if TYPE_CHECKING:

@@ -1,4 +1,12 @@
-"""Put LoRA adapters of peft into a model, and merge adapters into the model's weights."""
+"""Put LoRA adapters of peft into a model, and merge adapters into the model's weights.
+
+Note [how experts are adapted]: the weights of experts are tensors (experts, out, in), or (experts, in, out), instead of linear
+layers. peft's `ParamWrapper` around a module of experts holds the adapters of one of its tensors; two tensors have two wrappers, one
+in the other. In a forward the module sees the merged tensor, weight + scale * B A, and multiplies with its own kernel, grouped
+products included. So all experts of a layer exist twice while it runs, and in backward their gradient a third time, as in full
+training. peft's own forward swaps the module's class meanwhile, which sharding, offloading and streaming would meet halfway.
+Shapes, as peft has them: A is (experts * rank, in), B is (out, rank * experts), with the experts last.
+"""
 
 import warnings
 from collections import Counter
@@ -8,10 +16,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from rlx.config.schema import ModelConfig
 from rlx.errors import did_you_mean
-from rlx.models.expert_adapters import expert_product, is_transposed, take_over
 from rlx.models.loading import ModelError
 
 if TYPE_CHECKING:
@@ -32,7 +40,7 @@ class Adapter(NamedTuple):
     transposed: bool
     is_rank_stabilised: bool = False  # whether scale is alpha / sqrt(rank) instead of alpha / rank
     parameter: str = "weight"  # that it changes
-    experts: int = 0  # of a weight (experts, out, in), see rlx/models/expert_adapters.py; 0: a matrix
+    experts: int = 0  # of a weight (experts, out, in), see Note [how experts are adapted]; 0: a matrix
 
 
 def adapter_dtype(weight: torch.dtype) -> torch.dtype:
@@ -47,7 +55,7 @@ def add_lora(model: "PreTrainedModel", config: ModelConfig, seed: int = 0) -> di
     `x.base_layer.weight` and gets `x.lora_A.default.weight` (rank, in) and `x.lora_B.default.weight` (out, rank); with DoRA
     also `x.lora_magnitude_vector.default.weight` (out). Everything that is trained has the type of `adapter_dtype`, because
     most updates of RL are too small for bf16. In a forward the caller may cast it to the type of the weights. Adapters of
-    experts are named and shaped as in rlx/models/expert_adapters.py.
+    experts are named and shaped as in Note [how experts are adapted].
 
     Args:
         model: a transformers model that is not yet sharded.
@@ -335,3 +343,36 @@ def _all_linear(model: "PreTrainedModel", head: list[str], uses: Counter[nn.Para
         f"target_modules: got all-linear for a {type(model).__name__}, whose linear layers have a forward of their own or "
         "share weights, expected at least one plain linear layer; set lora_rank=0 to train all weights"
     )
+
+
+def expert_product(a: Tensor, b: Tensor, experts: int, transposed: bool) -> tuple[Tensor, Tensor]:
+    """Return the factors of the change of experts' weights, one product for each expert, from A (E r, in) and B (out, r E)."""
+    a, b = a.view(experts, -1, a.shape[1]), b.view(b.shape[0], -1, experts).permute(2, 0, 1)
+    return (a.mT, b.mT) if transposed else (b, a)
+
+
+def is_transposed(experts: nn.Module) -> bool:
+    """Whether a module stores the weights of its experts as (experts, in, out)."""
+    return bool(getattr(experts, "is_transposed", False))
+
+
+def take_over(model: nn.Module) -> dict[str, Any]:
+    """Let the wrappers of peft in a model compute as in Note [how experts are adapted]; return them by name, the inner ones too."""
+    from peft.tuners.lora import ParamWrapper
+
+    merging = type("MergingWrapper", (ParamWrapper,), {"forward": _forward})
+    found = {name: module for name, module in model.named_modules() if isinstance(module, ParamWrapper)}
+    for module in found.values():
+        module.__class__ = merging
+    return found
+
+
+def _forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    inner, path = self.base_layer, ""
+    while hasattr(inner, "parameter_name"):
+        inner, path = inner.base_layer, f"{path}base_layer."
+    weight, (name,) = getattr(inner, self.parameter_name), self.lora_A
+    a, b = (part[name].weight.to(weight.dtype) for part in (self.lora_A, self.lora_B))
+    left, right = expert_product(a, b, len(weight), is_transposed(inner))
+    merged = torch.baddbmm(weight, left, right, alpha=self.scaling[name])
+    return functional_call(self.base_layer, {f"{path}{self.parameter_name}": merged}, args, kwargs)

@@ -15,9 +15,7 @@ from rlx.models.loading import load_model
 from rlx.models.lora import Adapter, adapter_weights, add_lora
 from rlx.rollout.change_check import sample_of
 from rlx.rollout.flight import RequestsInFlight
-from rlx.rollout.hf_decoder import BatchDecoder
-from rlx.rollout.hf_experts import experts_by_row
-from rlx.rollout.hf_inputs import inputs_of
+from rlx.rollout.hf_decoder import BatchDecoder, experts_by_row, inputs_of
 from rlx.rollout.protocol import Completion, Request, Sampling
 from rlx.rollout.sampling import StopStrings, bad_word_tokens, changed_logits, choose_tokens, request_uniforms
 

@@ -1,16 +1,82 @@
 """Decode with a transformers model and a KV cache: all sequences of a batch grow by one token at a time.
 
-Shape letters: B sequences being decoded, D distinct prompts, P prompt tokens (left padded), V vocabulary.
+Shape letters: B sequences being decoded, D distinct prompts, P prompt tokens (left padded), V vocabulary, L layers, K experts of a token.
 """
 
+import inspect
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from rlx.models.experts import ExpertRouting, recorded
-from rlx.rollout.kv_cache import growing_cache
+from rlx.rollout.protocol import EngineError
+
+
+def growing_cache(config: PreTrainedConfig, extra_tokens: int, has_window: bool = True) -> DynamicCache:
+    """Return a DynamicCache for `config` whose plain layers have room for `extra_tokens` after the first call.
+
+    Layers of other kinds (sliding window, linear attention) stay transformers' own.
+
+    Args:
+        config: of the model.
+        extra_tokens: see above.
+        has_window: whether the model applies its sliding window; if not, layers with one are plain.
+    """
+    cache = DynamicCache(config=config)
+    plain = (DynamicLayer,) if has_window else (DynamicLayer, DynamicSlidingWindowLayer)
+    cache.layers = [GrowingLayer(extra_tokens) if type(layer) in plain else layer for layer in cache.layers]
+    return cache
+
+
+class GrowingLayer(DynamicLayer):
+    """Keys and values (B, heads, tokens, head_dim) as views of buffers with room for more tokens.
+
+    transformers' dynamic cache copies all of them for each new token, which on CPU costs more than a small model's arithmetic.
+
+    Args:
+        extra_tokens: room in each new buffer in addition to the tokens it stores at first.
+    """
+
+    def __init__(self, extra_tokens: int):
+        super().__init__()
+        self._extra_tokens = extra_tokens
+        self._buffers: tuple[Tensor, Tensor] | None = None
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        """Append along the token axis and return all keys and values."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        start = self.get_seq_length()
+        stop = start + key_states.shape[-2]
+        if self._buffers is None or stop > self._buffers[0].shape[-2]:
+            self._buffers = (self._grown(self.keys, key_states, stop), self._grown(self.values, value_states, stop))
+        for buffer, states in zip(self._buffers, (key_states, value_states), strict=True):
+            buffer[:, :, start:stop] = states
+        self._show(stop)
+        return self.keys, self.values
+
+    def _grown(self, old: Tensor, states: Tensor, stop: int) -> Tensor:
+        batch, heads, _, head_dim = states.shape
+        buffer = states.new_empty(batch, heads, stop + self._extra_tokens, head_dim)
+        if old.numel():
+            buffer[:, :, : old.shape[-2]] = old
+        return buffer
+
+    def _show(self, tokens: int) -> None:
+        keys, values = self._buffers
+        self.keys, self.values = keys[:, :, :tokens], values[:, :, :tokens]
+
+    def reorder_cache(self, indices: Tensor) -> None:
+        """Keep these rows; a row may be named several times. Other kinds of layers have no other method that does."""
+        tokens = self.get_seq_length()
+        if tokens:
+            keys, values = self._buffers
+            self._buffers = (torch.index_select(keys, 0, indices), torch.index_select(values, 0, indices))
+            self._show(tokens)
 
 
 class ForwardInputs(NamedTuple):
@@ -90,3 +156,126 @@ class BatchDecoder:
         self._length += 1
         self._positions_B1 = self._positions_B1 + 1
         self._forward(tokens_B[:, None], self._positions_B1)
+
+
+def experts_by_row(
+    steps: list[tuple[Tensor, Tensor | None]], prompts: list[int], lengths: list[int]
+) -> Sequence[Tensor | None]:
+    """Return each row's experts from its first prompt token to the last token that was read, (tokens, L, K) on CPU.
+
+    Args:
+        steps: numbers of rows and their experts (rows, tokens, L, K), first of the left-padded prompts, then of each new token.
+        prompts, lengths: tokens of each row's prompt and completion.
+    """
+    (_, first), *later = steps
+    if first is None:
+        return [None] * len(prompts)
+    width = first.shape[1]
+    every = first.new_zeros(len(prompts), width + len(later), *first.shape[2:])
+    every[:, :width] = first
+    for step, (rows, experts) in enumerate(later):
+        assert experts is not None
+        every[rows, width + step] = experts[:, 0]
+    every = every.cpu()
+    return [own[width - p : width + n - 1].clone() for own, p, n in zip(every, prompts, lengths, strict=True)]
+
+
+# Two computations of the same logits may differ by this share of their standard deviation, by the bytes of a weight. In bf16 small
+# models differ by 0.01, in fp32 by 1e-5; positions that count padding make 0.4 to 1.5, Nemotron-H's and Zamba2's steps 1e-4 to 0.1.
+_LOGITS_TOLERANCE = {2: 0.2, 4: 1e-4, 8: 1e-4}
+ATTEMPTS = 3
+_RELATIVE_CHANGE, _AMPLIFIED = 1e-6, 10  # of weights, and of the change of logits that follows
+_DEVIATION = 2.0  # of the probe's weights, times the root of their width
+
+
+@torch.inference_mode()
+def inputs_of(model: PreTrainedModel) -> ForwardInputs:
+    """Decode two short prompts with random weights to find out what the model's forward takes; changes the weights.
+
+    A model that fails is tried with other weights: with some, rounding alone makes a router choose other experts.
+
+    Raises:
+        EngineError: the model cannot be decoded with a cache, or counts positions in a way of its own.
+    """
+    for attempt in range(1, ATTEMPTS + 1):
+        try:
+            return _tried(model)
+        except EngineError:
+            if attempt == ATTEMPTS:
+                raise
+            for parameter in model.parameters():
+                parameter.mul_(torch.randn_like(parameter).sign())
+    raise AssertionError
+
+
+def _tried(model: PreTrainedModel) -> ForwardInputs:
+    name, config = type(model).__name__, model.config.get_text_config()
+    refused = f"rollout.name=hf cannot sample from {name}: %s; set rollout.name=vllm, or take another model"
+    _enlarge(model)
+    taken = inspect.signature(model.forward).parameters
+    cache = next((argument for argument in ("past_key_values", "cache_params") if argument in taken), None)
+    if cache is None:
+        raise EngineError(refused % "its forward takes no cache, expected past_key_values or cache_params")
+    padding = getattr(config, "pad_token_id", None)
+    ids = torch.tensor([[token for token in range(4) if token != padding][:3]], device=model.device)
+    first = None
+    if "position_ids" in taken:
+        own = model(input_ids=ids, use_cache=False).logits
+        for first in (0, (padding or 0) + 1):  # RoBERTa's positions begin after the padding index
+            positions = torch.arange(first, first + 3, device=model.device)[None]
+            placed = model(input_ids=ids, position_ids=positions, use_cache=False).logits
+            if (placed - own).abs().max() <= _LOGITS_TOLERANCE[own.element_size()] * own.std():
+                break
+        else:
+            raise EngineError(refused % "its positions begin neither at 0 nor behind the padding index")
+    inputs = ForwardInputs(cache, first, _has_window(model, ids))
+    try:
+        decoder = BatchDecoder(model, inputs, [tuple(ids[0].tolist()), tuple(ids[0, :1].tolist())], 3, model.device)
+        decoder.keep(torch.tensor([1, 1, 1], device=model.device))
+        for token in ids[0, [1, 2, 1]]:
+            decoder.feed(token.expand(3))
+    except Exception as error:
+        raise EngineError(refused % f"decoding with a cache fails ({error})") from error
+    expected, found = model(input_ids=ids[:, [0, 1, 2, 1]], use_cache=False).logits[:, -1], decoder.logits_BV
+    tolerance = _LOGITS_TOLERANCE[expected.element_size()] * expected.std()
+    if (found - expected).abs().max() > max(tolerance, _rounding(model, ids[:, [0, 1, 2, 1]])):
+        raise EngineError(
+            refused % "a row that was padded and decoded with a cache has other logits than one that was not"
+        )
+    return inputs
+
+
+def _has_window(model: PreTrainedModel, ids: Tensor) -> bool:
+    """Whether a window of two tokens changes the output of three."""
+    config = model.config.get_text_config()
+    window = getattr(config, "sliding_window", None)
+    if window is None:
+        return True
+    own = model(input_ids=ids, use_cache=False).logits
+    config.sliding_window = 2
+    try:
+        return not torch.allclose(own, model(input_ids=ids, use_cache=False).logits)
+    finally:
+        config.sliding_window = window
+
+
+def _rounding(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    """Return how much rounding may change a model's last logits; changes its weights.
+
+    Kimi-Linear's states, for example, make 5e-4 of the deviation of its logits from the rounding of fp32.
+    """
+    before = model(input_ids=ids, use_cache=False).logits[:, -1]
+    for parameter in model.parameters():
+        parameter.mul_(1 + _RELATIVE_CHANGE * torch.randn_like(parameter))
+    return _AMPLIFIED * (model(input_ids=ids, use_cache=False).logits[:, -1] - before).abs().max()
+
+
+def _enlarge(model: PreTrainedModel) -> None:
+    """Make positions, masks and padding matter: narrow models begin with small weights, and biases with 0."""
+    for parameter in model.parameters():
+        if parameter.dim() <= 1:
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+        else:
+            deviation = parameter.detach().flatten()[:4096].float().std() * parameter.shape[-1] ** 0.5
+            if 0 < deviation < _DEVIATION:
+                parameter.mul_(_DEVIATION / deviation)

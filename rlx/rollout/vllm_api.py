@@ -20,20 +20,21 @@ from torch import Tensor
 
 from rlx.config.vllm_range import supported_vllm
 from rlx.heartbeat import beat
-from rlx.rollout.block_hashes import ContinuedHashes
 from rlx.rollout.process_state import OwnRandomState, own_random_state, restored_process_state
 from rlx.rollout.protocol import Completion, EngineError, Request, Sampling
-from rlx.rollout.vllm_answers import completion_of
-from rlx.rollout.vllm_log import hush
-from rlx.rollout.vllm_shared_memory import remove_names, shared_memory
-from rlx.rollout.vllm_weights import (
+from rlx.rollout.vllm_support import (
+    ContinuedHashes,
     Stream,
+    completion_of,
     count_adapters,
     divide_logits,
     has_head,
+    hush,
     probe,
     reload,
+    remove_names,
     rounded_parameters,
+    shared_memory,
     tensors_of,
 )
 
@@ -223,7 +224,7 @@ class VLLMEngine:
         return bool(self._engine.collective_rpc(has_head)[0])
 
     def rounded_parameters(self) -> list[str]:
-        """See `rlx.rollout.vllm_weights.rounded_parameters`."""
+        """See `rlx.rollout.vllm_support.rounded_parameters`."""
         return list(self._engine.collective_rpc(rounded_parameters)[0])
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from rlx.config.schema import TinyModelConfig
-from rlx.models.liger import apply_liger
-from rlx.models.loading import ModelError
+from rlx.models.loading import ModelError, apply_liger
 from rlx.models.tiny import make_tiny
 
 SMALL = TinyModelConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=2)

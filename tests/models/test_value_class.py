@@ -7,8 +7,7 @@ from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, 
 
 from rlx.config.schema import ModelConfig
 from rlx.models.hf_folder import FolderParts
-from rlx.models.loading import ModelError, load_model, load_skeleton
-from rlx.models.value_class import ensure_value_class
+from rlx.models.loading import ModelError, ensure_value_class, load_model, load_skeleton
 
 SHAPE = {"hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 2, "vocab_size": 97}
 LLAMA_LIKE = {**SHAPE, "num_key_value_heads": 1, "intermediate_size": 48, "eos_token_id": 1, "pad_token_id": 0}

@@ -22,12 +22,12 @@ from rlx.data.batch import Batch
 from rlx.engine.engine import Engine
 from rlx.engine.micro_batch import MicroBatchRule
 from rlx.engine.objectives import PolicyObjective
-from rlx.rollout import vllm_weights
+from rlx.rollout import vllm_support
 from rlx.rollout.batching import generate_batch
-from rlx.rollout.block_hashes import ContinuedHashes
 from rlx.rollout.factory import build_rollout
 from rlx.rollout.flight import FirstRank
 from rlx.rollout.protocol import Completion, PrefixMemory, Request, Rollout, Sampling
+from rlx.rollout.vllm_support import ContinuedHashes
 from rlx.workers.dequantized_base import DequantizedBase
 
 CPU = torch.device("cpu")
@@ -324,7 +324,7 @@ def with_more(name):
 
 
 def named_among(parameters, arrived):
-    return sorted(vllm_weights.named_among(parameters, arrived))
+    return sorted(vllm_support.named_among(parameters, arrived))
 
 
 def while_gathering_fails():

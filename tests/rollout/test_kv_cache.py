@@ -2,7 +2,7 @@ import torch
 from transformers import DynamicCache, MistralConfig, Qwen3Config
 from transformers.cache_utils import DynamicLayer
 
-from rlx.rollout.kv_cache import GrowingLayer, growing_cache
+from rlx.rollout.hf_decoder import GrowingLayer, growing_cache
 
 
 def test_a_growing_layer_holds_what_a_dynamic_one_holds():

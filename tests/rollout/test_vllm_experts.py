@@ -28,7 +28,7 @@ def answer(experts):
 @pytest.mark.usefixtures("cpu_vllm")
 @pytest.mark.parametrize(("given", "kept"), [("uint8", torch.uint8), ("uint16", torch.int16)])
 def test_experts_of_prompt_and_response_without_the_last_token(given, kept):
-    from rlx.rollout.vllm_answers import experts_of
+    from rlx.rollout.vllm_support import experts_of
 
     request, experts = Request((1, 2), 0, Sampling(3)), np.arange(24).reshape(4, 3, 2).astype(given)
     found = experts_of(request, answer(experts))

@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from rlx.rollout.block_hashes import ContinuedHashes
 from rlx.rollout.protocol import PrefixMemory, Request, Sampling
+from rlx.rollout.vllm_support import ContinuedHashes
 
 SAMPLED = Sampling(20, temperature=0.7)
 BLOCK = 3
