@@ -1,0 +1,24 @@
+from collections import Counter
+
+from benchmarks.house import balance, sizes, table
+
+
+def test_rooms_add_up_to_their_part():
+    found = sizes(None)
+    for part in ("rlx", "tests", "docs"):
+        assert (
+            found[part]
+            == sum(size for room, size in found.items() if room.startswith(f"{part}/") and room.count("/") == 1)
+            > 0
+        )
+    assert table(Counter({"rlx": 1500}), Counter({"rlx": 1200})).splitlines()[1].split() == [
+        "rlx",
+        "1,500",
+        "1,200",
+        "-300",
+    ]
+
+
+def test_a_commit_has_a_line_with_its_subject():
+    head, *lines = balance(2).splitlines()
+    assert head.split() == ["commit", "rlx", "tests", "docs"] and len(lines) <= 2
