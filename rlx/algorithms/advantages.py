@@ -277,22 +277,35 @@ def _ppo(batch: Columns, options: Options) -> dict[str, Tensor]:
     return {"advantages": masked_whiten(advantages, mask), "returns": returns}
 
 
-Estimator = Callable[[Columns, Options], dict[str, Tensor]]
+class Estimator(NamedTuple):
+    """A function of `algorithm.adv_estimator` and the columns that it reads beside rewards, mask and groups."""
 
-ESTIMATORS: dict[str, Estimator] = {
-    "gae": _ppo,
-    "grpo": lambda batch, o: {"advantages": grpo(*_outcome(batch), o.norm_adv_by_std_in_grpo)},
-    "grpo_passk": lambda batch, o: {"advantages": grpo_passk(*_outcome(batch), o.norm_adv_by_std_in_grpo)},
-    "rloo": lambda batch, o: {"advantages": rloo(*_outcome(batch))},
-    "opo": lambda batch, o: {"advantages": opo(*_outcome(batch))},
-    "reinforce_plus_plus": lambda batch, o: {
-        "advantages": reinforce_plus_plus(
-            batch["token_rewards"], batch["response_mask"], o.gamma, o.time_step == "turn"
-        )
-    },
-    "reinforce_plus_plus_baseline": lambda batch, o: {"advantages": reinforce_plus_plus_baseline(*_outcome(batch))},
-    "remax": lambda batch, o: {
-        "advantages": remax(batch["token_rewards"], batch["greedy_scores"], batch["response_mask"])
-    },
+    function: Callable[[Columns, Options], dict[str, Tensor]]
+    reads: tuple[str, ...] = ()
+
+    def __call__(self, batch: Columns, options: Options) -> dict[str, Tensor]:
+        """Return advantages (B, T), and with a critic returns (B, T)."""
+        return self.function(batch, options)
+
+
+ESTIMATORS = {
+    "gae": Estimator(_ppo, ("values",)),
+    "grpo": Estimator(lambda batch, o: {"advantages": grpo(*_outcome(batch), o.norm_adv_by_std_in_grpo)}),
+    "grpo_passk": Estimator(lambda batch, o: {"advantages": grpo_passk(*_outcome(batch), o.norm_adv_by_std_in_grpo)}),
+    "rloo": Estimator(lambda batch, o: {"advantages": rloo(*_outcome(batch))}),
+    "opo": Estimator(lambda batch, o: {"advantages": opo(*_outcome(batch))}),
+    "reinforce_plus_plus": Estimator(
+        lambda batch, o: {
+            "advantages": reinforce_plus_plus(
+                batch["token_rewards"], batch["response_mask"], o.gamma, o.time_step == "turn"
+            )
+        }
+    ),
+    "reinforce_plus_plus_baseline": Estimator(
+        lambda batch, o: {"advantages": reinforce_plus_plus_baseline(*_outcome(batch))}
+    ),
+    "remax": Estimator(
+        lambda batch, o: {"advantages": remax(batch["token_rewards"], batch["greedy_scores"], batch["response_mask"])},
+        ("greedy_scores",),
+    ),
 }
-"""The functions of `algorithm.adv_estimator`. Each gives a batch its advantages (B, T), and with a critic returns (B, T)."""

@@ -59,7 +59,7 @@ def run(config: PPOConfig, yaml: str, workers: WorkerGroup) -> Path:
         if (remote := RemoteRun.of(config, folder)) is not None:  # the picture was not there at the last copy
             remote.send(None, [])
             remote.wait()
-        progress.summary(trainer.first_validation, trainer.last_validation, folder, picture, link.restarts())
+        progress.summary(trainer.state.first_validation, trainer.validation.last, folder, picture, link.restarts())
     return folder
 
 
@@ -132,23 +132,26 @@ def _train(
         data = prepared.train, prepared.sampler, prepared.val
         trainer = Trainer(config, workers, prepared.tokenizer, *data, prepared.rewards, folder, progress, tracker)
         if checkpoint is not None:
-            _resume(config, yaml, prepared.changed, checkpoint, trainer)
+            _resume(config, yaml, prepared.changed, checkpoint, trainer, workers)
         with Stopping(config.trainer.save_on_sigterm_s) as stopping:
             link.tell(grace_s=config.trainer.save_on_sigterm_s + ENDING_S)
             trainer.fit(stopping)
     return trainer
 
 
-def _resume(config: PPOConfig, yaml: str, changed: list[ChangedKey], checkpoint: Path, trainer: Trainer) -> None:
+def _resume(
+    config: PPOConfig, yaml: str, changed: list[ChangedKey], checkpoint: Path, trainer: Trainer, workers: WorkerGroup
+) -> None:
     """Load a checkpoint, keep the settings that changed since, and tell of them."""
     is_restart = _folder_to_continue(config) is not None
-    trainer.load(checkpoint, falls_back=config.trainer.resume_mode == "auto" or is_restart)
+    falls_back = config.trainer.resume_mode == "auto" or is_restart
+    trainer.state.load(checkpoint, workers, trainer.saver, trainer.tracker, trainer.progress, falls_back)
     # Only now are later checkpoints set aside; a restart before this begins as this driver did.
     link.tell(folder=str(trainer.folder))
     if config.trainer.val_only:
         return  # the run's own settings stay
-    if (found := trainer.finished_steps) != require_step(checkpoint):  # it fell back
-        changed = changes(trainer.folder, found, yaml, "rows" in trainer.sampler.state_dict())
+    if (found := trainer.state.finished_steps) != require_step(checkpoint):  # it fell back
+        changed = changes(trainer.folder, found, yaml, "rows" in trainer.state.of_driver().sampler)
     for notice in keep(trainer.folder, yaml, found, changed):
         trainer.progress.notice(notice)
     for remark in longer(changed, yaml).values():

@@ -14,7 +14,7 @@ from rlx.config.schema import OverlongBufferConfig
 from rlx.data.batch import Batch, concat
 from rlx.errors import ExplainedError
 from rlx.rewards.manager import Scores
-from rlx.trainer.branches import written_tokens
+from rlx.trainer.forked_conversations import written_tokens
 
 Part = tuple[Batch, Scores]
 """Samples and the scores that the reward functions gave them."""

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from rlx.algorithms.advantages import ESTIMATORS, token_rewards
-from rlx.algorithms.kl import kl_estimate
+from rlx.algorithms.kl import KLController, kl_estimate
 from rlx.config.schema import AlgorithmConfig
 from rlx.data.batch import Batch
 from rlx.data.seeding import seed_for
 from rlx.rollout.flight import joined_loads
-from rlx.trainer.branches import joined, last_rows
+from rlx.trainer.forked_conversations import joined, last_rows
 
 
 def spread(prompts: Batch, samples: int, run_seed: int, purpose: str, step: int, first: int = 0) -> Batch:
@@ -69,6 +69,17 @@ def add_rewards(batch: Batch, algorithm: AlgorithmConfig, kl_coef: float) -> tup
 def add_advantages(batch: Batch, algorithm: AlgorithmConfig) -> Batch:
     """Write advantages, and returns if there is a critic."""
     return batch.with_(**ESTIMATORS[algorithm.adv_estimator](batch, algorithm))
+
+
+def rewarded(batch: Batch, algorithm: AlgorithmConfig, kl_controller: KLController) -> tuple[Batch, dict[str, float]]:
+    """Write rewards and advantages; with the KL in the reward return it and its coefficient, which then adapts."""
+    coef = kl_controller.coef
+    whole, kl = add_rewards(batch, algorithm, coef)
+    whole = add_advantages(whole, algorithm)
+    if kl is None:
+        return whole, {}
+    kl_controller.update(kl, len(whole))
+    return whole, {"actor/reward_kl": kl, "actor/reward_kl_coef": coef}
 
 
 def zero_advantage_share(batch: Batch) -> float:
@@ -129,6 +140,16 @@ def sampler_load(usage: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Return perf/rollout/<figure> of all samplers together, from `Worker.usage` of each process; {} if none had a request."""
     loads = [{name[5:]: value for name, value in each.items() if name.startswith("load/")} for each in usage]
     return {f"perf/rollout/{name}": value for name, value in joined_loads(loads).items()}
+
+
+def rates(metrics: Mapping[str, float], timings: Mapping[str, float]) -> dict[str, float]:
+    """Return tokens a second and the share of stalls of a step, without its validation and checkpoint."""
+    outside = sum(timings.get(f"timing_s/{phase}", 0.0) for phase in ("validate", "checkpoint"))
+    seconds = timings["timing_s/step"] - outside
+    return {
+        "perf/tokens_per_second": metrics["perf/tokens"] / seconds,
+        "perf/stall_share": metrics["perf/stall_ms"] / 1e3 / seconds,
+    }
 
 
 def finite_mean(values: Sequence[float]) -> float:

@@ -16,8 +16,8 @@ from rlx.config.schema import PPOConfig
 from rlx.config.schema.roles import has_environment
 from rlx.data.batch import Batch
 from rlx.errors import storing
-from rlx.trainer.branches import BRANCH
-from rlx.trainer.conversations import CONVERSATION
+from rlx.trainer.environment_rows import CONVERSATION
+from rlx.trainer.forked_conversations import BRANCH
 
 DIGITS = 5
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from rlx.data.batch import Batch
 from rlx.errors import storing
 from rlx.rewards.manager import Scores
-from rlx.trainer.branches import sampled_tokens
+from rlx.trainer.forked_conversations import sampled_tokens
 
 
 def chunks(size: int, step: int | None) -> Iterator[list[int]]:

@@ -28,6 +28,9 @@ def columns(rows=6):
 
 def test_every_estimator_of_the_configuration_is_there_and_reads_what_it_says():
     assert ESTIMATORS.keys() == ADV_ESTIMATORS.keys()
+    columns_of = {CRITIC: "values", GREEDY: "greedy_scores"}
+    for name, estimator in ESTIMATORS.items():
+        assert estimator.reads == tuple(columns_of[need] for need in ADV_ESTIMATORS[name] if need in columns_of)
     optional = {"values": CRITIC, "group_id": GROUPS, "greedy_scores": GREEDY}
     changed = {GAMMA: 0.5, LAM: 0.5, NORM_BY_STD: False}
     for name, estimate in ESTIMATORS.items():

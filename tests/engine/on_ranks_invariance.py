@@ -26,7 +26,7 @@ from rlx.data.batch import Batch
 from rlx.engine.micro_batch import MicroBatchRule
 from rlx.models.loading import load_model
 from rlx.trainer.balancing import balance
-from rlx.trainer.branches import with_sample_tokens
+from rlx.trainer.forked_conversations import with_sample_tokens
 
 
 class Kind(NamedTuple):

@@ -18,7 +18,7 @@ from rlx.environments.running import (
 )
 from rlx.errors import shown
 from rlx.rollout.protocol import Sampling
-from rlx.trainer.failures import MOST_SHOWN, FailedConversations
+from rlx.trainer.environment_rows import MOST_SHOWN, FailedConversations
 
 ENVIRONMENT = """
 import json, time

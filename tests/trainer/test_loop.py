@@ -31,6 +31,7 @@ from rlx.trainer.loop import Trainer
 from rlx.trainer.progress import Progress
 from rlx.trainer.run import located, with_steps
 from rlx.trainer.sample_selection import SelectionError
+from rlx.trainer.samples import Samples
 from rlx.trainer.steps import spread, zero_advantage_share
 
 
@@ -87,9 +88,9 @@ def test_greedy_validation_takes_one_response_to_a_prompt(val, samples, tmp_path
         masks = {name: torch.ones(len(batch), 2, dtype=torch.bool) for name in ("attention_mask", "response_mask")}
         return batch.with_(input_ids=batch["prompt_ids"].expand(-1, 2), **masks).drop("prompt_ids", "prompt_mask")
 
-    monkeypatch.setattr(trainer, "generate", generate)
-    monkeypatch.setattr(trainer, "score", lambda batch: Scores(torch.ones(len(batch)), {}))
-    metrics = trainer.validate()
+    monkeypatch.setattr(trainer.samples, "responses", generate)
+    monkeypatch.setattr(trainer.samples, "scores_of", lambda batch: Scores(torch.ones(len(batch)), {}))
+    metrics = trainer.validation.run()
     assert metrics["val/accuracy"] == 1.0
     assert [name for name in metrics if "@" in name and "core" in name] == [
         f"val-core/x/reward/{what}" for what in ("mean@4", "best@4/mean") if samples == 4
@@ -112,9 +113,9 @@ def test_validation_draws_the_same_samples_by_any_batch_size(together, tmp_path,
         masks = {name: torch.ones(len(batch), 2, dtype=torch.bool) for name in ("attention_mask", "response_mask")}
         return batch.with_(input_ids=batch["prompt_ids"].expand(-1, 2), **masks).drop("prompt_ids", "prompt_mask")
 
-    monkeypatch.setattr(trainer, "generate", generate)
-    monkeypatch.setattr(trainer, "score", lambda batch: Scores(torch.ones(len(batch)), {}))
-    trainer.validate()
+    monkeypatch.setattr(trainer.samples, "responses", generate)
+    monkeypatch.setattr(trainer.samples, "scores_of", lambda batch: Scores(torch.ones(len(batch)), {}))
+    trainer.validation.run()
     assert seeds == [seed_for(1, "val", 0, prompt, sample) for prompt in range(3) for sample in range(2)]
 
 
@@ -142,16 +143,17 @@ class Skipping:
 def test_a_skipped_step_and_equal_rewards_are_counted_and_shown(tmp_path):
     stream = io.StringIO()
     prompts, sampler = SimpleNamespace(), PromptSampler(4, 2, shuffle=True, seed=0)
-    config = PPOConfig(data=DataConfig(train_batch_size=2))
+    policy = ActorRolloutRefConfig(actor=ActorConfig(ppo_mini_batch_size=1, shuffle=False))
+    config = PPOConfig(data=DataConfig(train_batch_size=2), actor_rollout_ref=policy)
     progress = Progress(4, stream=stream)
     trainer = Trainer(config, Skipping(), None, prompts, sampler, prompts, None, tmp_path, progress, None)
     columns = {name: torch.zeros(2, 3) for name in ("old_log_probs", "advantages")}
     mask = torch.ones(2, 3, dtype=torch.bool)
     ids = {"input_ids": torch.zeros(2, 3, dtype=torch.int64), "group_id": torch.arange(2)}
     batch = Batch.of({**ids, "attention_mask": mask, "response_mask": mask, **columns})
-    metrics = trainer.update("actor", batch, tuple(columns), step=1, prompts=1, epochs=1, shuffle=False)
+    metrics = trainer.learner.update(batch, step=1)
     assert metrics == {"actor/skipped": 1.0, "actor/grad_norm": 2.0, "actor/loss": 1.0}
-    assert trainer.account(1, batch, metrics)["train/skipped_steps"] == 1.0
+    assert trainer.learner.account(1, batch, metrics)["train/skipped_steps"] == 1.0
     assert "1 optimizer step(s) skipped" in stream.getvalue()
     progress.row({"reward/mean": 0.0, "train/zero_advantage_share": zero_advantage_share(batch)}, 1)
     said = " ".join(stream.getvalue().split())
@@ -201,9 +203,10 @@ class Recording:
         return {"actor/skipped": 0.0, "actor/grad_norm": 2.0}
 
 
-def correcting(tmp_path, stream, **options):
-    algorithm = AlgorithmConfig(rollout_correction=RolloutCorrectionConfig(**options))
-    config = PPOConfig(data=DataConfig(train_batch_size=2), algorithm=algorithm)
+def correcting(tmp_path, stream, mini_batch=2, **options):
+    algorithm = AlgorithmConfig(adv_estimator="grpo", rollout_correction=RolloutCorrectionConfig(**options))
+    policy = ActorRolloutRefConfig(actor=ActorConfig(ppo_mini_batch_size=mini_batch))
+    config = PPOConfig(data=DataConfig(train_batch_size=2), algorithm=algorithm, actor_rollout_ref=policy)
     prompts, sampler = SimpleNamespace(), PromptSampler(4, 2, shuffle=True, seed=0)
     workers, progress = Recording(), Progress(4, stream=stream)
     return workers, Trainer(config, workers, None, prompts, sampler, prompts, None, tmp_path, progress, None)
@@ -220,11 +223,10 @@ def sampled(rows=4):
 def test_what_the_loss_needs_of_a_correction_is_sent_and_nothing_where_all_is_rejected(tmp_path):
     stream = io.StringIO()
     options = {"rollout_is": "token", "rollout_rs": ("seq_mean_k1",), "rollout_rs_threshold": ("2.0",)}
-    workers, trainer = correcting(tmp_path, stream, **options)
-    batch, compared = trainer.old_log_probs(sampled())
+    workers, trainer = correcting(tmp_path, stream, mini_batch=1, **options)
+    batch, compared = trainer.learner.log_probs(sampled())
     assert compared["mismatch/mean_abs_log_prob"] == 0.5 and compared["correction/rejected_sequence_share"] == 0.5
-    trainer.config = replace(trainer.config, actor_rollout_ref=mini_batches_of(1))
-    metrics = trainer.update_actor(batch.with_(advantages=torch.ones(4, 3)), step=7)
+    metrics = trainer.learner.update(batch.with_(advantages=torch.ones(4, 3)), step=7)
     assert metrics == {"actor/skipped": 0.0, "actor/grad_norm": 2.0}
     assert [part["loss_mask"].all().item() for part in workers.sent] == [True, True]
     assert all(part["rollout_is_weights"].eq(1).all() for part in workers.sent)
@@ -232,29 +234,25 @@ def test_what_the_loss_needs_of_a_correction_is_sent_and_nothing_where_all_is_re
 
     workers.sent.clear()
     gone = batch.with_(advantages=torch.ones(4, 3), loss_mask=torch.zeros(4, 3, dtype=torch.bool))
-    assert trainer.update_actor(gone, step=8) == {"actor/skipped": 0.0}
+    assert trainer.learner.update(gone, step=8) == {"actor/skipped": 0.0}
     assert not workers.sent and "of 4 of 4 mini-batches" in stream.getvalue()
 
     nothing = torch.zeros(4, 3, dtype=torch.bool)
     empty = batch.with_(advantages=torch.ones(4, 3), loss_mask=nothing, response_mask=nothing)
-    assert trainer.update_actor(empty, step=9) == {"actor/skipped": 0.0}
+    assert trainer.learner.update(empty, step=9) == {"actor/skipped": 0.0}
     assert not workers.sent and "step 9: no response has any token in 4 of 4 mini-batches" in stream.getvalue()
 
 
-def mini_batches_of(prompts: int) -> ActorRolloutRefConfig:
-    return ActorRolloutRefConfig(actor=ActorConfig(ppo_mini_batch_size=prompts))
-
-
-def test_bypass_takes_the_samplers_log_probs_and_calls_nobody(tmp_path):
+def test_samples_with_log_probs_get_no_pass_and_bypass_gives_them_the_samplers(tmp_path):
     workers, trainer = correcting(tmp_path, io.StringIO(), bypass_mode=True)
-    batch, compared = trainer.old_log_probs(sampled())
-    assert batch["old_log_probs"].equal(batch["rollout_log_probs"]) and compared == {}
-    assert not workers.calls
+    batch, metrics = trainer.samples.score(1, Samples(sampled(), Scores(torch.zeros(4), {}), {"train/epoch": 0.0}))
+    assert batch["old_log_probs"].equal(batch["rollout_log_probs"]) and metrics["reward/accuracy"] == 0
+    assert trainer.learner.log_probs(batch) == (batch, {}) and not workers.calls
 
     workers, trainer = correcting(tmp_path, io.StringIO())
-    batch, compared = trainer.old_log_probs(sampled().drop("rollout_log_probs"))
+    batch, compared = trainer.learner.log_probs(sampled().drop("rollout_log_probs"))
     assert workers.calls == [("actor", "log_probs")] and compared == {}
-    trainer.update_actor(batch.with_(advantages=torch.ones(4, 3)), step=1)
+    trainer.learner.update(batch.with_(advantages=torch.ones(4, 3)), step=1)
     assert not {"loss_mask", "rollout_is_weights"} & set(workers.sent[0].tensors.keys())
 
 
@@ -273,16 +271,17 @@ def drawing(tmp_path, monkeypatch, scores, **algorithm):
         ids = {"input_ids": batch["prompt_ids"].expand(-1, 2), "group_id": first + torch.arange(len(batch)) // count}
         return batch.with_(attention_mask=mask, response_mask=mask[:, 1:], **ids).drop("prompt_ids", "prompt_mask")
 
-    monkeypatch.setattr(trainer, "generate", generate)
-    monkeypatch.setattr(trainer, "score", lambda batch: Scores(torch.tensor(next(left)), {}))
+    monkeypatch.setattr(trainer.samples, "responses", generate)
+    monkeypatch.setattr(trainer.samples, "scores_of", lambda batch: Scores(torch.tensor(next(left)), {}))
     return trainer, calls
 
 
 def test_remax_compares_each_sample_with_the_greedy_response_to_its_prompt(tmp_path, monkeypatch):
-    scores = [[1.0, 0.0, 0.0, 1.0], [0.25, 0.5]]
-    trainer, calls = drawing(tmp_path, monkeypatch, scores, adv_estimator="remax")
-    (batch, _), numbers = trainer.samples(1)
-    assert calls == [("train", [0, 1], 0), ("greedy", [0, 1], 0)] and numbers == {}
+    trainer, calls = drawing(tmp_path, monkeypatch, [[0.25, 0.5]], adv_estimator="remax")
+    batch, verdict, numbers = trainer.samples.generate(1)
+    assert (
+        calls == [("train", [0, 1], 0), ("greedy", [0, 1], 0)] and numbers == {"train/epoch": 0.0} and verdict is None
+    )
     assert batch["greedy_scores"].tolist() == [0.25, 0.25, 0.5, 0.5]
 
 
@@ -290,11 +289,11 @@ def test_dynamic_sampling_goes_on_until_there_are_enough_prompts(tmp_path, monke
     filters = FilterGroupsConfig(enable=True)
     scores = [[0.0, 0.0, 1.0, 0.0], [1.0, 1.0, 0.0, 0.0], [0.0, 1.0, 1.0, 0.0]]
     trainer, calls = drawing(tmp_path, monkeypatch, scores, adv_estimator="grpo", filter_groups=filters)
-    (batch, verdict), numbers = trainer.samples(1)
+    batch, verdict, numbers = trainer.samples.generate(1)
     assert calls == [("train", [0, 1], 0), ("train", [2, 3], 2), ("train", [4, 5], 4)]
     assert batch["group_id"].tolist() == [1, 1, 4, 4] and verdict.scores.tolist() == [1.0, 0.0, 0.0, 1.0]
     assert batch["scores"].tolist() == [1.0, 0.0, 0.0, 1.0]
-    assert numbers["filter_groups/generations"] == 3 and trainer.sampler.epoch == 1
+    assert numbers["filter_groups/generations"] == 3 and numbers["train/epoch"] == 0
 
 
 def test_dynamic_sampling_that_finds_nothing_stops_with_what_it_saw(tmp_path, monkeypatch):
@@ -303,7 +302,7 @@ def test_dynamic_sampling_that_finds_nothing_stops_with_what_it_saw(tmp_path, mo
     with pytest.raises(
         SelectionError, match=r"step 9: .* kept 0 of 4 prompts.* after 2 generations\. 100\.0% of all answers"
     ):
-        trainer.samples(9)
+        trainer.samples.generate(9)
     assert len(calls) == 2
 
 
@@ -312,6 +311,5 @@ def test_a_mini_batch_of_empty_responses_gets_no_step(tmp_path):
     workers, trainer = correcting(tmp_path, stream)
     batch = sampled().with_(advantages=torch.ones(4, 3), old_log_probs=torch.zeros(4, 3))
     mask = torch.arange(4)[:, None].expand(4, 3) > 1
-    trainer.config = replace(trainer.config, actor_rollout_ref=mini_batches_of(2))
-    assert trainer.update_actor(batch.with_(response_mask=mask), step=3)["actor/grad_norm"] == 2.0
+    assert trainer.learner.update(batch.with_(response_mask=mask), step=3)["actor/grad_norm"] == 2.0
     assert len(workers.sent) == 1 and "step 3: no response has any token in 1 of 2 mini-batches" in stream.getvalue()

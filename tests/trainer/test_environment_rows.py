@@ -15,7 +15,7 @@ from rlx.environments.rows import batch_of, rows_of
 from rlx.environments.running import ConversationRow, RanConversations
 from rlx.models.tiny import make_tiny_tokenizer
 from rlx.rewards.manager import Scores
-from rlx.trainer import conversations, steps, transcripts
+from rlx.trainer import environment_rows, steps, transcripts
 
 
 def a_conversation(*rewards, reason="done", failed=False, info=None):
@@ -65,12 +65,12 @@ def test_an_environment_gets_its_row():
 
 def test_an_environments_rewards_are_added_to_the_functions_or_replace_them(batch):
     functions = Scores(torch.tensor([1.0, 0.25]), {})
-    added = conversations.scores(PPOConfig(environment=EnvironmentConfig(name="a")), batch, lambda: functions)
+    added = environment_rows.scores(PPOConfig(environment=EnvironmentConfig(name="a")), batch, lambda: functions)
     assert added.scores.tolist() == [2.5, -0.75]
     assert added.extra["environment_reward"] == [1.5, -1.0] and added.right().tolist() == [1, 0]
-    alone = conversations.scores(PPOConfig(environment=EnvironmentConfig(name="a", rewards="replace")), batch, None)
+    alone = environment_rows.scores(PPOConfig(environment=EnvironmentConfig(name="a", rewards="replace")), batch, None)
     assert alone.scores.tolist() == [1.5, -1.0] and alone.extra["acc"][0] == 1.0
-    assert conversations.scores(PPOConfig(), batch, lambda: functions) is functions
+    assert environment_rows.scores(PPOConfig(), batch, lambda: functions) is functions
 
 
 def test_reward_functions_read_the_text_as_it_was_written():
@@ -81,19 +81,19 @@ def test_reward_functions_read_the_text_as_it_was_written():
     written = Batch.of({"input_ids": ids, "attention_mask": mask, "response_mask": mask[:, 1:]})
     rows = Batch.of({"group_id": torch.zeros(1, dtype=torch.int64)})
     for rollout, text in (({}, "( , )"), ({"stop": (",",)}, "( ")):
-        found = conversations.received(rows, written, tidying, RolloutConfig(**rollout))
+        found = environment_rows.received(rows, written, tidying, RolloutConfig(**rollout))
         assert found.info["response_text"] == [text] and torch.equal(found["response_mask"], mask[:, 1:])
 
 
 def test_right_is_what_the_functions_say_beside_an_environment(batch):
     config = PPOConfig(environment=EnvironmentConfig(name="a"))
     one_reports = Scores(torch.tensor([0.0, 1.0]), {"acc": [math.nan, 0.0]})
-    added = conversations.scores(config, batch, lambda: one_reports)
+    added = environment_rows.scores(config, batch, lambda: one_reports)
     assert added.scores.tolist() == [1.5, 0.0] and added.right().tolist() == [0, 0]
     silent = {**batch.info["conversation"][0], "reward": None}
     without = Batch(batch.tensors, {**batch.info, "conversation": [silent, silent]})
     assert [record["info"] for record in without.info["conversation"]] == [{"acc": 1.0}] * 2
-    added = conversations.scores(config, without, lambda: Scores(torch.tensor([0.0, 1.0]), {}))
+    added = environment_rows.scores(config, without, lambda: Scores(torch.tensor([0.0, 1.0]), {}))
     assert added.scores.tolist() == [0.0, 1.0] and added.right().tolist() == [0, 1]
     assert added.extra["environment_acc"] == [1.0, 1.0]
 
@@ -104,7 +104,7 @@ def test_turns_get_their_rewards_and_the_last_token_the_rest(batch):
 
 
 def test_metrics_and_failures(batch):
-    assert conversations.describe(batch) == {
+    assert environment_rows.describe(batch) == {
         "conversation/turns_mean": 1.0,
         "conversation/turns_max": 2.0,
         "conversation/forks": 0.0,
@@ -117,14 +117,14 @@ def test_metrics_and_failures(batch):
         "conversation/ended/done": 0.5,
         "conversation/ended/timeout": 0.5,
     }
-    assert conversations.failures(batch) == "1 of 2 conversations ended by a failure: 1 times timeout: too slow"
+    assert environment_rows.failures(batch) == "1 of 2 conversations ended by a failure: 1 times timeout: too slow"
 
 
 def test_failures_beyond_the_three_most_frequent_reasons_are_counted():
     many = [f"error: <Tool at 0x{address:x}>" for address in (0x7F01, 0x7F02, 0x7F03)]
     records = [{"reason": reason, "failed": True} for reason in [*many, *"bbccdde"]]
-    text = conversations.failures(
-        Batch.of({"seed": torch.zeros(10, dtype=torch.int64)}, {conversations.CONVERSATION: records})
+    text = environment_rows.failures(
+        Batch.of({"seed": torch.zeros(10, dtype=torch.int64)}, {environment_rows.CONVERSATION: records})
     )
     named = "3 times error: <Tool at 0x...>; 2 times b; 2 times c; 3 times other reasons"
     assert text == f"10 of 10 conversations ended by a failure: {named}"

@@ -1,19 +1,21 @@
 """Conversations of several rows, which on_rewritten_history=fork makes. Pure functions. Shape letters as in `rlx/data/batch.py`.
 
-A branch is a row. Rewards, selection and validation see one row for each conversation, its last branch. `all_rows` adds the earlier
-ones before the models run. `joined` lays a conversation's branches one after the other, and `parted` undoes it: so everything that
-is computed over the tokens of a sample, such as advantages, counts a conversation once.
+A branch is a row, and the column `branch` numbers those of a conversation. Rewards, selection and validation see one row for each
+conversation, its last branch. `all_rows` adds the earlier ones, with the column, before the models run. `over_samples` computes over
+the tokens of a sample, such as advantages: it lays a conversation's branches one after the other (`joined`), so that a
+conversation counts once, and takes the new columns apart again (`parted`).
 """
 
 from collections.abc import Callable
 from itertools import groupby
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from rlx.data.batch import TENSORS, Batch, concat
 
+T = TypeVar("T")
 BRANCH, EARLIER = "branch", "earlier_rows"
 
 
@@ -131,6 +133,12 @@ def parted(whole: Batch, batch: Batch) -> Batch:
         added[name] = whole[name].new_zeros(inside.shape)
         added[name][inside] = whole[name][at]
     return batch.with_(**added)
+
+
+def over_samples(batch: Batch, work: Callable[[Batch], tuple[Batch, T]]) -> tuple[Batch, T]:
+    """Return the batch with the columns that `work` adds to a batch of one row for each sample, and what else it returns."""
+    whole, found = work(joined(batch))
+    return parted(whole, batch), found
 
 
 def with_sample_tokens(batch: Batch, counted: str) -> Batch:

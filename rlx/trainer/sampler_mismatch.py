@@ -16,7 +16,7 @@ from rlx.config.check.rules_correction import rejections
 from rlx.config.schema import RolloutCorrectionConfig
 from rlx.config.schema.keys import read_bounds
 from rlx.data.batch import Batch
-from rlx.trainer.conversations import masks_by_turn
+from rlx.trainer.environment_rows import masks_by_turn
 from rlx.trainer.steps import masked_mean
 
 Metrics = dict[str, float]
@@ -29,6 +29,12 @@ MOST_TURNS = 8
 
 OF_UPDATE = "actor/mismatch/"
 DIFFERING = ("differing_experts", "differing_experts_used")
+
+
+def compare(batch: Batch, correction: RolloutCorrectionConfig) -> tuple[Batch, Metrics]:
+    """Return the batch with the columns that correct the mismatch, if configured, and the figures of both."""
+    batch, corrected = correct(batch, correction)
+    return batch, measure(batch) | corrected
 
 
 def measure(batch: Batch) -> Metrics:
