@@ -7,7 +7,8 @@ from rlx.config.check.context import CheckContext
 from rlx.config.faults import Fault
 from rlx.config.forecast.fitting import remedies
 from rlx.config.forecast.forecast_text import gb
-from rlx.config.forecast.memory_forecast import REFUSED_FROM, MemoryForecast, Phase
+from rlx.config.forecast.memory_forecast import REFUSED_FROM, MemoryForecast
+from rlx.offload.plan.run_memory import Phase
 
 CHECK = "trainer.memory_check"
 SMALLER = 0.7  # times a run's memory, for which remedies are sought after memory was full

@@ -145,8 +145,8 @@ def offload_warnings(s: CheckContext) -> Iterator[str]:
 def disk_warnings(s: CheckContext) -> Iterator[str]:
     """Warn of folders with less room than this machine's processes will write. Call it only if every key could be read."""
     forecast, count = MemoryForecast.of(s.config, s.machine), s.config.trainer.n_gpus_per_node
-    for memory in forecast.streaming:
-        folder, key = memory.role.model.layer_offload_directory, f"{memory.role.model_key}.layer_offload_directory"
+    for role, memory in forecast.streaming:
+        folder, key = role.model.layer_offload_directory, f"{role.model_key}.layer_offload_directory"
         is_here = s.machine.cluster is None and s.machine.name is None
         if folder is not None and is_here and not folder_problem(folder):
             yield from _lack_of_room(key, folder, memory.streamed, "the machine's processes are")

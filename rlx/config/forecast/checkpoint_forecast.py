@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 from rlx.config.forecast.forecast_text import gb
 from rlx.config.forecast.memory_forecast import MemoryForecast
-from rlx.config.forecast.role_memory import RoleMemory, role_memories
 from rlx.config.machine import processes
-from rlx.config.schema import CheckpointConfig, PPOConfig
-from rlx.config.schema.roles import has_critic, may_save, saves
+from rlx.config.schema import CheckpointConfig
+from rlx.config.schema.roles import ModelRole, has_critic, may_save, saves
+from rlx.offload.plan.run_memory import ModelMemory
 
 NOT_SAVED = "no checkpoint will be written; trainer.save_freq=20 writes one every 20 steps and after the last"
 
@@ -32,26 +32,25 @@ def role_checkpoints(forecast: MemoryForecast) -> dict[str, RoleCheckpoint]:
     settings = {"actor": (actor.checkpoint, trainer.max_actor_ckpt_to_keep)}
     if has_critic(config):
         settings["critic"] = config.critic.checkpoint, trainer.max_critic_ckpt_to_keep
-    memories = role_memories(config, forecast.machine, dict(forecast.known))
+    models = forecast.run.models
     return {
-        name: _role_checkpoint(memories[name], config, saved, kept)
+        name: _role_checkpoint(models[name], forecast.roles[name], saved, kept)
         for name, (saved, kept) in settings.items()
-        if name in memories
+        if name in models
     }
 
 
-def _role_checkpoint(own: RoleMemory, config: PPOConfig, saved: CheckpointConfig, kept: int | None) -> RoleCheckpoint:
-    fsdp, count = own.role.fsdp, processes(config)
-    shards = fsdp.fsdp_size if fsdp.fsdp_size > 0 else count
+def _role_checkpoint(own: ModelMemory, role: ModelRole, saved: CheckpointConfig, kept: int | None) -> RoleCheckpoint:
+    shards = own.shards
     weights = own.update.weights * shards * ("model" in saved.save_contents)
     state = own.update.optimizer * shards * ("optimizer" in saved.save_contents)
     exported = own.decoder.parameters * own.stored * ("hf_model" in saved.save_contents)
     staged = moving = 0.0
     if saved.async_save:
-        in_place = own.role.strategy == "fsdp2" and not exported
-        weights_on_host = in_place and own.has_device and (own.is_on_host or fsdp.param_offload)
+        in_place = role.strategy == "fsdp2" and not exported
+        weights_on_host = in_place and (own.steps_on_host or own.weights_rest_on_host)
         moving = in_place * min(state, own.moving_state * shards)
-        state_on_host = state if in_place and own.is_on_host else moving
+        state_on_host = state if in_place and own.steps_on_host else moving
         staged = weights * (not weights_on_host) + state - state_on_host
     return RoleCheckpoint(weights + state + exported, staged, moving, kept)
 

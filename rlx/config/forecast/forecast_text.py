@@ -1,7 +1,8 @@
 """Print the memory forecast: a short table at the start of a run, a long one for `--check`."""
 
 from rlx.config.forecast.decoders import fewest_positions
-from rlx.config.forecast.memory_forecast import LENGTH_STEP, REFUSED_FROM, MemoryForecast, Phase
+from rlx.config.forecast.memory_forecast import LENGTH_STEP, REFUSED_FROM, MemoryForecast
+from rlx.offload.plan.run_memory import Phase
 from rlx.offload.plan.text_table import aligned
 
 PARTS = ("others", "weights", "gradients", "optimizer", "gathered", "working", "sampler")
@@ -132,11 +133,11 @@ def _host(forecast: MemoryForecast, phases: list[Phase]) -> list[str]:
 def _streams(forecast: MemoryForecast) -> list[str]:
     """Return a line for each role whose frozen layers stream: how much, and how long the link is busy if its rate is known."""
     lines, hardware = [], forecast.machine.hardware
-    for memory in forecast.streaming:
-        folder = memory.role.model.layer_offload_directory
-        passes = "twice in each micro-batch of an update and once" if memory.role.trained else "once"
+    for role, memory in forecast.streaming:
+        folder = role.model.layer_offload_directory
+        passes = "twice in each micro-batch of an update and once" if role.trained else "once"
         line = (
-            f"{memory.role.model_key}.layer_offload: {memory.role.name} streams {gb(memory.streamed)} GB from "
+            f"{role.model_key}.layer_offload: {role.name} streams {gb(memory.streamed)} GB from "
             f"{folder or 'host memory'}, {passes} in each without backward"
         )
         if hardware is not None and not folder:  # the rate of a disk is not known

@@ -1,91 +1,41 @@
-"""Forecast the memory of each phase of a step, on one device and on the host, before anything is loaded.
+"""Translate a configuration into the sizes that `rlx.offload.plan.run_memory` predicts from, before anything is loaded.
 
-The formulas are those of `rlx.offload.plan` (docs/planning.md). In each phase a device holds:
-
-- for each idle role: weights and optimizer state, unless they are on the host (`param_offload`, `optimizer_offload`,
-  `offload_policy`, frozen layers with `layer_offload`);
-- for the working role: weights (with `layer_offload` those of two layers), the weights that FSDP gathers, the activations of one
-  micro-batch, in an update the gradients, and the optimizer state unless it is on the host;
-- for the sampler: vLLM's share while it is awake, or with `rollout.name=hf` a copy of the weights and its cache.
-
-A vLLM that takes adapters alone keeps its base in host memory while it sleeps.
-
-A micro-batch counts as full of sequences of full length (`data.max_prompt_length` + `data.max_response_length`). The host
-holds at most the states named above, the offloaded activations and the experts that the sampler recorded, not all at once.
-Without an accelerator all memory is the host's.
-
-Phases have the names of the run's metrics. The memory of an update is the largest of forward, head, backward and optimizer step.
-With `save=auto` it is the least possible; a run uses more if that is faster and there is room. `sync` holds the sampler's
-weights, the actor, and the actor's largest tensor in one piece; adapters alone are gathered first, and the actor rests when the
-sampler wakes.
-
-Not counted: CUDA, NCCL and the allocator (6 % of a device are reserved for them); Python and torch on the host; the head's
-gradient, which FSDP keeps whole until backward ends; prefill of `rollout.name=hf`; staging memory of a disk.
+A micro-batch counts as full of sequences of full length (`data.max_prompt_length` + `data.max_response_length`). Phases have the
+names of the run's metrics. With `save=auto` an update counts with the least memory; a run uses more if that is faster and there is room.
 """
 
 from bisect import bisect_left
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 from rlx.config.forecast.decoders import Known, decoders
-from rlx.config.forecast.role_memory import (
-    CPU_CACHE_BYTES,
-    RoleMemory,
-    SamplerMemory,
-    load,
-    role_memories,
-    sampler_memory,
-)
 from rlx.config.machine import Machine, on_accelerator, processes
-from rlx.config.schema import ModelConfig, PPOConfig, RefConfig, RolloutConfig
-from rlx.config.schema.roles import has_reference, has_reference_model, log_prob_size, trained_roles
+from rlx.config.schema import DataConfig, ModelConfig, PPOConfig, RefConfig, RolloutConfig
+from rlx.config.schema.roles import (
+    MicroSize,
+    ModelRole,
+    has_environment,
+    has_frozen_layers,
+    has_reference,
+    has_reference_model,
+    log_prob_size,
+    sharded_roles,
+    trained_roles,
+)
 from rlx.config.schema.tree import value_at, with_value
-from rlx.offload.plan.hardware import DEVICE_SHARE, PROFILES, Hardware
-from rlx.offload.plan.memory import StateBytes
-from rlx.offload.plan.scenario import Scenario
+from rlx.offload.plan.decoder import Decoder
+from rlx.offload.plan.hardware import PROFILES
+from rlx.offload.plan.memory import ADAPTER_BYTES
+from rlx.offload.plan.run_memory import NO_LIMIT, Load, ModelMemory, Phase, RunMemory, SamplerMemory
 from rlx.offload.runtime.options import DEFAULT_SAVE
 
 REFUSED_FROM = 1.1  # times the usable memory; measured runs were within 3 % of the formulas (docs/planning.md)
-
-
-class Phase(NamedTuple):
-    """The most memory that one process needs in a phase [bytes]."""
-
-    name: str
-    parts: dict[str, float]  # of the peak: others, weights, gradients, optimizer, gathered, working, sampler
-    limit: float | None  # of the parts' sum; None: not known
-    host: float  # states and activations of all roles in host memory
-    host_limit: float | None
-    where: str = ""  # the part of the phase that reaches the peak; empty if the phase has one part only
-    disk: float = 0.0  # activations on disk
-    lacking: float = 0.0  # bytes that the sampler's share lacks for one sequence
-
-    @property
-    def peak(self) -> float:
-        """Sum of the parts."""
-        return sum(self.parts.values())
-
-    def fits(self, margin: float = 1.0) -> bool:
-        """Whether the phase fits into `margin` times the memory of device, host and sampler."""
-        return self.fits_device(margin) and self.fits_host(margin)
-
-    def fits_device(self, margin: float = 1.0) -> bool:
-        """Whether the peak fits into `margin` times its limit, and a sequence into that of the sampler's share."""
-        has_room = self.limit is None or self.peak <= self.limit * margin
-        return has_room and self.lacking <= self.parts.get("sampler", 0.0) * (margin - 1)
-
-    def fits_host(self, margin: float = 1.0) -> bool:
-        """Whether `host` fits into `margin` times its limit."""
-        return self.host_limit is None or self.host <= self.host_limit * margin
-
-
-CUDA_BYTES = 2e9  # on a device, outside vLLM's share, which has a reserve of its own
+BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
+MANY_TURNS = 1024  # of a conversation without a limit: the size of micro-batches decides
 LENGTH_STEP = 64  # tokens; the longest sequence is found to this precision
 LONGEST = 1 << 24  # tokens; the search for the longest sequence ends here
-NO_LIMIT = 1 << 60
-DISK_BYTES_PER_S = 2e9  # any value: the split between tiers does not depend on it
 
 OF_ROLE = {
     "rollout": "actor",
@@ -144,17 +94,37 @@ class MemoryForecast:
         return None if whole is None else whole / self.config.trainer.n_gpus_per_node
 
     @cached_property
-    def _memories(self) -> dict[str, RoleMemory]:
-        return role_memories(self.config, self.machine, dict(self.known))
+    def roles(self) -> dict[str, ModelRole]:
+        """The roles whose models are known."""
+        return {role.name: role for role in sharded_roles(self.config) if role.name not in self.unknown}
 
     @cached_property
-    def _sampler(self) -> SamplerMemory:
-        return sampler_memory(self.config, self._memories.get("actor"), self.on_device, self.memory_bytes)
+    def run(self) -> RunMemory:
+        """The models and the sampler."""
+        models = {}
+        for name, role in self.roles.items():
+            decoder = self.known[name]
+            assert isinstance(decoder, Decoder)
+            models[name] = self._model(role, decoder)
+        rollout = self.config.actor_rollout_ref.rollout
+        actor, recorded = self.known.get("actor"), 0.0
+        if rollout.enable_rollout_routing_replay and isinstance(actor, Decoder):
+            tokens = self.config.data.train_batch_size * rollout.n * self.length
+            recorded = tokens * actor.recorded_bytes / self.config.trainer.n_gpus_per_node
+        return RunMemory(
+            models,
+            self._sampler(actor),
+            on_device=self.on_device,
+            memory_bytes=self.memory_bytes,
+            host_bytes=self.host_bytes,
+            hardware=self.machine.hardware or PROFILES["h200"],
+            recorded_bytes=recorded,
+        )
 
     @property
-    def streaming(self) -> list[RoleMemory]:
+    def streaming(self) -> list[tuple[ModelRole, ModelMemory]]:
         """The roles whose frozen layers wait on the host."""
-        return [memory for memory in self._memories.values() if memory.streamed]
+        return [(role, self.run.models[name]) for name, role in self.roles.items() if self.run.models[name].streams]
 
     def decided(self, length: int | None = None, is_least: bool = False) -> "MemoryForecast":
         """Return the forecast with `optimizer_state=auto` replaced by what all phases leave free on the device.
@@ -184,21 +154,19 @@ class MemoryForecast:
         free = int(max(0.0, min((phase.limit or 0.0) - phase.peak for phase in of_moving)))
         split = {}
         for name, key in keys.items():
-            split[key] = min(free, int(self._memories[name].update.optimizer))
+            split[key] = min(free, int(self.run.models[name].update.optimizer))
             free -= split[key]
         return phases(split)[0]
 
     def split_states(self) -> list[tuple[str, float, float]]:
         """Return the roles whose optimizer state is not all on the device, with the bytes that stay there and the others."""
-        memories = self._memories.items()
-        return [(name, own.staying_state, own.moving_state) for name, own in memories if own.moving_state]
-
-    # Phases -------------------------------------------------------------------------------------------------------
+        models = self.run.models.items()
+        return [(name, own.staying_state, own.moving_state) for name, own in models if own.moving_state]
 
     @property
     def names(self) -> list[str]:
         """The phases of the run whose models are known."""
-        found = [name for name in OF_ROLE if self._role_of(name) in self._memories]
+        found = [name for name in OF_ROLE if self._role_of(name) in self.roles]
         return found if has_reference(self.config) else [name for name in found if name != "ref"]
 
     def _role_of(self, phase: str) -> str:
@@ -216,14 +184,19 @@ class MemoryForecast:
         """
         if (decided := self.decided(length, is_least)) is not self:
             return decided.phase(name, length, is_least)
-        own, longest = self._memories[self._role_of(name)], self.length if length is None else length
+        role, longest = self.roles[self._role_of(name)], self.length if length is None else length
+        own, policy, data = self.run.models[role.name], self.config.actor_rollout_ref, self.config.data
         if name == "rollout":
-            return self._rollout(longest, is_least)
+            rows = -(-data.train_batch_size * policy.rollout.n // processes(self.config))
+            return self.run.rollout(longest, 1 if is_least else min(policy.rollout.max_num_seqs, rows))
         if name == "sync":
-            return self._sync(own)
+            return self.run.sync(own)
         if name.startswith("update_"):
-            return self._update(name, own, longest, is_least)
-        return self._forward(name, own, longest, is_least)
+            load = self._load(role, role.micro, role.mini_batch_prompts, longest, is_least)
+            return self.run.update(name, own, load)
+        of_phase: dict[str, RolloutConfig | RefConfig] = {"old_log_prob": policy.rollout, "ref": policy.ref}
+        micro = log_prob_size(of_phase[name], policy.actor) if name in of_phase else role.micro
+        return self.run.forward(name, own, self._load(role, micro, data.train_batch_size, longest, is_least))
 
     def longest(self, name: str) -> int | None:
         """Return the longest sequences, to 64 tokens, with which a phase fits under these settings; None if any fit."""
@@ -235,133 +208,100 @@ class MemoryForecast:
         """Return the phases that do not fit; arguments as for `phase` and `Phase.fits`."""
         return [phase for phase in self.phases(is_least) if not phase.fits(margin)]
 
-    # Each kind ----------------------------------------------------------------------------------------------------
-
-    def _update(self, name: str, own: RoleMemory, length: int, is_least: bool) -> Phase:
-        role = own.role
-        tokens, logits = load(own, self.config, role.micro, role.mini_batch_prompts, length, is_least)
-        host_room, disk = self._places(role.model)
-        states, others = own.on_device(own.update), self._idle(own) + self._sampler.at_rest
-        moving = own.moving_state
-        held = states._replace(optimizer=moving) if moving else states
-        scenario = self._scenario(own, logits)._replace(
-            states=held,
-            other_bytes=others + own.staying_state * (moving > 0),
-            disk_bytes_per_s=DISK_BYTES_PER_S * disk,
-            hardware=replace(self._hardware, host_bytes=host_room + moving),
-        )
-        plan = scenario.plan(_mode(role.model), tokens * role.sequence_parallel_size)
-        offloaded = min(plan.prediction.host_bytes, host_room)
-        peaks = scenario.phases(plan)._asdict()
-        for where in ("forward", "head", "backward"):
-            if peaks[where] > 0:  # a model without log-probs has no head
-                peaks[where] += plan.prediction.host_bytes - offloaded  # the host has no room for it, so it stays
-        where = max(peaks, key=lambda one: peaks[one])
-        parts = _parts(own, states, others, peaks[where], is_gathered=where != "step")
-        host = self._on_host(own) + offloaded * self.on_device
-        where = "optimizer step" if where == "step" else where
-        return self._phase(name, parts, host, where=where, disk=plan.prediction.disk_bytes)
-
-    def _forward(self, name: str, own: RoleMemory, length: int, is_least: bool) -> Phase:
-        policy, prompts = self.config.actor_rollout_ref, self.config.data.train_batch_size
-        of_phase: dict[str, RolloutConfig | RefConfig] = {"old_log_prob": policy.rollout, "ref": policy.ref}
-        micro = log_prob_size(of_phase[name], policy.actor) if name in of_phase else own.role.micro
-        tokens, logits = load(own, self.config, micro, prompts, length, is_least)
-        states, others = own.on_device(own.forward), self._idle(own) + self._sampler.at_rest
-        held = states._replace(optimizer=own.staying_state)
-        scenario = self._scenario(own, logits)._replace(states=held, other_bytes=others, optimizer_on_host=False)
-        parts = _parts(
-            own, states, others, scenario.without_backward(tokens * own.role.sequence_parallel_size), is_gathered=True
-        )
-        return self._phase(name, parts, self._on_host(own))
-
-    def _rollout(self, length: int, is_least: bool) -> Phase:
-        rollout, lacking, limit = self.config.actor_rollout_ref.rollout, 0.0, self._limit
-        weights, cache = self._sampler.weights, length * self._sampler.token_cache
-        if rollout.name == "hf":
-            rows = -(-self.config.data.train_batch_size * rollout.n // processes(self.config))
-            sampler = weights + cache * (1 if is_least else min(rollout.max_num_seqs, rows))
-        elif not self.on_device:
-            sampler, lacking = weights + CPU_CACHE_BYTES, max(0.0, cache - CPU_CACHE_BYTES)
-        elif self.memory_bytes is None:
-            sampler = weights + cache
-        else:
-            sampler, limit = rollout.gpu_memory_utilization * self.memory_bytes, self.memory_bytes - CUDA_BYTES
-            lacking = max(0.0, weights + cache - sampler)
-        parts = {"others": self._idle(), "sampler": sampler}
-        return self._phase("rollout", parts, self._on_host(), lacking=lacking)._replace(limit=limit)
-
-    def _sync(self, actor: RoleMemory) -> Phase:
-        states, sampler = actor.on_device(actor.forward), self._sampler
-        parts = {
-            "others": self._idle(actor),
-            "weights": states.weights,
-            "optimizer": actor.staying_state,
-            "gathered": float(actor.stored * actor.decoder.vocabulary * actor.decoder.width),
-            "sampler": max(sampler.weights, sampler.at_rest),
-        }
-        if self.config.actor_rollout_ref.model.sends_adapters:
-            gathering = parts | {"gathered": 0.0, "sampler": sampler.at_rest}
-            loading = parts | {"gathered": 0.0, "weights": actor.device_at_rest, "optimizer": 0.0}
-            parts = max(gathering, loading, key=lambda each: sum(each.values()))
-        return self._phase("sync", parts, self._on_host(actor))
-
-    def _phase(self, name: str, parts: dict[str, float], host: float, **others: Any) -> Phase:
-        return Phase(name, parts, self._limit, host, self.host_bytes, **others)
-
-    # Shared by the phases -----------------------------------------------------------------------------------------
-
-    @property
-    def _limit(self) -> float | None:
-        return None if self.memory_bytes is None else self.memory_bytes * DEVICE_SHARE
-
-    @property
-    def _hardware(self) -> Hardware:
-        """The rates that plans count with; the H200's where the machine's are not known."""
-        return self.machine.hardware or PROFILES["h200"]
-
-    def _scenario(self, own: RoleMemory, logits: int) -> Scenario:
-        model, shared_by = own.role.model, own.role.sequence_parallel_size
-        tile = None if model.tiled_mlp == 0 else 0 if model.tiled_mlp == "auto" else int(model.tiled_mlp)
-        return Scenario(
-            decoder=own.decoder,
-            hardware=self._hardware,
-            logit_tokens=logits * shared_by,
-            is_head_trained=model.lora_rank == 0,
-            tile=tile,
-            shared_by=shared_by,
-            optimizer_on_host=own.moving_state > 0,
-            element=own.element,
-        )
-
-    def _places(self, model: ModelConfig) -> tuple[int, bool]:
-        """Return the host's limit of offloaded bytes, and whether a disk takes the excess, which else stays on the device."""
-        options = model.activation_offload
+    def _model(self, role: ModelRole, decoder: Decoder) -> ModelMemory:
+        fsdp, model, config = role.fsdp, role.model, self.config
+        stored, reduced = BYTES[fsdp.model_dtype], BYTES[fsdp.mixed_precision.reduce_dtype]
+        precision, options = fsdp.mixed_precision.param_dtype, model.activation_offload
+        samples = role.mini_batch_prompts * config.actor_rollout_ref.rollout.n * role.sequence_parallel_size
+        rows = samples // processes(config) * most_rows_of_a_sample(config)
+        takes_one = role.micro.rows is not None and role.micro.rows >= rows  # nothing is summed over micro-batches
+        of_trained = max(stored, ADAPTER_BYTES) if role.trained and model.lora_rank else stored
+        room, has_disk = NO_LIMIT if options.max_host_bytes is None else options.max_host_bytes, False
         if options.tier == "disk":
-            return 0, True
-        if not self.on_device:
-            return 0, False  # activations are in host memory already
-        cap = options.max_host_bytes
-        return (NO_LIMIT, False) if cap is None else (cap, options.directory is not None)
+            room, has_disk = 0, True
+        elif not self.on_device:
+            room = 0  # activations are in host memory already
+        elif options.max_host_bytes is not None:
+            has_disk = options.directory is not None
+        return ModelMemory(
+            decoder,
+            shards=fsdp.fsdp_size if fsdp.fsdp_size > 0 else processes(config),
+            stored=stored,
+            element=BYTES[precision] if precision != "auto" else 2 if self.on_device else stored,
+            summed_in=reduced,
+            is_trained=role.trained,
+            has_device=self.on_device,
+            gradient_bytes=of_trained if takes_one else max(of_trained, reduced),
+            optimizer_bytes=role.optimizer_bytes,
+            adapter_rank=model.lora_rank if role.trained else 0,
+            is_resharded=fsdp.reshards(processes(config)),
+            is_quantized=role.trained and model.quantization is not None,
+            weights_rest_on_host=self.on_device and fsdp.param_offload,
+            steps_on_host=self.on_device and fsdp.offload_policy,
+            device_state_bytes=fsdp.device_state_bytes,
+            streams=self.on_device and model.layer_offload and has_frozen_layers(role),
+            from_disk=bool(model.layer_offload_directory),
+            sharing=config.trainer.n_gpus_per_node,
+            mode=_mode(model),
+            tile=None if model.tiled_mlp == 0 else 0 if model.tiled_mlp == "auto" else int(model.tiled_mlp),
+            shared_by=role.sequence_parallel_size,
+            host_room=room,
+            has_disk=has_disk,
+        )
 
-    def _idle(self, own: RoleMemory | None = None) -> float:
-        """Return the bytes on the device of all roles but the working one."""
-        return sum(each.device_at_rest for each in self._memories.values() if each is not own)
+    def _sampler(self, decoder: Known | None) -> SamplerMemory:
+        """Return the sampler's memory; weights of an unknown actor count as 0."""
+        rollout, model, weights, cache = (
+            self.config.actor_rollout_ref.rollout,
+            self.config.actor_rollout_ref.model,
+            0.0,
+            0.0,
+        )
+        if isinstance(decoder, Decoder):
+            ranks = 1 if rollout.name == "hf" else rollout.tensor_model_parallel_size
+            element = (2 if self.on_device else 4) if rollout.dtype == "auto" else BYTES[rollout.dtype]
+            adapters = decoder.adapters(model.lora_rank) if model.sends_adapters else 0
+            weights = (decoder.parameters + adapters) * element / ranks
+            cache = 2 * len(decoder.windows) * max(1.0, decoder.kv_heads / ranks) * decoder.head_width * element
+        share, is_freed = rollout.gpu_memory_utilization, rollout.free_cache_engine
+        return SamplerMemory(weights, cache, rollout.name == "vllm", share, is_freed, model.sends_adapters)
 
-    def _on_host(self, own: RoleMemory | None = None) -> float:
-        """Return the bytes on the host while one role works, activations aside; by default while none does."""
-        idle = sum(each.host_at_rest for each in self._memories.values() if each is not own)
-        idle += self._recorded_experts * self.on_device
-        return idle + (0.0 if own is None else own.host_at_work + self._sampler.host_at_rest)
+    def _load(self, role: ModelRole, micro: MicroSize, prompts: int, length: int, is_least: bool) -> Load:
+        """Return the largest micro-batch of a role for sequences of `length` tokens, in a batch of `prompts`.
 
-    @property
-    def _recorded_experts(self) -> float:
-        """Bytes of the batch's column `routed_experts`, divided by the processes of the machine that holds it."""
-        rollout, actor = self.config.actor_rollout_ref.rollout, self._memories.get("actor")
-        if not rollout.enable_rollout_routing_replay or actor is None:
-            return 0.0
-        tokens = self.config.data.train_batch_size * rollout.n * self.length
-        return tokens * actor.decoder.recorded_bytes / self.config.trainer.n_gpus_per_node
+        With `is_least` it counts one sample if samples are packed and only their number is limited.
+        """
+        rollout, data = self.config.actor_rollout_ref.rollout, self.config.data
+        samples = prompts * rollout.n * (1 if is_least else most_rows_of_a_sample(self.config))
+        share = -(-samples * role.sequence_parallel_size // processes(self.config))
+        rows = share if micro.rows is None else min(share, micro.rows)
+        if is_least and micro.rows is not None and role.model.use_remove_padding and role.name != "reward":
+            rows = 1
+        unique = _unique_tokens(role.model, rows, rollout.n, length, data)
+        tokens = -(-unique // role.sequence_parallel_size)
+        if micro.tokens is not None:
+            tokens = max(-(-length // role.sequence_parallel_size), min(tokens, micro.tokens))
+        if role.name not in ("actor", "ref"):
+            return Load(tokens, 0)
+        responses = rows * length * data.max_response_length
+        return Load(tokens, -(-tokens * responses // (unique * (data.max_prompt_length + data.max_response_length))))
+
+
+def most_rows_of_a_sample(config: PPOConfig) -> int:
+    """Return the most rows of a conversation, which may fork before each turn but the first."""
+    turns = config.actor_rollout_ref.rollout.multi_turn
+    if not has_environment(config) or turns.on_rewritten_history != "fork":
+        return 1
+    return turns.max_assistant_turns or MANY_TURNS
+
+
+def _unique_tokens(model: ModelConfig, rows: int, samples: int, length: int, data: DataConfig) -> int:
+    """Return the tokens of rows of one length, in which prompts count once if they are shared."""
+    prompt = length * data.max_prompt_length // (data.max_prompt_length + data.max_response_length)
+    # Where samples do not fill whole groups, one more may be parted.
+    prompts = min(rows, -(-rows // samples) + (rows > samples and rows % samples > 0))
+    saved = (rows - prompts) * prompt
+    return rows * length - (saved if saved > model.least_gain * rows * length else 0)
 
 
 def _mode(model: ModelConfig) -> str:
@@ -371,14 +311,3 @@ def _mode(model: ModelConfig) -> str:
         return "checkpointing" if recomputes else "plain"
     save = save or DEFAULT_SAVE[recomputes]
     return save if save in ("attention", "all") else "boundary"
-
-
-def _parts(own: RoleMemory, states: StateBytes, others: float, peak: float, is_gathered: bool) -> dict[str, float]:
-    parts = {
-        "others": others,
-        "weights": states.weights,
-        "gradients": states.gradients,
-        "optimizer": own.staying_state,
-        "gathered": states.gathered * is_gathered,
-    }
-    return {**parts, "working": peak - sum(parts.values())}

@@ -10,10 +10,11 @@ import pytest
 from rlx.config.check.validate import check
 from rlx.config.compose.command_line import compose
 from rlx.config.forecast.forecast_text import PARTS, long_text, short_text
-from rlx.config.forecast.memory_forecast import MemoryForecast, Phase
+from rlx.config.forecast.memory_forecast import MemoryForecast
 from rlx.config.machine import Machine
 from rlx.config.schema import TinyModelConfig
 from rlx.driver import main
+from rlx.offload.plan.run_memory import Phase
 from rlx.offload.plan.shapes import SHAPES
 
 DOCS = Path(__file__).parents[3] / "docs"

@@ -10,8 +10,9 @@ from rlx.config.compose.command_line import compose
 from rlx.config.forecast.checkpoint_forecast import checkpoint_text, role_checkpoints
 from rlx.config.forecast.fitting import remedies
 from rlx.config.forecast.forecast_text import long_text, short_text
-from rlx.config.forecast.memory_forecast import NO_LIMIT, MemoryForecast, Phase
+from rlx.config.forecast.memory_forecast import MemoryForecast
 from rlx.config.machine import Cluster, Machine, named_machine
+from rlx.offload.plan.run_memory import NO_LIMIT, Phase
 from rlx.offload.plan.shapes import SHAPES
 
 SMALL = {
@@ -327,7 +328,7 @@ def test_a_quantised_base_has_nine_sixteenths_of_a_byte_per_weight(forecast):
     update, smaller = full.phase("update_actor").parts, small.phase("update_actor").parts
     assert smaller["weights"] == update["weights"] - (2 - 9 / 16) * (N - ROOT)
     streamed = forecast(*lora, f"{MODEL}.quantization=nf4", f"{MODEL}.layer_offload=True", num_hidden_layers=3)
-    (memory,) = streamed.streaming
+    ((_, memory),) = streamed.streaming
     assert memory.streamed == 3 * LAYER * 9 / 16
     assert memory.buffers == 2 * LAYER * 9 / 16
 

@@ -1,0 +1,338 @@
+"""The memory of each phase of a training run, on one device and on the host, from sizes alone.
+
+A device holds in each phase:
+
+- of each idle model: weights and optimizer state, unless they are on the host;
+- of the working model: weights (two layers of a model that streams), the weights that FSDP gathers, the activations of one
+  micro-batch; in an update also gradients and the optimizer state that is not on the host;
+- of the sampler: vLLM's share while it is awake, or a copy of the weights and the cache of transformers' sampler.
+
+A vLLM that takes adapters alone keeps its base in host memory while it sleeps. The host holds at most these states, offloaded
+activations and recorded experts, not all at once. Without an accelerator all memory is the host's.
+
+The memory of an update is the largest of forward, head, backward and optimizer step. `sync` holds the sampler's weights, the policy,
+and its largest tensor in one piece; adapters alone are gathered first, and the policy rests when the sampler wakes.
+
+Not counted: CUDA, NCCL and the allocator (6 % of a device are reserved for them); Python and torch on the host; the head's
+gradient, which FSDP keeps whole until backward ends; prefill of transformers' sampler; staging memory of a disk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import inf
+from typing import Any, NamedTuple
+
+from rlx.offload.plan.decoder import Decoder
+from rlx.offload.plan.hardware import DEVICE_SHARE, Hardware
+from rlx.offload.plan.memory import NF4_BYTES, StateBytes, state_bytes
+from rlx.offload.plan.scenario import Scenario
+
+CPU_CACHE_BYTES = 1 << 30  # vLLM's on a CPU
+CUDA_BYTES = 2e9  # on a device, outside vLLM's share, which has a reserve of its own
+DISK_BYTES_PER_S = 2e9  # any value: the split between tiers does not depend on it
+NO_LIMIT = 1 << 60
+# At most: torch rounds each page-locked block up to a power of two; Qwen2.5-14B's 29.5 GB took 54.1.
+PINNED_ROUNDING = 2
+
+
+class Phase(NamedTuple):
+    """The most memory that one process needs in a phase [bytes]."""
+
+    name: str
+    parts: dict[str, float]  # of the peak: others, weights, gradients, optimizer, gathered, working, sampler
+    limit: float | None  # of the parts' sum; None: not known
+    host: float  # states and activations of all models in host memory
+    host_limit: float | None
+    where: str = ""  # the part of the phase that reaches the peak; empty if the phase has one part only
+    disk: float = 0.0  # activations on disk
+    lacking: float = 0.0  # bytes that the sampler's share lacks for one sequence
+
+    @property
+    def peak(self) -> float:
+        """Sum of the parts."""
+        return sum(self.parts.values())
+
+    def fits(self, margin: float = 1.0) -> bool:
+        """Whether the phase fits into `margin` times the memory of device, host and sampler."""
+        return self.fits_device(margin) and self.fits_host(margin)
+
+    def fits_device(self, margin: float = 1.0) -> bool:
+        """Whether the peak fits into `margin` times its limit, and a sequence into that of the sampler's share."""
+        has_room = self.limit is None or self.peak <= self.limit * margin
+        return has_room and self.lacking <= self.parts.get("sampler", 0.0) * (margin - 1)
+
+    def fits_host(self, margin: float = 1.0) -> bool:
+        """Whether `host` fits into `margin` times its limit."""
+        return self.host_limit is None or self.host <= self.host_limit * margin
+
+
+class Load(NamedTuple):
+    """The largest micro-batch on one process."""
+
+    tokens: int
+    logits: int  # tokens whose log-probs are computed
+
+
+@dataclass(frozen=True)
+class ModelMemory:
+    """One process's part of a model under FSDP."""
+
+    decoder: Decoder
+    shards: int  # processes that share its weights
+    stored: int  # bytes of a stored weight
+    element: int  # bytes of an element of activations
+    summed_in: int  # bytes of a gradient's element while it is summed over processes
+    is_trained: bool
+    has_device: bool  # it runs on an accelerator, so states can be offloaded
+    gradient_bytes: int | None = None  # as for `state_bytes`
+    optimizer_bytes: float | None = None
+    adapter_rank: int = 0
+    is_resharded: bool = True
+    is_quantized: bool = False
+    weights_rest_on_host: bool = False
+    steps_on_host: bool = False  # weights, gradients and the optimizer's step are on the host
+    device_state_bytes: float = inf  # of the optimizer's state, the part that stays on the device
+    streams: bool = False  # the weights of its layers wait on the host
+    from_disk: bool = False  # or on its disk
+    sharing: int = 1  # processes of a machine, which share them
+    mode: str = "checkpointing"  # of its activations, as for `Scenario.plan`
+    tile: int | None = None  # as for `Scenario`
+    shared_by: int = 1  # processes that share each sequence
+    host_room: int = NO_LIMIT  # for offloaded activations
+    has_disk: bool = False  # for those that the host has no room for
+
+    @cached_property
+    def update(self) -> StateBytes:
+        """States in an update, on device or host."""
+        return self._states(self.is_trained)
+
+    @cached_property
+    def forward(self) -> StateBytes:
+        """The same in a pass without backward."""
+        return self._states(False)._replace(optimizer=self.update.optimizer)
+
+    def _states(self, is_trained: bool) -> StateBytes:
+        states = state_bytes(
+            self.decoder,
+            self.shards,
+            self.stored,
+            self.element,
+            is_trained=is_trained,
+            adapter_rank=self.adapter_rank,
+            summed_in=self.summed_in,
+            is_resharded=self.is_resharded,
+            gradient_bytes=self.gradient_bytes,
+            optimizer_bytes=self.optimizer_bytes,
+            is_quantized=self.is_quantized,
+        )
+        if not self.streams:
+            return states
+        # FSDP gathers none of the layers. Norms and biases, which stay on the device, are less than 0.1 %.
+        stored = NF4_BYTES if self.is_quantized else self.stored
+        is_gathered = self.shards > 1 or stored != self._on_host
+        at_once = self._layers[-1] * (2 if self.is_resharded else len(self._layers))
+        gathered = max(0.0, states.gathered - at_once * self._on_host * is_gathered)
+        weights = states.weights - sum(self._layers) * stored / self.shards + self.buffers
+        return states._replace(weights=weights, gathered=gathered)
+
+    @cached_property
+    def _layers(self) -> list[int]:
+        return sorted(map(self.decoder.layer_parameters, range(len(self.decoder.windows))))
+
+    @property
+    def _on_host(self) -> float:
+        return NF4_BYTES if self.is_quantized else self.element
+
+    @property
+    def streamed(self) -> float:
+        """Bytes of the layers' weights that wait on the host, or on its disk."""
+        return float(sum(self._layers) * self._on_host) if self.streams else 0.0
+
+    @property
+    def buffers(self) -> float:
+        """Bytes of two such layers, on the device while the model works; part of the states' weights."""
+        return float(sum(self._layers[-2:]) * self._on_host) if self.streams else 0.0
+
+    @property
+    def moving_state(self) -> float:
+        """Bytes of the optimizer's state that are on the host, and on the device only during the step."""
+        if not self.has_device or self.steps_on_host:
+            return 0.0
+        return max(0.0, self.update.optimizer - self.device_state_bytes)
+
+    @property
+    def staying_state(self) -> float:
+        """Bytes of the optimizer's state that are always on the device."""
+        return 0.0 if self.steps_on_host else self.update.optimizer - self.moving_state
+
+    @property
+    def device_at_rest(self) -> float:
+        """Bytes on the device while another model works."""
+        if self.steps_on_host:
+            return 0.0
+        return self.staying_state + (0.0 if self.weights_rest_on_host else self.update.weights - self.buffers)
+
+    @property
+    def host_at_rest(self) -> float:
+        """Bytes on the host while another model works."""
+        return self._waiting + self.update.weights - self.buffers + self.update.optimizer - self.device_at_rest
+
+    @property
+    def host_at_work(self) -> float:
+        """Bytes on the host while this model works, activations aside."""
+        return self._waiting + (sum(self.update[:3]) - self.buffers if self.steps_on_host else self.moving_state)
+
+    @property
+    def _waiting(self) -> float:
+        return 0.0 if self.from_disk else self.streamed / self.sharing
+
+    def on_device(self, states: StateBytes) -> StateBytes:
+        """Return the part of `states` on the device while this model works; a plan itself omits an optimizer state on the host."""
+        return states._replace(weights=self.buffers, gradients=0.0, optimizer=0.0) if self.steps_on_host else states
+
+
+class SamplerMemory(NamedTuple):
+    """One process's part of the sampler [bytes]."""
+
+    weights: float
+    token_cache: float  # keys and values of one token
+    is_vllm: bool
+    share: float  # of a device's memory that vLLM takes
+    is_freed: bool  # vLLM gives its memory back while a model works
+    takes_adapters: bool  # and keeps its base
+
+
+@dataclass(frozen=True)
+class RunMemory:
+    """The models and the sampler of a run, and the memory of one process."""
+
+    models: Mapping[str, ModelMemory]
+    sampler: SamplerMemory
+    on_device: bool  # with accelerators; otherwise all memory is the host's
+    memory_bytes: float | None  # of a device, or a process's part of the host's; None: not known
+    host_bytes: float | None  # a process's part of the host's
+    hardware: Hardware  # gives plans their rates
+    recorded_bytes: float = 0.0  # a process's part of the experts that the sampler recorded
+
+    def update(self, name: str, own: ModelMemory, load: Load) -> Phase:
+        """Return the phase of an update."""
+        states, others = own.on_device(own.update), self._idle(own) + self._sampler_at_rest
+        moving = own.moving_state
+        scenario = self._scenario(own, load)._replace(
+            states=states._replace(optimizer=moving) if moving else states,
+            other_bytes=others + own.staying_state * (moving > 0),
+            disk_bytes_per_s=DISK_BYTES_PER_S * own.has_disk,
+            hardware=replace(self.hardware, host_bytes=own.host_room + moving),
+        )
+        plan = scenario.plan(own.mode, load.tokens * own.shared_by)
+        offloaded = min(plan.prediction.host_bytes, own.host_room)
+        peaks = scenario.phases(plan)._asdict()
+        for where in ("forward", "head", "backward"):
+            if peaks[where] > 0:  # a model without log-probs has no head
+                peaks[where] += plan.prediction.host_bytes - offloaded  # the host has no room for it, so it stays
+        where = max(peaks, key=lambda one: peaks[one])
+        parts = _parts(own, states, others, peaks[where], is_gathered=where != "step")
+        host = self._on_host(own) + offloaded * self.on_device
+        return self._phase(
+            name,
+            parts,
+            host,
+            where="optimizer step" if where == "step" else where,
+            disk=plan.prediction.disk_bytes,
+        )
+
+    def forward(self, name: str, own: ModelMemory, load: Load) -> Phase:
+        """Return a phase without backward."""
+        states, others = own.on_device(own.forward), self._idle(own) + self._sampler_at_rest
+        held = states._replace(optimizer=own.staying_state)
+        scenario = self._scenario(own, load)._replace(states=held, other_bytes=others, optimizer_on_host=False)
+        peak = scenario.without_backward(load.tokens * own.shared_by)
+        return self._phase(name, _parts(own, states, others, peak, is_gathered=True), self._on_host(own))
+
+    def rollout(self, length: int, sequences: int) -> Phase:
+        """Return the phase of generation, of so many sequences at once with transformers' sampler."""
+        sampler, lacking, limit = self.sampler.weights, 0.0, self._limit
+        cache = length * self.sampler.token_cache
+        if not self.sampler.is_vllm:
+            sampler += cache * sequences
+        elif not self.on_device:
+            sampler, lacking = sampler + CPU_CACHE_BYTES, max(0.0, cache - CPU_CACHE_BYTES)
+        elif self.memory_bytes is None:
+            sampler += cache
+        else:
+            needed, sampler = sampler + cache, self.sampler.share * self.memory_bytes
+            limit, lacking = self.memory_bytes - CUDA_BYTES, max(0.0, needed - sampler)
+        parts = {"others": self._idle(), "sampler": sampler}
+        return self._phase("rollout", parts, self._on_host(), lacking=lacking)._replace(limit=limit)
+
+    def sync(self, actor: ModelMemory) -> Phase:
+        """Return the phase in which the sampler takes the policy's weights."""
+        states, at_rest = actor.on_device(actor.forward), self._sampler_at_rest
+        parts = {
+            "others": self._idle(actor),
+            "weights": states.weights,
+            "optimizer": actor.staying_state,
+            "gathered": float(actor.stored * actor.decoder.vocabulary * actor.decoder.width),
+            "sampler": max(self.sampler.weights, at_rest),
+        }
+        if self.sampler.takes_adapters:
+            gathering = parts | {"gathered": 0.0, "sampler": at_rest}
+            loading = parts | {"gathered": 0.0, "weights": actor.device_at_rest, "optimizer": 0.0}
+            parts = max(gathering, loading, key=lambda each: sum(each.values()))
+        return self._phase("sync", parts, self._on_host(actor))
+
+    def _phase(self, name: str, parts: dict[str, float], host: float, **others: Any) -> Phase:
+        return Phase(name, parts, self._limit, host, self.host_bytes, **others)
+
+    @property
+    def _limit(self) -> float | None:
+        return None if self.memory_bytes is None else self.memory_bytes * DEVICE_SHARE
+
+    def _scenario(self, own: ModelMemory, load: Load) -> Scenario:
+        return Scenario(
+            decoder=own.decoder,
+            hardware=self.hardware,
+            logit_tokens=load.logits * own.shared_by,
+            is_head_trained=not own.adapter_rank,
+            tile=own.tile,
+            shared_by=own.shared_by,
+            optimizer_on_host=own.moving_state > 0,
+            element=own.element,
+        )
+
+    @property
+    def _sampler_at_rest(self) -> float:
+        """Bytes of the sampler on the device while a model works."""
+        sampler = self.sampler
+        if not sampler.is_vllm:
+            return sampler.weights
+        if not self.on_device:
+            return sampler.weights + CPU_CACHE_BYTES
+        return 0.0 if sampler.is_freed else sampler.share * (self.memory_bytes or 0.0)
+
+    def _idle(self, own: ModelMemory | None = None) -> float:
+        """Return the bytes on the device of all models but the working one."""
+        return sum(each.device_at_rest for each in self.models.values() if each is not own)
+
+    def _on_host(self, own: ModelMemory | None = None) -> float:
+        """Return the bytes on the host while one model works, activations aside; by default while none does."""
+        idle = sum(each.host_at_rest for each in self.models.values() if each is not own)
+        idle += self.recorded_bytes * self.on_device
+        if own is None:
+            return idle
+        keeps_base = self.sampler.is_vllm and self.on_device and self.sampler.is_freed and self.sampler.takes_adapters
+        return idle + own.host_at_work + PINNED_ROUNDING * self.sampler.weights * keeps_base
+
+
+def _parts(own: ModelMemory, states: StateBytes, others: float, peak: float, is_gathered: bool) -> dict[str, float]:
+    parts = {
+        "others": others,
+        "weights": states.weights,
+        "gradients": states.gradients,
+        "optimizer": own.staying_state,
+        "gathered": states.gathered * is_gathered,
+    }
+    return {**parts, "working": peak - sum(parts.values())}
