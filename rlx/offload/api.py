@@ -40,12 +40,7 @@ Decide = Callable[[Layer, nn.Module, Sequence[Tensor]], LayerInstructions | Laye
 
 
 class LayerRunner:
-    """Runs the layers of one model.
-
-    Args:
-        session: of the model.
-        decide: of the controller, with `save="auto"`; None with any other `save`.
-    """
+    """Runs the layers of one model. `decide` is the controller's, with `save="auto"`."""
 
     def __init__(self, session: OffloadSession, decide: Decide | None) -> None:
         self._session = session
@@ -269,11 +264,7 @@ class ActivationOffloading:
         return f"<ActivationOffloading {state}: {options}>"
 
     def stats(self, per_layer: bool = False) -> OffloadStats:
-        """Return the statistics since offloading was enabled, also after `disable`. Does not wait for a device.
-
-        Args:
-            per_layer: add the figures of each layer.
-        """
+        """Return the statistics since offloading was enabled, also after `disable`. Does not wait for a device."""
         return self.session.stats(per_layer)
 
     def plan(self) -> Plan | None:
@@ -281,12 +272,9 @@ class ActivationOffloading:
         return self._controller.plan if self._controller is not None else None
 
     def agree(self, group: dist.ProcessGroup | None = None, reserve_bytes: int = 0) -> None:
-        """Tell `save="auto"` between steps what the next step will allocate; no effect with any other `save`.
+        """Tell `save="auto"` between steps how much device memory the next step will allocate and keep, besides gradients.
 
-        Args:
-            group: has no effect; each rank plans by itself.
-            reserve_bytes: device memory that this rank will allocate and keep, besides gradients. Example: the states of an
-                optimizer that has not stepped yet [bytes].
+        Example: the states of an optimizer that has not stepped yet. `group` has no effect: each rank plans by itself.
         """
         if self._controller is not None:
             self._controller.limits.reserve(reserve_bytes)
@@ -312,7 +300,6 @@ class ActivationOffloading:
         self._flags.restore()
 
     def _wrap(self, model: nn.Module, layers: list[tuple[str, nn.Module]]) -> None:
-        """Replace the forward of each layer of a model."""
         self._model = weakref.ref(model)
         self._flags = CheckpointingFlags.of(model, layers)
         self._take_over_checkpointing()
@@ -398,8 +385,12 @@ def enable_activation_offloading(
         same_layers = handle._layer_ids() == {id(module) for _, module in found}
         if same_layers and (handle.options, handle.session.save) == (options, save):
             return handle
-        counts = f"layers: {len(handle._layers)}, now {len(found)}, of which {len(wrappers)} are enabled"
-        differences = [counts] * (not same_layers) + _differences(handle, options, save)
+        before, now = vars(handle.options) | {"save": handle.session.save}, vars(options) | {"save": save}
+        differences = [f"{name}: {value!r}, now {now[name]!r}" for name, value in before.items() if value != now[name]]
+        if not same_layers:
+            differences.insert(
+                0, f"layers: {len(handle._layers)}, now {len(found)}, of which {len(wrappers)} are enabled"
+            )
         raise ValueError(
             f"activation offloading is enabled already with other options ({'; '.join(differences)}); call disable() on the "
             "first handle, or use the same options and layers"
@@ -432,13 +423,6 @@ def _check_layer(name: str, module: nn.Module, recomputes: bool) -> None:
             f"layer {name} is compiled by torch.jit, which saves other tensors from run to run, so that it cannot be "
             "recomputed; enable the model before it is compiled, leave the layer out of layers=, or use enable_ckpt=False"
         )
-
-
-def _differences(handle: ActivationOffloading, options: OffloadOptions, save: str) -> list[str]:
-    """Return what differs from the options of a handle, the resolved `save` among them."""
-    before = vars(handle.options) | {"save": handle.session.save}
-    now = vars(options) | {"save": save}
-    return [f"{name}: {value!r}, now {now[name]!r}" for name, value in before.items() if value != now[name]]
 
 
 @contextlib.contextmanager

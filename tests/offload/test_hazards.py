@@ -45,19 +45,6 @@ def test_several_graphs_alive(compare, toys, mode, order):
     compare(toys.decoder(dropout=0.1, attention_dropout=0.1), step, **mode)
 
 
-def test_backward_between_the_layers_of_another_forward(compare, toys, mode):
-    def step(model):
-        first = toys.read(model)
-        x = model.embed(toys.tokens(length=3))
-        x = model.layers[0](x)
-        first.backward()
-        for layer in model.layers[1:]:
-            x = layer(x)
-        return model.head(x).sum()
-
-    compare(toys.decoder(dropout=0.1, attention_dropout=0.1), step, **mode)
-
-
 def test_a_retained_graph(compare, toys, mode):
     def step(model):
         loss = toys.read(model)
@@ -127,14 +114,6 @@ def test_the_gradient_of_the_input(enable, toys, mode):
     assert torch.equal(*grads)
 
 
-def test_layers_that_share_a_layers_weights(compare, toys, mode):
-    model = toys.decoder(blocks=4)
-    model.layers[2] = model.layers[0]
-    model.layers[3].q = model.layers[1].q
-    model.layers[3].k.weight = model.layers[1].k.weight
-    compare(model, toys.read, **mode)
-
-
 def test_a_layer_that_runs_several_times(compare, toys, mode):
     def step(model):
         x = model.embed(toys.tokens())
@@ -143,10 +122,6 @@ def test_a_layer_that_runs_several_times(compare, toys, mode):
         return x.sum()
 
     compare(toys.decoder(dropout=0.1), step, prefetch_layers=2, **mode)
-
-
-def test_evaluation_mode_with_gradient(compare, toys, mode):
-    compare(toys.decoder(dropout=0.5, attention_dropout=0.5).eval(), toys.read, **mode)
 
 
 def test_hooks_of_a_layer_run_once_a_call(enable, toys, mode):

@@ -117,45 +117,12 @@ def test_another_default_dtype_in_backward(compare, toys, saving):
     compare(toys.of(lambda m, x: x + torch.tanh(m.lin(x * torch.linspace(0.1, 1, 8)))), step, **saving)
 
 
-def test_backward_inside_autocast(compare, toys, saving):
-    def step(model):
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            loss = toys.read(model).float()
-            loss.backward()
-        return loss.detach()
-
-    compare(toys.decoder(dropout=0.1), step, **saving)
-
-
-def test_autocast_around_backward_alone(compare, toys, saving):
-    def step(model):
-        loss = toys.read(model)
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            loss.backward()
-        return loss.detach()
-
-    compare(toys.decoder(dropout=0.1), step, **saving)
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
-def test_other_precisions(compare, toys, saving, dtype):
-    compare(toys.decoder(dropout=0.1).to(dtype), lambda m: m(toys.tokens().to(dtype)), **saving)
-
-
 def test_meta_tensors(enable, toys, saving):
     model = toys.decoder().to("meta")
     handle = enable(model, **saving)
     model(torch.empty(2, 6, 16, device="meta")).backward()
     assert all(p.grad.device.type == "meta" for p in model.parameters())
     assert handle.stats().offloaded_bytes == 0
-
-
-def test_outputs_without_gradient(compare, toys, saving):
-    def forward(m, x):
-        y = m.o(m.attend(m.q(x), m.k(x), m.v(x)))
-        return y.detach() + x
-
-    compare(toys.stack(lambda: toys.kit(forward), width=16), toys.read, **saving)
 
 
 def test_a_layer_that_has_no_weights(compare, toys, saving):
@@ -190,33 +157,6 @@ def test_lists_in_arguments_are_as_plain_autograd_leaves_them(enable, toys, savi
     expected = toys.grade(copy.deepcopy(model), step)
     enable(model, **saving)
     expected.assert_equal(toys.grade(model, step))
-
-
-def test_a_layer_called_by_its_forward(compare, toys, saving):
-    """As some code does, past the module's hooks."""
-
-    def step(model):
-        x = model.embed(toys.tokens())
-        for layer in model.layers:
-            x = layer.forward(x)
-        return x.sum()
-
-    compare(toys.decoder(dropout=0.1), step, **saving)
-
-
-def test_a_loss_of_several_steps(compare, toys, saving):
-    """Outputs go in again, as in training through an unrolled loop."""
-
-    def step(model):
-        x, total = model.embed(toys.tokens()), 0.0
-        for _ in range(3):
-            for layer in model.layers:
-                x = layer(x)
-            total = total + x.square().mean()
-            x = x.detach() if total > 1e9 else x
-        return total
-
-    compare(toys.decoder(blocks=4, dropout=0.1), step, **saving)
 
 
 def test_penalty_on_the_gradient_of_the_input(compare, toys, saving):

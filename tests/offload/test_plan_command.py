@@ -4,7 +4,7 @@ import json
 import re
 
 import pytest
-from transformers import GPT2Config, LlamaConfig, Qwen3Config
+from transformers import GPT2Config, Qwen3Config
 
 from rlx.offload.layer_costs import layers_to_build
 from rlx.offload.plan.decoder import read_decoder
@@ -45,20 +45,6 @@ def test_a_small_model_fits_as_it_is(plan):
     assert written["modes"]["auto"]["step_s"] == written["modes"]["plain"]["step_s"]
     assert [layer["keep"] for layer in written["layers"]] == [True] * 9
     assert "nothing is left to recompute" in printed
-
-
-def test_seventy_billion_weights_on_sixty_four(plan):
-    printed, written, status = plan("--model", "llama3-70b", "--tokens", "16384", "--gpus", "64", "--hardware", "h100")
-    modes, memory = written["modes"], written["memory_bytes"]
-    assert status == 0
-    assert not modes["plain"]["fits"]
-    assert modes["auto"]["step_s"] < modes["boundary"]["step_s"]
-    assert modes["auto"]["peak_bytes"] <= memory["activations"]
-    assert sum(memory.values()) == pytest.approx(80e9)
-    assert memory["optimizer"] == pytest.approx(70.55e9 * 8 / 64, rel=0.001)
-    assert "layer 80 is the output head" in printed
-    sent = [layer for layer in written["layers"] if layer["off_device"]]
-    assert sent and all(set(layer["off_device"]) <= {"q", "k", "v", "attention", "o", "gate", "up"} for layer in sent)
 
 
 def test_what_does_not_fit_is_said(plan):
@@ -107,15 +93,6 @@ def test_without_tokens_it_is_the_longest_with_the_peak_of_each_phase(plan):
     assert re.search(r"^peak of all.*forward +head +backward +optimizer step$", printed, re.MULTILINE)
     _, shared, _ = plan(*small, "--tile", "auto", "--optimizer-on-host", "--shared-by", "2")
     assert shared["arguments"]["tokens"] > 1.5 * written["arguments"]["tokens"]
-
-
-def test_a_folder_of_transformers(plan, tmp_path):
-    LlamaConfig(
-        hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4, vocab_size=100
-    ).save_pretrained(tmp_path / "model")
-    _, written, _ = plan("--model", str(tmp_path / "model"), "--tokens", "64")
-    assert written["decoder"]["width"] == 64
-    assert len(written["layers"]) == 4
 
 
 @pytest.mark.parametrize(
@@ -174,27 +151,9 @@ def test_what_the_refusal_names_fits(refusal, plan):
         assert written["modes"]["boundary"]["fits"]
 
 
-def test_rows_are_modes_of_the_engine_and_peaks_say_what_of(plan):
-    printed, written, _ = plan("--model", "qwen2-7b", "--tokens", "32768", "--hardware", "h100", "--gpus", "8")
-    assert list(written["modes"]) == ["plain", "checkpointing", "boundary", "attention", "auto"]
-    boundary, attention = written["modes"]["boundary"], written["modes"]["attention"]
-    assert attention["step_s"] < boundary["step_s"] and attention["host_bytes"] > 4 * boundary["host_bytes"]
-    assert re.search(r"^mode .* activations GB  host GB$", printed, re.MULTILINE)
-    assert re.search(r"^peak of all on the device, GB ", printed, re.MULTILINE)
-    assert re.search(r"^attention +yes ", printed, re.MULTILINE)
-
-
 def test_a_model_of_another_kind_is_refused(refusal, tmp_path):
     GPT2Config().save_pretrained(tmp_path)
     assert "do not cover" in refusal("--model", str(tmp_path), "--tokens", "8")
-
-
-def test_without_a_link_and_without_a_host(plan):
-    for change in (("--host-gb", "0"), ("--link-gb-per-s", "0")):
-        _, written, _ = plan(
-            "--model", "qwen2-7b", "--layers", "4", "--tokens", "32768", "--weight-bytes", "2", *change
-        )
-        assert written["modes"]["auto"]["host_bytes"] == 0
 
 
 def test_a_disk_takes_what_the_host_has_no_room_for(plan):

@@ -16,11 +16,9 @@ pass. That changes no result. It would only matter to communication in a layer's
 with such layers gets no plan.
 
 Note [a device that waits for the host]
-The host needs about as long to profile all calls of a layer as the device needs to compute it with a few thousand tokens. If
-the device waits for the host, calls look slower than they are, above all small ones. So if the device may have waited in
-most layers of a pass, the next four passes profile the calls of a quarter of the layers each: layers 0, 4, 8, …, then
-layers 1, 5, 9, …, and so on. In the layers between them the host gets ahead of the device. Times of layers that may have waited
-are ignored, if there are other layers of their kind.
+The host needs about as long to profile all calls of a layer as the device needs to compute it with a few thousand tokens. If the
+device waits, calls look slower than they are. So if it may have waited in most layers of a pass, the next four passes profile a
+quarter of the layers each; in the layers between them the host gets ahead. Times of layers that may have waited are ignored.
 """
 
 from __future__ import annotations

@@ -12,12 +12,11 @@ still being copied to the host, and prefetched inputs.
 
 Note [what FSDP2 holds during a step]
 FSDP2 holds memory that no plan can change, so a budget must cover it. In the backward of a layer it has four parts: the gathered
-parameters of the layer, those of the layer before (prefetched), the layer's gradients before they are reduced, and the buffer
-that reduces the gradients of the layer after it. With Qwen2-7B in bf16 each of the four is 0.47 GB. Parameters of the first layer
-are already gathered when that layer begins. They are subtracted from the memory that exists before it, so that gathered
-parameters are charged to all layers. The buffer does not exist in the last layer. So each other layer compares the memory when its
-backward begins with the memory when the backward of the last layer began. Gradients of gathered parameters are freed within the
-pass: the layer is charged with them.
+parameters of the layer and of the layer before, the layer's gradients before they are reduced, and the buffer that reduces those of
+the layer after it. Parameters of the first layer are already gathered when that layer begins, so they are subtracted from the memory
+that exists before it. The buffer does not exist in the last layer, so each other layer compares the memory when its backward begins
+with the memory when the backward of the last layer began. Gradients of gathered parameters are freed within the pass: the layer is
+charged with them.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ import torch
 from torch import Tensor
 
 from rlx.offload.plan.costs import LayerCost, LayerPlan, Operation, Point
-from rlx.offload.recompute.checkpoint import LayerRecording, Run
+from rlx.offload.recompute.checkpoint import RecomputedCall, Run
 from rlx.offload.recompute.saved_inputs import StashedTensor
 from rlx.offload.replay.policy import CachedOpPolicy
 from rlx.offload.replay.recorder import LayerInstructions, PlannedRecorder, attention_variant, call_name
@@ -184,10 +183,6 @@ class LayerProfile:
     """Profiles one layer call.
 
     Args:
-        index: of the layer.
-        device: where it computes.
-        inputs: sizes of the tensors that it is called with.
-        state: shared by the layers of a pass.
         min_bytes: smaller tensors are not offloaded.
         memory: reads the device's memory; None: from torch.
         gradient_bytes: returns the memory of the existing gradients of the layer's parameters that outlast the pass.
@@ -413,7 +408,7 @@ class ProfilingPolicy(CachedOpPolicy):
         self.first_threshold = profile.begin_thresholds  # type: ignore[method-assign]
         self.pass_threshold = profile.pass_threshold  # type: ignore[method-assign]
 
-    def begin_forward(self, recording: LayerRecording) -> AbstractContextManager[object]:
+    def begin_forward(self, recording: RecomputedCall) -> AbstractContextManager[object]:
         """Measure forward."""
         return ProfilingRecorder(recording, self._profile) if self._profile.sees_calls else self._timed_forward()
 
@@ -438,7 +433,7 @@ class ProfilingPolicy(CachedOpPolicy):
 class ProfilingRecorder(PlannedRecorder):
     """Times each call in forward, and notes which bytes its cached op would hold."""
 
-    def __init__(self, recording: LayerRecording, profile: LayerProfile) -> None:
+    def __init__(self, recording: RecomputedCall, profile: LayerProfile) -> None:
         super().__init__(recording, LayerInstructions())
         self._profile = profile
         self._seen: set[tuple[int, int]] = set()

@@ -31,7 +31,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -55,27 +55,6 @@ from rlx.offload.runtime.session import LayerCall, OffloadSession
 from rlx.offload.storage.offloader import OffloadedRange, mark
 from rlx.offload.storage.tensor_bytes import is_plain, present, size_bytes
 
-
-class LayerRecording(Protocol):
-    """The layer call, as a policy sees it while forward runs."""
-
-    @property
-    def slot_count(self) -> int:
-        """The number of tensors that autograd has saved so far."""
-
-    def saved_since(self, slot: int) -> list[Tensor]:
-        """Return the tensors of the slots from `slot` on."""
-
-    def stash(self, tensor: Tensor) -> StashedTensor | None:
-        """Offload a result, or keep it on the device if it is small; None if the host has no room."""
-
-    def keep(self, tensor: Tensor) -> StashedTensor:
-        """Keep a result on the device."""
-
-    def random_state(self) -> RandomState:
-        """Return the state of the random generators."""
-
-
 Around = Callable[[Collector], AbstractContextManager[object]]  # makes a context to recompute in
 Run = Callable[..., list[Tensor]]  # runs forward again, in an `Around` if given; returns the saved tensors
 
@@ -96,7 +75,7 @@ class RecomputePolicy:
     prefetches_early = False
     reuses_results = False
 
-    def begin_forward(self, recording: LayerRecording) -> AbstractContextManager[object] | None:
+    def begin_forward(self, recording: RecomputedCall) -> AbstractContextManager[object] | None:
         """Return a context to run forward in, or None."""
         return None
 
@@ -147,15 +126,7 @@ class Repeatable(NamedTuple):
 
 
 class RecomputedCall(LayerCall):
-    """One forward call of a layer that backward will repeat.
-
-    Args:
-        session, layer: see `LayerCall`.
-        repeatable: the layer's forward.
-        args, kwargs: arguments of the forward.
-        tensors: the tensors in them.
-        policy: of this call.
-    """
+    """One forward call of a layer that backward will repeat."""
 
     layer: RecomputedLayer
 
@@ -235,7 +206,7 @@ class RecomputedCall(LayerCall):
 
         return saved_tensors_hooks(self._slots.packer(), unpack)
 
-    # The call as a policy sees it in forward (`LayerRecording`).
+    # The call as a policy sees it in forward.
 
     @property
     def slot_count(self) -> int:

@@ -103,7 +103,6 @@ class _Drawing(NamedTuple):
 
 
 def _access(generator: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
-    """Return the functions that read and set the state of a generator."""
     if isinstance(generator, random.Random):
         return generator.getstate, generator.setstate
     if hasattr(generator, "bit_generator"):  # numpy.random.Generator
@@ -437,7 +436,6 @@ def _is_sharded(value: Any) -> bool:
 
 
 def _fill(held: Any, content: Any) -> None:
-    """Let a list or dict hold what it held before."""
     held.clear()
     held.extend(content) if isinstance(held, list) else held.update(content)
 

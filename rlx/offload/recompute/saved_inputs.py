@@ -21,7 +21,6 @@ class StashedTensor:
     It never holds the tensor itself, which would hold the graph, and the graph holds this object.
 
     Args:
-        tensor: the tensor.
         offloaded: its offloaded bytes; None: they are on the device.
         is_result: an operation of the layer computed it. It is then no leaf if it requires a gradient, and the layer itself
             sets its attributes.
@@ -98,10 +97,7 @@ class LayerInputs:
     device: layers mostly share it, so that it stays alive anyway.
 
     Args:
-        args, kwargs: the call's arguments.
-        tensors: the tensors in them.
         offload: offloads a tensor; returns None for one that is kept on the device.
-        counters: of the layer.
         alias_by_base: gets the alias of each input (see `SavedSlots`).
     """
 

@@ -24,11 +24,9 @@ A layer may compute on streams of its own, and wait for them before it uses thei
 the last saved tensor would skip the waits behind it. So a layer that saves a tensor on another stream than the one on
 which its recomputation began is run to its end, in this recomputation and all later ones.
 
-Asking for the current stream takes time. The hook asks at every tensor if the layer's saved tensors have new shapes or
-dtypes, otherwise at the last tensor only. If backward reaches a part on a side stream first, the recomputation begins on
-that stream and sees no other. So this stream is compared with the one on which forward began.
-
-Backward may read the tensors on any of the streams. Each of them first waits for the recomputation.
+Asking for the current stream takes time, so the hook asks at every tensor only if the saved tensors have new shapes or dtypes. If
+backward reaches a part on a side stream first, the recomputation begins there, so that stream is compared with the one on which
+forward began. Backward may read the tensors on any of the streams; each first waits for the recomputation.
 """
 
 from __future__ import annotations
@@ -298,11 +296,8 @@ class Collector:
     """Collects the tensors of one recomputation.
 
     Args:
-        layer: the layer that is recomputed.
-        slots: the slots of its forward.
         began_on: the accelerator's stream on which forward began; None for a layer on the CPU.
         may_stop: whether the recomputation may stop after the last slot.
-        ambient: the state around forward.
     """
 
     __slots__ = ("_ambient", "_checks_each", "_count", "_home", "_layer", "filled", "saved")

@@ -50,14 +50,7 @@ Source = _FromArgument | StashedTensor  # of a saved tensor
 
 
 class CachedOp:
-    """An operation of forward that recomputation need not run: it fills the operation's slots and hands out its result.
-
-    Args:
-        function: that was called; `arguments` are the tensors among its arguments.
-        first_slot: the number of tensors that autograd had saved before.
-        saved: the sources of the tensors that autograd saved in the call, in order.
-        result: of the function.
-    """
+    """An operation of forward that recomputation need not run: it fills the operation's slots and hands out its result."""
 
     __slots__ = ("_parameters", "_probes", "_result", "_saved", "_stashed", "first_slot", "function", "random_state")
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from rlx.offload.recompute.checkpoint import LayerRecording, RecomputePolicy, Run
+from rlx.offload.recompute.checkpoint import RecomputedCall, RecomputePolicy, Run
 from rlx.offload.replay.cached_op import CachedOp
 from rlx.offload.replay.recorder import AttentionRecorder, LayerInstructions, PlannedRecorder, Recorder
 from rlx.offload.replay.replay_mode import ReplayMode
@@ -52,7 +52,7 @@ class AttentionPolicy(CachedOpPolicy):
         self.attention_count = expected
         self.refusal: str | None = None  # why attention was not cached
 
-    def begin_forward(self, recording: LayerRecording) -> AttentionRecorder:
+    def begin_forward(self, recording: RecomputedCall) -> AttentionRecorder:
         """Record attention and its linear maps."""
         return AttentionRecorder(recording, self.attention_count)
 
@@ -73,7 +73,7 @@ class PlannedPolicy(CachedOpPolicy):
         self.reuses_results = bool(instructions.cached_ops)
         self._instructions = instructions
 
-    def begin_forward(self, recording: LayerRecording) -> PlannedRecorder | None:
+    def begin_forward(self, recording: RecomputedCall) -> PlannedRecorder | None:
         """Record the operations that the plan names, if there are any."""
         return PlannedRecorder(recording, self._instructions) if self.reuses_results else None
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
-from rlx.offload.recompute.checkpoint import LayerRecording
+from rlx.offload.recompute.checkpoint import RecomputedCall
 from rlx.offload.recompute.saved_inputs import StashedTensor
 from rlx.offload.replay.cached_op import CachedOp, sources_of, why_not_cacheable
 from rlx.offload.replay.replay_mode import OpMode, register_known_attention
@@ -78,9 +78,9 @@ class LayerInstructions:
 
 
 class Recorder(OpMode):
-    """Makes cached ops while a layer's forward runs, of which it sees a `LayerRecording`; subclasses choose the calls."""
+    """Makes cached ops while a layer's forward runs, of which it sees a `RecomputedCall`; subclasses choose the calls."""
 
-    def __init__(self, recording: LayerRecording) -> None:
+    def __init__(self, recording: RecomputedCall) -> None:
         super().__init__()
         self.cached_ops: dict[int, CachedOp | None] = {}  # by op index
         self.call_count = 0
@@ -107,7 +107,6 @@ class Recorder(OpMode):
         raise NotImplementedError
 
     def _next_op(self) -> int:
-        """Return the index of a call that begins."""
         op = self.call_count
         self.call_count += 1
         self.cached_ops[op] = None  # stays None if the call fails and the layer goes on
@@ -204,7 +203,7 @@ class AttentionRecorder(Recorder):
     `expected` is the number of attention calls in the layer's previous forward; 0 for the first.
     """
 
-    def __init__(self, recording: LayerRecording, expected: int) -> None:
+    def __init__(self, recording: RecomputedCall, expected: int) -> None:
         super().__init__(recording)
         if not expected:
             register_known_attention()  # libraries that load late
@@ -235,7 +234,7 @@ class AttentionRecorder(Recorder):
 class PlannedRecorder(Recorder):
     """The operations that a plan names."""
 
-    def __init__(self, recording: LayerRecording, instructions: LayerInstructions) -> None:
+    def __init__(self, recording: RecomputedCall, instructions: LayerInstructions) -> None:
         super().__init__(recording)
         self._instructions = instructions
         self._cached = instructions.cached_ops

@@ -175,13 +175,7 @@ def unrecorded() -> Iterator[None]:
 
 
 class ReplayMode(OpMode):
-    """Replays cached ops while a layer is recomputed.
-
-    Args:
-        cached_ops: by op index; None for an operation that is not cached.
-        calls: the number of calls that forward made.
-        recomputation: whose slots are filled.
-    """
+    """Replays cached ops while a layer is recomputed."""
 
     def __init__(self, cached_ops: Mapping[int, CachedOp | None], calls: int, recomputation: Collector) -> None:
         super().__init__()

@@ -83,11 +83,7 @@ class _Around(nn.Module):
 def run_with(module: nn.Module, tensors: Mapping[str, Tensor], run: Callable[[], None], *, tied: bool = False) -> None:
     """Call `run` while these tensors are registered in the module. Threads take turns.
 
-    Args:
-        module: gets its own tensors back, also after an exception.
-        tensors: by the names of parameters and buffers in the module.
-        run: what to call.
-        tied: whether a tensor also replaces the others that are tied to it.
+    The module gets its own tensors back, also after an exception. `tied`: a tensor also replaces those that are tied to it.
     """
     named = {f"module.{name}": tensor for name, tensor in tensors.items()}
     with _LOCK:

@@ -101,7 +101,6 @@ def _fsdp_blocks(model: nn.Module) -> list[NamedLayer]:
 
 
 def _members(model: nn.Module, lists: type[nn.Module] | tuple[type[nn.Module], ...]) -> set[int]:
-    """Return the ids of the modules that are in lists."""
     return {id(member) for module in model.modules() if isinstance(module, lists) for member in module.children()}
 
 

@@ -5,11 +5,10 @@ Containers keep their type and identity: one dict that is passed twice is one di
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
 from collections import UserDict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -27,8 +26,7 @@ def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
 def replace_leaves(value: Any, by_id: Mapping[int, Any]) -> Any:
     """Return a copy of nested values in which leaves are replaced by their id.
 
-    Lists, deques, dicts and dataclasses are copied in any case, since a layer may write to them. Other mappings are copied
-    if a leaf in them is replaced: a read-only configuration of OmegaConf stays itself.
+    Lists, deques, dicts and dataclasses are copied in any case, since a layer may write to them.
     """
     return _replace(value, dict(by_id), [], None)
 
@@ -69,15 +67,12 @@ def _replace(value: Any, by_id: dict[int, Any], held: list[Any], function: Calla
         same = by_id[key] = tuple.__new__(kind, [_replace(item, by_id, held, function) for _, item in items])
         getattr(same, "__dict__", {}).update(getattr(value, "__dict__", {}))
         return same
-    is_config = isinstance(value, MutableMapping) and not isinstance(value, dict | UserDict)
-    same = by_id[key] = value if is_config else copy.copy(value)
+    same = by_id[key] = copy.copy(value)
     for name, item in items:
         new = _replace(item, by_id, held, function)
         if new is item:
             continue
-        if same is value:
-            same = by_id[key] = copy.copy(value)
-        if isinstance(same, list | deque | MutableMapping):
+        if isinstance(same, list | deque | dict | UserDict):
             same[name] = new
         else:
             object.__setattr__(same, name, new)  # a frozen dataclass
@@ -90,19 +85,13 @@ def _items(value: Any) -> Iterable[tuple[Any, Any]] | None:
         return None
     if isinstance(value, list | deque) or (isinstance(value, tuple) and hasattr(value, "_fields")):
         return enumerate(value)
-    if isinstance(value, MutableMapping):  # OrderedDict, transformers' ModelOutput and BatchEncoding
-        return _readable_items(value)
+    if isinstance(value, dict | UserDict):  # OrderedDict, transformers' ModelOutput and BatchEncoding
+        return value.items()
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         names = (field.name for field in dataclasses.fields(value))
         # One with `field(init=False)` may be unset.
         return ((name, getattr(value, name)) for name in names if hasattr(value, name))
     return None
-
-
-def _readable_items(value: MutableMapping[Any, Any]) -> Iterator[tuple[Any, Any]]:
-    for key in value:
-        with contextlib.suppress(Exception):  # OmegaConf raises for a value that is missing
-            yield key, value[key]
 
 
 def sort_leaves(values: Iterable[Any], tensors: list[Tensor], others: list[Any]) -> None:

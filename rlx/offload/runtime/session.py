@@ -97,10 +97,6 @@ class _OfThread(threading.local):
 class OffloadSession:
     """The state of one handle. It knows no modules.
 
-    Args:
-        options: the user's choice.
-        save: a key of `SAVE_MODES`, as resolved from it.
-
     Raises:
         DiskError: if the disk tier is asked for and its directory cannot be used.
     """

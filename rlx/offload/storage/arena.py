@@ -1,18 +1,8 @@
 """Host memory for offloaded bytes: one arena per process for page-locked memory and one for pageable memory.
 
 Everything that is offloaded in a process shares it: activations, parameters and optimizer states. A `HostArena` owns the memory
-and reserves it from the system. An `Account` is one user's share, with a cap and its own accounting::
-
-    arena = host_arena(pinned=True)
-    arena.limit(64 << 30)                        # for all accounts together
-    account = arena.account(max_bytes=16 << 30, name="weights")  # for one user
-    block = account.allocate(nbytes)             # None: no room
-    ...                                          # copy to and from block.views
-    account.free(block, after=event)             # free once the last copy's event has passed
-    arena.trim()                                 # returns free memory to the system
-
-Call `trim()` before memory is needed elsewhere, for generation say. The next step reserves and page-locks the returned memory
-again, which takes about 0.4 s per GiB.
+and reserves it from the system. An `Account` is one user's share, with a cap and its own accounting. Call `trim()` before memory is
+needed elsewhere; the next step reserves and page-locks it again, which takes about 0.4 s per GiB.
 
 Note [who may free a host buffer]
 A block belongs to the object that allocated it. That object may die whenever Python collects garbage, on any thread, while a

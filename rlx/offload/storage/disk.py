@@ -177,7 +177,6 @@ def _write_chunk(
     block: Block,
     copied: torch.Event | None,
 ) -> None:
-    """Write one chunk of an allocation, on a writer thread."""
     failure: BaseException | None = None
     try:
         if copied is not None:
@@ -203,7 +202,6 @@ def _read_chunk(
     there: weakref.ref[FetchBuffer],
     issued: PendingTasks,
 ) -> None:
-    """Read one chunk of an allocation and queue its copy to the device, on a reader thread."""
     failure: BaseException | None = None
     copied: torch.Event | None = None
     try:

@@ -127,12 +127,7 @@ class FetchBuffer:
     """A contiguous device tensor that offloaded bytes are fetched into. Its memory belongs to the stream `home`.
 
     The `OffloadedRange` holds it and so does each thread that copies into it. When the last of them drops it, `home` is made to
-    wait for the copies. Only then may the allocator reuse the memory.
-
-    Args:
-        shape, dtype, device: of the tensor.
-        home: the current stream of the device; None without an accelerator.
-    """
+    wait for the copies. Only then may the allocator reuse the memory."""
 
     tensor: Tensor
 
@@ -158,13 +153,7 @@ class FetchBuffer:
 
 
 class CopyStreams:
-    """Copies of one device.
-
-    Args:
-        device: one end of the copies; for the CPU they are synchronous.
-        use_streams: copy on two streams of its own, one for each direction, instead of on the compute stream.
-        counters, timeline: get bytes and times of copies and stalls.
-    """
+    """Copies of one device."""
 
     def __init__(self, device: torch.device, use_streams: bool, counters: Counters, timeline: Timeline) -> None:
         self.device = device
@@ -261,7 +250,6 @@ class CopyStreams:
         return stop
 
     def _copy_now(self, tensor: Tensor, block: Block, to_host: bool, is_waited_for: bool) -> None:
-        """Copy without an accelerator: synchronously."""
         start = time.perf_counter()
         for on_device, on_host in block.pairs(tensor):
             if to_host:

@@ -28,10 +28,6 @@ def shared_memory(nbytes: int, group: dist.ProcessGroup) -> Iterator[int]:
 
     No file system shows it (`memfd_create`), and `/dev/shm` does not limit its size.
 
-    Args:
-        nbytes: its length, the same in each process [bytes].
-        group: of the processes.
-
     Raises:
         OSError: the system has no memory left, or does not let one process open a file of another.
     """
@@ -49,11 +45,6 @@ class WeightFile:
     """A file on disk that holds frozen weights: mapped where they wait, read in chunks when they are fetched.
 
     The processes of a group share it; they call all methods together.
-
-    Args:
-        directory: of the file, which has no name there.
-        copy_streams: of the device on which the layers compute.
-        group: processes of this machine; None: this process alone.
 
     Raises:
         DiskError: the first process cannot make it there.

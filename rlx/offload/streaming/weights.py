@@ -43,14 +43,10 @@ class FrozenWeights:
     """The frozen weights of one layer.
 
     Args:
-        index: of the layer among those whose weights stream.
-        name: of the layer.
         parameters: contiguous, by name; their data moves to host memory now.
         dtype: type of floating-point weights in host memory and on the device; None: as they are.
-        copy_streams: of the device on which the layer computes.
         begin: makes this layer the one at work (`LayerOffloading.begin`).
         group: processes of this machine that share the host memory and the values of the first one; None: this process alone.
-        file: which takes the weights in place of host memory.
 
     Raises:
         OSError: the host has no memory left, or the disk no room.

@@ -258,5 +258,4 @@ def _never(packed: None) -> Tensor:
 
 
 def _stream(device: torch.device) -> torch.Stream | None:
-    """Return the current stream of a device; None on the CPU."""
     return None if device.type == "cpu" else torch.accelerator.current_stream(device)

@@ -11,7 +11,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.offload.models import Case, build
 from rlx.config.schema import ModelConfig
-from rlx.engine.optimizer_state import PIECE_BYTES, TEMPORARY
 from rlx.models import head_log_probs
 from rlx.models.lora import add_lora
 from rlx.offload.plan.costs import Budget, LayerPlan
@@ -19,16 +18,13 @@ from rlx.offload.plan.decoder import ARCHITECTURES as READ
 from rlx.offload.plan.decoder import read_decoder
 from rlx.offload.plan.hardware import MATMUL_SHARE, PROFILES, profile_of
 from rlx.offload.plan.memory import (
-    HEAD_ALIGNED,
     HEAD_CHUNK_BYTES,
-    STEP_BYTES,
     forward_bytes,
     head_bytes,
     head_chunk,
     head_forward_bytes,
     layer_bytes,
     state_bytes,
-    step_bytes,
 )
 from rlx.offload.plan.model_costs import head_cost, layer_cost
 from rlx.offload.plan.planner import make_plan
@@ -150,26 +146,6 @@ def test_what_the_formulas_do_not_cover_is_refused(change, what):
         read_decoder({**SMALL, **change})
 
 
-def attention_s(tokens, sequences=1, **change):
-    cost = layer_cost(read_decoder({**SMALL, **change}), 0, tokens, H200, sequences)
-    return next(op.seconds for op in cost.operations if op.name == "attention")
-
-
-def test_attention_grows_with_the_keys_that_are_seen():
-    assert attention_s(2048) == pytest.approx(4 * attention_s(1024))
-    assert attention_s(2048, sequences=2) == pytest.approx(2 * attention_s(1024))
-    by_token = sum(min(position, 128) for position in range(2048)) / sum(range(2048))
-    assert attention_s(2048, sliding_window=128) == pytest.approx(by_token * attention_s(2048), rel=0.01)
-    assert attention_s(128, sliding_window=128) == attention_s(128)
-
-
-def test_layers_of_experts_offer_their_products():
-    cost = layer_cost(read_decoder(SMALL | EXPERTS | {"n_shared_experts": 1}), 0, 64, H200)
-    shared = ["gate", "up", "down"]
-    assert [op.name for op in cost.operations][5:] == [*shared, "experts' gate and up", "experts' down"]
-    assert all(0 < a.at < b.at <= 1 for a, b in zip(cost.operations, cost.operations[1:], strict=False))
-
-
 def test_the_head_is_a_layer_of_which_nothing_can_be_planned():
     decoder = read_decoder(SHAPES["qwen2-7b"], layers=3)
     head = head_cost(decoder, 1000, H200)
@@ -217,13 +193,6 @@ def test_tiles_bound_what_grows_with_the_mlp():
     assert layer_bytes(experts, 0, tokens, tile=0) == layer_bytes(experts, 0, tokens)
 
 
-def test_tiles_change_nothing_of_the_time_of_a_recomputed_step():
-    decoder = read_decoder(SHAPES["qwen2-7b"])
-    whole, tiled = layer_cost(decoder, 0, 65_536, H200), layer_cost(decoder, 0, 65_536, H200, tile=0)
-    assert tiled.recompute_s + tiled.backward_s == pytest.approx(whole.recompute_s + whole.backward_s)
-    assert [op.name for op in tiled.operations] == ["q", "k", "v", "attention", "o"]
-
-
 def test_a_shared_sequence_costs_each_its_part():
     decoder = read_decoder(SHAPES["qwen2-7b"])
     one, four = layer_cost(decoder, 0, 65_536, H200), layer_cost(decoder, 0, 65_536, H200, shared_by=4)
@@ -231,17 +200,6 @@ def test_a_shared_sequence_costs_each_its_part():
     assert four.saved_bytes == one.saved_bytes / 4
     seven = layer_bytes(decoder, 0, 65_536 // 7, shared_by=7)  # 4 key heads for 7 processes
     assert seven.saved - layer_bytes(decoder, 0, 65_536 // 7).saved == 4 * 3 * 128 * (65_536 // 7)
-
-
-def test_constants_are_those_of_whom_they_are_about():
-    assert (HEAD_CHUNK_BYTES, HEAD_ALIGNED) == (head_log_probs.HEAD_CHUNK_BYTES, head_log_probs.ALIGNED)
-    assert STEP_BYTES == (3 + TEMPORARY) * PIECE_BYTES
-
-
-def test_the_optimizers_step():
-    states = state_bytes(read_decoder(SHAPES["qwen2-7b"]), 1, weight_bytes=2)
-    assert step_bytes(states, optimizer_on_host=False) == 2 * states.weights
-    assert step_bytes(states, optimizer_on_host=True) == 3.5 * 2**30
 
 
 def test_states_are_cut_and_gathered():
@@ -258,12 +216,6 @@ def test_gradients_that_are_summed_in_a_wider_type_take_more():
     narrow, wide = state_bytes(decoder, 64), state_bytes(decoder, 64, summed_in=4)
     assert wide.gathered - narrow.gathered == 2 * decoder.layer_parameters(0)
     assert state_bytes(decoder, 1, weight_bytes=2, summed_in=4).gathered == 4 * decoder.layer_parameters(0)
-
-
-def test_what_is_not_resharded_stays_gathered():
-    decoder = read_decoder(SHAPES["qwen2-7b"])
-    kept, given_back = (state_bytes(decoder, 8, is_resharded=value).gathered for value in (False, True))
-    assert kept - given_back == 2 * (28 - 2) * decoder.layer_parameters(0)
 
 
 def test_a_model_that_is_not_trained_has_weights_alone():

@@ -42,48 +42,12 @@ def test_what_a_layer_holds_sends_and_computes_again(plan, held, sent, seconds):
     assert recompute_s(LAYER, plan) == pytest.approx(seconds)
 
 
-def test_operations_measured_longer_than_their_layer_do_not_make_time():
-    cost = LayerCost(1, 2, 0.3, 10, 30, 40, 20, (FIRST, SECOND))
-    assert recompute_s(cost, saving(on=[0, 1])) == 0
-    assert recompute_s(cost, saving(on=[0])) == pytest.approx(0.1)
-
-
-def test_with_a_fast_link_a_step_is_what_its_layers_compute():
-    step = play([BOUNDARY, KEPT, saving(off=[0])])
-    assert step.step_s == pytest.approx(3 * 3 + 0.8 + 0.5)
-    assert step.forward_s == 3
-    assert step.stall_s == pytest.approx(0, abs=1e-6)
-    assert step.host_bytes == 10 + 14
-
-
-def test_forward_waits_for_the_layer_before_the_last():
-    # 10 bytes at 4 B/s take 2.5 s: the inputs leave from 0, 2.5, 5 and 7.5 s on. The third layer begins at 2.5, the fourth at 5,
-    # backward at 7.5, when but for the fourth's all has left.
-    step = play([BOUNDARY] * 4, Budget(4, 1e9, 0))
-    assert step.forward_s == pytest.approx(6)
-    assert step.stall_s == pytest.approx(2 + 1.5)
-
-
 def test_what_follows_the_layers_gives_the_link_time():
     # All but the last layer's has left at 7.5 s, forward ends at 6 and backward could begin at 7.25, or at 8.
     for loss_s, stall_s in ((1.25, 2.25), (2.0, 2.0)):
         step = play([BOUNDARY] * 4, Budget(4, 1e9, 0, loss_s=loss_s))
         assert step.stall_s == pytest.approx(stall_s)
         assert step.step_s == pytest.approx(4 * (3 + 0.8) + loss_s + stall_s)
-
-
-def test_a_result_leaves_when_it_is_there():
-    # The first layer's 4 bytes are there at 0.5 s and take 8 s: gone at 8.5, before which the third layer cannot begin.
-    step = play([saving(off=[0], leaves=False), STAYS, STAYS], Budget(0.5, 1e9, 0))
-    assert step.forward_s == pytest.approx(8.5 + 1)
-
-
-def test_bytes_are_asked_for_in_the_middle_of_the_backward_behind_or_at_its_begin():
-    # Backward of the last layer runs from 2.8 to 4.8 s. The first layer's input takes 2 s: from 3.8 to 5.8, or 2.8 to 4.8.
-    machine = Budget(1e9, 5, 0)
-    assert play([BOUNDARY, BOUNDARY], machine).stall_s == pytest.approx(1)
-    assert play([BOUNDARY, BOUNDARY], machine, early=True).stall_s == pytest.approx(0)
-    assert play([BOUNDARY, BOUNDARY], machine, cost=replace(LAYER, late_at=0.25)).stall_s == pytest.approx(0.5)
 
 
 POINTED = replace(LAYER, points=(Point(0.25, 30, "up"), Point(0.5, 25, "o"), Point(0.75, 15, "q")))
@@ -124,27 +88,6 @@ def test_what_a_layer_keeps_and_autograd_does_not_stays_to_the_end_of_its_backwa
     assert play([KEPT], cost=cost).peaks.last == 40
 
 
-def test_the_last_layer_fetches_nothing():
-    assert play([KEPT, BOUNDARY], Budget(1e9, 1e-9, 0)).stall_s == 0
-
-
-def test_recomputation_goes_as_far_as_what_has_arrived():
-    # Asked for at 3.8 s, backward behind it ends at 4.8. At 4 B/s `second` (2 bytes) would be there at 3.8 + 2.5 + 0.5 = 6.8,
-    # the input at 6.3. From there 0.4 s of the rest and 0.3 s of `first` take until 7.0: it has arrived by then.
-    in_time = play([saving(off=[1]), BOUNDARY], Budget(1e9, 4, 0))
-    assert in_time.step_s == pytest.approx(7.0 + 2)
-    # With both away `first` is there at 7.3, later than 6.3 + 0.2 of the rest, and `second` at 7.8, later than 7.5.
-    late = play([saving(off=[0, 1]), BOUNDARY], Budget(1e9, 4, 0))
-    assert late.step_s == pytest.approx(7.8 + 2)
-    assert late.stall_s == pytest.approx(7.8 - 4.8 - 0.4)
-
-
-def test_work_behind_a_late_piece_comes_after_it():
-    # `first` arrives 4 s after the middle of backward; 0.2 s of the rest and `second` are still to be computed then.
-    step = play([saving(off=[0], leaves=False), BOUNDARY], Budget(1e9, 1, 0))
-    assert step.step_s == pytest.approx(3.8 + 4 + 0.2 + 0.1 + 2)
-
-
 def test_without_a_link_nothing_can_leave():
     none = Budget(0, 0, 0)
     assert play([BOUNDARY] * 3, none).step_s == math.inf
@@ -157,11 +100,6 @@ def test_the_peak_stands_in_the_last_layers():
     assert play([STAYS] * 3).peak_bytes == 2 * 10 + 40
     assert play([saving(on=[0])] * 3).peak_bytes == 2 * 4 + 40
     assert play([KEPT] * 3).peak_bytes == 2 * 30 + 40
-
-
-def test_a_last_layer_that_is_kept_costs_no_memory():
-    assert play([BOUNDARY, BOUNDARY, KEPT]).peak_bytes == play([BOUNDARY] * 3).peak_bytes
-    assert play([BOUNDARY, KEPT, BOUNDARY]).peak_bytes == 30 + 40
 
 
 def test_what_is_on_its_way_counts():

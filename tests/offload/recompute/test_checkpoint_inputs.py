@@ -106,38 +106,3 @@ def test_the_same_tensor_twice_stays_the_same_object(compare, toys):
 
     stats = compare(Model(), lambda m: m(torch.randn(2, 5, 8, requires_grad=True)), True)
     assert stats.offloaded_bytes == 3 * 2 * 5 * 8 * 4
-
-
-@pytest.mark.parametrize(
-    "look",
-    [
-        lambda x: x.t().contiguous().t(),
-        lambda x: x[:1].expand(4, 8),
-        lambda x: torch.cat([x, x]).flatten()[3:35].view(4, 8),
-        lambda x: torch.cat([x, x], 1)[:, 3:11],
-    ],
-    ids=["transposed", "expanded", "shifted", "gapped"],
-)
-def test_inputs_come_back_with_their_strides(compare, toys, look):
-    strides = []
-
-    class Layer(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.lin = nn.Linear(8, 8)
-
-        def forward(self, x):
-            strides.append((x.shape, x.stride()))
-            return torch.tanh(self.lin(x))
-
-    class Model(type(toys.stack())):
-        def forward(self, x):
-            x = self.embed(x)
-            for layer in self.layers:
-                x = layer(look(x))
-            return self.head(x).sum()
-
-    stats = compare(Model(Layer), toys.step, True)
-    assert stats.offloaded_bytes > 0
-    forward, backward = strides[3:6], strides[6:]
-    assert forward == backward[::-1]

@@ -22,7 +22,6 @@ from rlx.offload.storage.offloader import CopyStreams, Counters, Timeline
 from rlx.offload.storage.ranges import PAGE_ALIGN_BYTES
 
 MODES = pytest.mark.parametrize("enable_ckpt", [True, False], ids=["boundary", "all"])
-MIB = 1 << 20
 pytestmark = pytest.mark.usefixtures("emptied_folder")
 
 
@@ -110,16 +109,6 @@ def test_a_full_disk_is_an_error_in_forward_and_the_next_step_is_clean(enable, t
     room()
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     expected.assert_equal(toys.grade(model, toys.read_wide))
-
-
-def test_less_than_a_growth_step_is_taken_where_no_more_is_left(tmp_path, room):
-    file = ExtentFile(str(tmp_path))
-    file.allocate(2 * MIB)
-    room(2 * MIB + 5 * PAGE_ALIGN_BYTES)
-    file.allocate(5 * PAGE_ALIGN_BYTES)
-    with pytest.raises(DiskError):
-        file.allocate(PAGE_ALIGN_BYTES)
-    assert file.nbytes == 2 * MIB + 5 * PAGE_ALIGN_BYTES
 
 
 @pytest.fixture
@@ -235,19 +224,6 @@ def test_a_forked_child_is_refused(enable, toys, tmp_path):
             os._exit(0)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 17
     loss.backward()
-
-
-def test_trim_in_a_forked_child_leaves_the_file_alone(tmp_path):
-    file = extent_file(str(tmp_path))
-    file.freed.append(file.allocate(MIB))
-    size = file.nbytes
-    child = os.fork()
-    if child == 0:
-        signal.alarm(20)
-        trim()
-        os._exit(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert os.fstat(file.descriptor).st_size == size
 
 
 def test_a_thread_that_cannot_be_started_is_an_error_after_which_nothing_hangs(tmp_path, monkeypatch):

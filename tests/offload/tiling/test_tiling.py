@@ -14,7 +14,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlx.offload import OffloadOptions, enable_activation_offloading, enable_tiling
 from rlx.offload.tiling import tiling
-from rlx.offload.tiling.tiling import Tiling
 
 SMALL = {
     "vocab_size": 64,
@@ -253,24 +252,6 @@ def test_autocast_and_half_precision():
             tiling.disable()
 
 
-@pytest.mark.parametrize("name", ["qwen2", "gpt2"])
-def test_lora(name):
-    peft = pytest.importorskip("peft", reason="the extra `lora` is not installed")
-    config = peft.LoraConfig(r=4, target_modules="all-linear", fan_in_fan_out=name == "gpt2")
-    model = peft.get_peft_model(build(name), config)
-    for parameter, p in model.named_parameters():
-        if "lora_B" in parameter:
-            torch.nn.init.normal_(p, std=0.1)
-    expected = graded(model)
-    assert any("mlp" in parameter for parameter in expected[1])
-    enable_tiling(model, 5)
-    for save in (None, "boundary", "attention"):
-        handle = offloading(model, save) if save else None
-        assert_close(graded(model), expected, 1e-12)
-        if handle is not None:
-            handle.disable()
-
-
 def test_what_wants_no_gradient_gets_none():
     model = make()
     model.layers[0].requires_grad_(False)
@@ -390,32 +371,6 @@ def test_the_check_of_a_module_keeps_nothing_alive():
         )
     step(model).detach()
     assert inputs and not any(reference() for reference in inputs)
-
-
-def test_layers_without_an_mlp_are_named_once(caplog):
-    caplog.set_level(logging.INFO, "rlx.offload")
-    enable_tiling(build("qwen3_moe"), 5)
-    (line,) = [r.getMessage() for r in caplog.records]
-    assert "0 MLPs and 9 norms in tiles of 5 positions" in line
-    assert "left alone: model.layers.0, which has experts or convolutions" in line
-
-
-def test_length_of_a_tile():
-    assert Tiling(7).tile_length(10**6, 8, 64) == 7
-    lengths = (100, 20_000, 32_768, 131_072, 524_288, 1 << 20)
-    of_mlps = [Tiling(None).tile_length(tokens, 3584, 18944) for tokens in lengths]
-    assert of_mlps == [256, 20_224, 16_384, 14_592, 14_336, 24_832], "whole where two tiles would be small"
-    of_norms = [Tiling(None).tile_length(tokens, 3584, 3584) for tokens in lengths]
-    assert of_norms == [256, 20_224, 32_768, 65_536, 75_008, 131_072]
-
-
-def test_short_inputs_run_as_they_are():
-    model = make()
-    enable_tiling(model)
-    seen = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: seen.append(t) or t, lambda t: t):
-        model.layers[0].mlp(rows(1, 64, 8))
-    assert any(tensor.shape[-1] == 32 for tensor in seen), "intermediate results are kept"
 
 
 def test_on_and_off_again():
