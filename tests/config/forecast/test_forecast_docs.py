@@ -12,59 +12,12 @@ from rlx.config.compose.command_line import compose
 from rlx.config.forecast.forecast_text import PARTS, long_text, short_text
 from rlx.config.forecast.memory_forecast import MemoryForecast
 from rlx.config.machine import Machine
-from rlx.config.schema import TinyModelConfig
 from rlx.driver import main
-from rlx.offload.plan.run_memory import Phase
 from rlx.offload.plan.shapes import SHAPES
 
 DOCS = Path(__file__).parents[3] / "docs"
 PAGE = (DOCS / "planning.md").read_text()
 MODEL, ACTOR, ROLLOUT = (f"actor_rollout_ref.{name}" for name in ("model", "actor", "rollout"))
-HALF_BILLION = TinyModelConfig(896, 4864, 24, 14, 2)
-# The command of docs/benchmarks.md; the model is the built-in one of these sizes.
-MEASURED = (
-    *(f"{MODEL}.tiny.{name}={size}" for name, size in vars(HALF_BILLION).items()),
-    *("experiment=arithmetic", "trainer.device=cuda", "data.train_batch_size=32", "data.max_response_length=256"),
-    *(f"{ACTOR}.ppo_mini_batch_size=16", f"{ACTOR}.ppo_micro_batch_size_per_gpu=32", f"{ACTOR}.use_kl_loss=True"),
-    f"{ROLLOUT}.dtype=fp32",
-    f"{MODEL}.use_shared_prefix=False",  # as these were when this was measured
-    f"{ACTOR}.fsdp_config.reshard_after_forward=True",
-)
-RUNS = {
-    "1 GPU, offload on": [],
-    "1 GPU, offload off": [f"{MODEL}.enable_activation_offload=False"],
-    "2 GPUs, offload on": ["trainer.n_gpus_per_node=2"],
-    "2 GPUs, offload off": ["trainer.n_gpus_per_node=2", f"{MODEL}.enable_activation_offload=False"],
-    "1 GPU, `offload_policy`": [f"{ACTOR}.fsdp_config.offload_policy=True"],
-}
-
-
-def peak(*overrides: str) -> Phase:
-    machine = Machine(2, 16, frozenset(), device_bytes=150 * 10**9, host_bytes=128 * 10**9)
-    phases = MemoryForecast.of(compose([*MEASURED, "trainer.n_gpus_per_node=1", *overrides]).config, machine).phases()
-    return max(phases, key=lambda phase: phase.peak)
-
-
-@pytest.mark.parametrize("run", RUNS)
-def test_what_whole_runs_hold_is_predicted(run: str):
-    (row,) = re.findall(rf"^\| {re.escape(run)} \| (.*) \|$", PAGE, re.MULTILINE)
-    measured, predicted, error, phase = row.split(" | ")
-    found = peak(*RUNS[run])
-    percent = f"{(found.peak / 1e9 / float(measured) - 1) * 100:+.1f} %".replace("-", "\N{MINUS SIGN}")
-    assert (predicted, error, phase) == (f"{found.peak / 1e9:.2f}", percent, found.name)
-    assert found.peak / 1e9 == pytest.approx(float(measured), rel=0.03)
-
-
-def test_what_is_not_explained_is_said():
-    fsdp = [
-        f"{place}.{name}_offload=True"
-        for place in (f"{ACTOR}.fsdp_config", "critic.fsdp")
-        for name in ("param", "optimizer")
-    ]
-    two = ("algorithm.adv_estimator=gae", f"{ACTOR}.strategy=fsdp", "trainer.n_gpus_per_node=2", *fsdp)
-    assert (
-        f"took 8.23 GB in a run that wrote a checkpoint; predicted are\n{peak(*two).peak / 1e9:.2f} without one" in PAGE
-    )
 
 
 def on_eight(gpus: int, folder: Path) -> tuple[MemoryForecast, list[str]]:
