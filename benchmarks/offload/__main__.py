@@ -34,7 +34,7 @@ from rlx.offload.plan.shapes import SHAPES
 from rlx.offload.plan_command import positive
 from rlx.offload.storage.disk import DiskError, extent_file
 
-_DEFAULT_MODES = "plain,checkpointing,boundary,attention,transformers-offload,save-on-cpu,trl"
+_DEFAULT_MODES = "plain,checkpointing,selective,boundary,attention,transformers-offload,save-on-cpu,trl"
 _DEFAULT_MODES_FROZEN = "checkpointing,boundary,boundary:resident=0,axolotl"
 _DEFAULT_MODES_FSDP2 = "checkpointing,boundary,attention"  # each has sharded weights of its own
 

@@ -12,8 +12,10 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 from torch.autograd.graph import save_on_cpu
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from rlx.offload.api import ActivationOffloading, enable_activation_offloading
 from rlx.offload.runtime.layers import find_layers
@@ -114,14 +116,27 @@ def _plain(model: nn.Module) -> EnabledMode:
     return EnabledMode()
 
 
-def _checkpointing(model: nn.Module, **options: Any) -> EnabledMode:
+def _checkpointing(model: nn.Module, context_fn: Callable[[], Any] | None = None, **options: Any) -> EnabledMode:
     # transformers 5.17 knows the old name only, 5.23 warns of it.
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     assert callable(enable)
     if missing := options.keys() - inspect.signature(enable).parameters:
         raise NotInstalledError(f"this transformers has no checkpointing with {min(missing)}=")
-    enable({"use_reentrant": False}, **options)
+    enable({"use_reentrant": False, **({"context_fn": context_fn} if context_fn else {})}, **options)
     return EnabledMode()
+
+
+def _selective(model: nn.Module) -> EnabledMode:
+    """torch's selective checkpointing, which keeps the results of attention and recomputes the rest."""
+    kept = {
+        getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}").default
+        for kernel in ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu")
+    }
+
+    def policy(_: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if operation in kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return _checkpointing(model, functools.partial(create_selective_checkpoint_contexts, policy))
 
 
 def _save_on_cpu(model: nn.Module) -> EnabledMode:
@@ -178,6 +193,7 @@ def _axolotl(model: nn.Module) -> EnabledMode:
 PEERS: dict[str, Callable[[nn.Module], EnabledMode]] = {
     "plain": _plain,
     "checkpointing": _checkpointing,
+    "selective": _selective,
     "transformers-offload": functools.partial(_checkpointing, offload=True),
     "save-on-cpu": _save_on_cpu,
     "trl": _trl,
@@ -187,6 +203,7 @@ PEERS: dict[str, Callable[[nn.Module], EnabledMode]] = {
 MODE_DESCRIPTIONS = {
     "plain": "no checkpointing, nothing offloaded",
     "checkpointing": "transformers' checkpointing, non-reentrant",
+    "selective": "torch's selective checkpointing, which keeps attention's results",
     "boundary": "rlx: layer inputs offloaded, the rest recomputed",
     "attention": "rlx: attention's outputs offloaded as well, and not recomputed",
     "auto": "rlx: what to keep, offload and recompute is planned from a measured pass",

@@ -4,7 +4,6 @@ Results in files that are named are first added to docs/models.json.
 """
 
 import json
-import re
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -45,36 +44,30 @@ FAMILIES = {
     "GLM-4": ("glm4", "glm4_moe"),
     "SmolLM3": ("smollm3",),
 }
-CLASS_NAMES = re.compile(r"\b(?:FSDP)?[A-Za-z]\w*(?:For[A-Z]\w+|LMHead|Decoder|[a-z0-9]Model)\b")
 TITLE = """# Models
 
 Which models does rlx run, and how exactly? `python -m benchmarks.sweep` makes a tiny model of each causal language model type
 of transformers, with large random weights, and compares rlx with transformers alone: one unpadded forward per sequence in fp64
 (in fp32 where a model cannot run in fp64), eager attention, and one step of AdamW by formula.
 
-A number is the largest error in a column: of log-probs and entropies [nat], of the change of a weight as a share of its tensor's
-largest change, or of a sampler's log-probs against the trainer's [nat]. fp64 models reach 1e-13 unless transformers computes a
-part in fp32. An error above {tolerance:g} counts as **wrong**.
+An error is the largest of: log-probs and entropies [nat]; the change of a weight, as a share of its tensor's largest change; a
+sampler's log-probs against the trainer's [nat]. An error above {tolerance:g} counts as **wrong**.
 
 | column | what is compared |
 |---|---|
 | packed, padded | log-probs, entropies, and the weights after a policy update; with and without `use_remove_padding` |
 | critic | values, and the weights after a value update |
 | recomputed, tiled | the update with `enable_gradient_checkpointing`, and with `tiled_mlp` |
-| offloaded | the update with `activation_offload.save` boundary, attention, auto and all in host memory; boundary and all on disk |
+| offloaded | the update with each `activation_offload.save` in host memory; boundary and all on disk |
 | LoRA | the update of adapters on all linear layers, merged into the weights |
-| replay | log-probs, entropies and the update with experts that the routers would not choose, given as by `router_replay.mode=R3`; where K is below E, they must change log-probs by more than {tolerance:g} |
+| replay | log-probs, entropies and the update with given experts, as by `router_replay.mode=R3` |
 | saved | log-probs after an update: of a checkpoint that another engine loads, and of the exported folder |
 | 2 processes | the update with `strategy=fsdp2` and `strategy=fsdp` |
 | Ulysses | the update with `ulysses_sequence_parallel_size=2` |
 | hf, vLLM | the samplers' log-probs, and greedy tokens against whole forwards; vLLM on CPU in fp32 |
 
-`padded` in a cell: the sequences cannot be packed, so rlx pads them and logs why. `eager`: the model has no `sdpa`, so it ran with
-`attn_implementation=eager`. `refused`: rlx stops before anything starts, with the message of that number [below](#refusals).
-`-`: not run.
-
-A sweep may be run in parts. The offloaded cells of the families below and of a drawn tenth of all rows are the newest; the others are
-of an earlier state of `activation_offload`.
+*Rejected*: rlx stops before the run starts and gives the reason, which [models.json](models.json) has, too. *Padded*: the sequences
+cannot be packed, so rlx pads them and logs why. Mixtures of experts are rejected with vLLM on the CPU alone. *Eager*: the model has no `sdpa`, so it ran with `attn_implementation=eager`.
 """
 
 
@@ -110,48 +103,19 @@ def rounded(error: float | None) -> float | None:
     return None if error is None else float(f"{error:.0e}")
 
 
-class Refusals:
-    """Numbers the messages of refusals; messages that differ by the model's name only have one number."""
-
-    def __init__(self) -> None:
-        self.texts: list[str] = []
-
-    def number(self, message: str) -> int:
-        """Return the number of a message, from 1."""
-        text = CLASS_NAMES.sub("MODEL", message)
-        if text not in self.texts:
-            self.texts.append(text)
-        return self.texts.index(text) + 1
-
-
-def cell(outcomes: Iterable[CheckResult | None], refusals: Refusals) -> str:
-    """Return a cell that joins the outcomes of several features: wrong ones first, then refusals, then the largest error."""
-    found = [outcome for outcome in outcomes if outcome is not None]
-    if not found:
-        return "-"
-    parts = []
-    if wrong := [each for each in found if each.status == "wrong"]:
-        largest = max(each.error or 0.0 for each in wrong)
-        parts.append(f"**wrong** {largest:.0e}" if largest else f"**raises**: {wrong[0].note[:80]}")
-    refused = {refusals.number(each.note) for each in found if each.status == "refused"}
-    parts += [f"refused {number}" for number in sorted(refused)]
-    if right := [each for each in found if each.status == "right"]:
-        if errors := [each.error for each in right if each.error is not None]:
-            parts.append(f"{max(errors):.0e}")
-        parts += sorted({note for each in right for note in each.note.split(", ") if note})
-    return ", ".join(parts).replace("|", "\\|")
-
-
-def table(
-    rows: Iterable[tuple[str, str]], results: Mapping[str, Mapping[str, CheckResult]], refusals: Refusals
-) -> list[str]:
-    """Return the lines of a table whose rows have a title and a key in the results."""
-    lines = ["| | " + " | ".join(COLUMNS) + " |", "|---" * (len(COLUMNS) + 1) + "|"]
-    for title, row in rows:
-        of_row = results.get(row, {})
-        cells = [cell((of_row.get(name) for name in names), refusals) for names in COLUMNS.values()]
-        lines.append(f"| {title} | " + " | ".join(cells) + " |")
-    return lines
+def summary(of_row: Mapping[str, CheckResult]) -> tuple[str, str, str]:
+    """Return the largest error of a row with its notes, the rejected columns, and the wrong ones."""
+    right = [each for each in of_row.values() if each.status == "right"]
+    errors = [each.error for each in right if each.error is not None]
+    notes = sorted({note for each in right for note in each.note.split(", ") if note in ("padded", "eager")})
+    columns = {
+        status: [
+            column for column, names in COLUMNS.items() if any(of_row[n].status == status for n in names if n in of_row)
+        ]
+        for status in ("refused", "wrong")
+    }
+    rejected = "all" if len(columns["refused"]) >= len(COLUMNS) - 1 else ", ".join(columns["refused"])
+    return ", ".join([*([f"{max(errors):.0e}"] if errors else []), *notes]), rejected, ", ".join(columns["wrong"])
 
 
 def page(results: Mapping[str, Mapping[str, CheckResult]], versions: str) -> str:
@@ -161,31 +125,41 @@ def page(results: Mapping[str, Mapping[str, CheckResult]], versions: str) -> str
         results: outcomes by row and feature.
         versions: of the libraries that the sweep ran with.
     """
-    refusals = Refusals()
     unmakeable = {
-        row: next(iter(of_row.values())).note
-        for row, of_row in results.items()
-        if any(each.status == "not makeable" for each in of_row.values())
+        row for row, of_row in results.items() if any(each.status == "not makeable" for each in of_row.values())
     }
-    families = [(f"{family}: `{row}`", row) for family, members in FAMILIES.items() for row in members]
-    named = {row for _, row in families}
-    others = [(f"`{row}`", row) for row in sorted(results) if row not in named and row not in unmakeable]
-    every = [each for of_row in results.values() for each in of_row.values()]
-    compared = [each for each in every if each.status != "right" or each.error is not None]
+    found = {row: summary(of_row) for row, of_row in results.items() if row not in unmakeable}
+    compared = [
+        each
+        for of_row in results.values()
+        for each in of_row.values()
+        if each.status != "right" or each.error is not None
+    ]
     counts = {status: sum(each.status == status for each in compared) for status in ("right", "refused", "wrong")}
+    families = [
+        f"| {family}: `{row}` | {found[row][0]} | {found[row][1]} |"
+        for family, rows in FAMILIES.items()
+        for row in rows
+    ]
+    named = {row for rows in FAMILIES.values() for row in rows}
+    groups: dict[str, list[str]] = {}
+    for row in sorted(found.keys() - named):
+        groups.setdefault(found[row][1] or "nothing", []).append(f"`{row}`")
+    others = [
+        f"| {rejected} | {', '.join(rows)} |" for rejected, rows in sorted(groups.items(), key=lambda g: -len(g[1]))
+    ]
     lines = [
         TITLE.format(tolerance=TOLERANCE),
-        f"The last sweep, with {versions}: {len(results) - len(unmakeable)} rows, {counts['right']} outcomes right, "
-        f"{counts['refused']} refused, {counts['wrong']} wrong.",
-        "\n## The families that are trained most\n",
-        *table(families, results, refusals),
+        f"The last sweep, with {versions}: {len(found)} rows, {counts['right']} outcomes right, "
+        f"{counts['refused']} rejected, {counts['wrong']} wrong.\n",
+        *(f"**Wrong**: `{row}`: {wrong}\n" for row, (_, _, wrong) in found.items() if wrong),
+        "## The families that are trained most\n",
+        "| | largest error | rejected |\n|---|---|---|",
+        *families,
         "\n## All other types\n",
-        *table(others, results, refusals),
-        "\n## Refusals\n",
-        *(f"{number}. {text}" for number, text in enumerate(refusals.texts, start=1)),
-        "\n## Types of which no tiny model could be made\n",
-        "| type | why |\n|---|---|",
-        *(f"| `{row}` | {note.replace('|', ' ')[:200]} |" for row, note in sorted(unmakeable.items())),
+        "| rejected | types |\n|---|---|",
+        *others,
+        f"\nThe sweep can make no tiny model of {', '.join(f'`{row}`' for row in sorted(unmakeable))}.",
     ]
     return "\n".join(lines) + "\n"
 

@@ -248,7 +248,7 @@ def test_every_mode_computes_the_same_gradients():
         return [parameter.grad for parameter in model.parameters()]
 
     expected = gradients("plain")
-    for name in ("checkpointing", "boundary", "attention", "all", "save-on-cpu"):
+    for name in ("checkpointing", "selective", "boundary", "attention", "all", "save-on-cpu"):
         assert all(map(torch.equal, expected, gradients(name))), name
     for name in ("plain:tile=5", "checkpointing:tile=5", "attention:tile=5"):
         for gradient, found in zip(expected, gradients(name), strict=True):
