@@ -1,6 +1,7 @@
 """Imports go along the arrows of docs/architecture.md, wherever in a file they stand, and never in a circle.
 
-`python tests/test_import_arrows.py rlx/offload` prints the rooms of a folder, their floors and the arrows between them.
+`python tests/test_import_arrows.py rlx/offload` prints the rooms of a folder, their floors and the arrows between them;
+`python tests/test_import_arrows.py --write` writes the table of docs/architecture.md.
 """
 
 import ast
@@ -15,6 +16,7 @@ from typing import NamedTuple
 import pytest
 
 ROOT = Path(__file__).parents[1] / "rlx"
+PAGE = ROOT.parent / "docs" / "architecture.md"
 
 # Which parts of rlx a part may import, beside itself and the leaves.
 MAY_IMPORT = {
@@ -330,9 +332,20 @@ def in_circles(arrows: Set[tuple[str, str]]) -> Set[tuple[str, str]]:
         arrows = kept
 
 
+def counted(page: str) -> str:
+    """The page with the counts of rooms, floors and arrows as they are."""
+    imports, modules = imports_of(ROOT), module_names(ROOT)
+    for folder in ("rlx", "rlx/config", "rlx/offload"):
+        found = rooms(folder.replace("/", "."), imports, modules)
+        counts = (sum(map(len, found.floors)), len(found.floors), len(found.arrows), len(found.back))
+        row = " | ".join([f"| `{folder}`", *map(str, counts)])
+        page = re.sub(rf"^\| `{folder}` \|( \d+ \|){{4}}$", f"{row} |", page, flags=re.MULTILINE)
+    return page
+
+
 def section(title: str) -> str:
     """A section of docs/architecture.md."""
-    page = (ROOT.parent / "docs" / "architecture.md").read_text()
+    page = PAGE.read_text()
     return page.split(f"\n## {title}\n")[1].split("\n## ")[0]
 
 
@@ -353,6 +366,11 @@ def test_the_page_has_this_table():
     } == MAY_IMPORT
     extra = {name: re.findall(r"`(.*?)(?:/|\.py)`(?= and| only)", cell) for name, cell in rows}
     assert {name: {path.replace("/", ".") for path in paths} for name, paths in extra.items() if paths} == MAY_IMPORT_OF
+
+
+def test_the_page_counts_rooms_and_arrows():
+    page = counted(PAGE.read_text())
+    assert len(re.findall(r"^\| `rlx.*` \|( \d+ \|){3} 0 \|$", page, re.MULTILINE)) == 3, "no arrow runs back up"
 
 
 def test_parts_import_along_the_arrows(imports: list[Import]):
@@ -453,5 +471,7 @@ def test_rooms_floors_and_arrows_back_up(tmp_path: Path):
 
 
 if __name__ == "__main__":
-    for folder in sys.argv[1:]:
+    if sys.argv[1:] == ["--write"]:
+        PAGE.write_text(counted(PAGE.read_text()))
+    for folder in () if sys.argv[1:] == ["--write"] else sys.argv[1:]:
         print(rooms(folder.strip("/").replace("/", "."), imports_of(ROOT), module_names(ROOT)))
