@@ -109,22 +109,20 @@ class WorkerGroup:
 
     def split(self, role: str, method: str, batch: Batch, *args: Any) -> Batch:
         """Send each share of the rows to its ranks; join the results, one row per row sent, in order."""
-        ranges = share_ranges(len(batch), self.mesh(role).shares)
-        answers = self._deal(role, method, batch, ranges, args)
-        for rows, answer in zip(ranges, answers, strict=True):
+        answers = self._call(role, method, args, batch)
+        for rows, answer in zip(share_ranges(len(batch), len(answers)), answers, strict=True):
             if len(answer) != len(rows):
                 raise ValueError(f"{role}.{method} answered {len(answer)} rows for {len(rows)}; expected one for each")
         return concat(answers)
 
     def split_metrics(self, role: str, method: str, batch: Batch, *args: Any) -> dict[str, float]:
         """Send each share of the rows to its ranks, and return the first rank's metrics."""
-        answers = self._deal(role, method, batch, share_ranges(len(batch), self.mesh(role).shares), args)
-        return answers[0]
+        metrics: dict[str, float] = self._call(role, method, args, batch)[0]
+        return metrics
 
     def broadcast(self, role: str, method: str, *args: Any) -> list[Any]:
         """Call all ranks with the same arguments; return their results in the order of ranks."""
-        shared = [ray.put(arg) for arg in args]
-        return self._call(role, method, [shared] * self.world_size, set(range(self.world_size)))
+        return self._call(role, method, args)
 
     def close(self) -> None:
         """End the processes and release their slots. May be called again."""
@@ -134,23 +132,23 @@ class WorkerGroup:
                 ray.kill(process)
             self._placement.release()
 
-    def _deal(self, role: str, method: str, batch: Batch, ranges: list[range], args: tuple[Any, ...]) -> list[Any]:
-        """Send the shares and return the result of each."""
-        mesh = self.mesh(role)
-        shares = [ray.put(batch.rows(rows)) for rows in ranges]
-        shared = [ray.put(arg) for arg in args]
-        arguments = [[shares[share], *shared] for share in mesh.share_of_rank]
-        results = self._call(role, method, arguments, set(mesh.answering_ranks))
-        return [results[rank] for rank in mesh.answering_ranks]
-
-    def _call(self, role: str, method: str, arguments: list[list[Any]], answering: set[int]) -> list[Any]:
+    def _call(self, role: str, method: str, args: tuple[Any, ...], batch: Batch | None = None) -> list[Any]:
+        """Call all ranks; return the result of each, or with a batch, of which each share goes to its ranks, that of each share."""
         if not self._open:
             raise RuntimeError(f"{role}.{method} called on a worker group that is closed or has failed")
+        shared = [ray.put(arg) for arg in args]
+        sent = [shared] * self.world_size
+        answering = range(self.world_size) if batch is None else self.mesh(role).answering_ranks
+        if batch is not None:
+            mesh = self.mesh(role)
+            shares = [ray.put(batch.rows(rows)) for rows in share_ranges(len(batch), mesh.shares)]
+            sent = [[shares[share], *shared] for share in mesh.share_of_rank]
         calls = [
-            process.call.remote(role, method, rank in answering, *arguments[rank])
+            process.call.remote(role, method, rank in answering, *sent[rank])
             for rank, process in enumerate(self._processes)
         ]
-        return self._collect(calls, role, method)
+        results = self._collect(calls, role, method)
+        return [results[rank] for rank in answering]
 
     def _collect(self, calls: list[Any], role: str, method: str) -> list[Any]:
         """Return the ranks' results. After a failure wait a little for its cause, end the group and raise that."""

@@ -6,7 +6,6 @@ import logging
 import os
 import socket
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -111,8 +110,7 @@ class WorkerProcess:
 
     def load(self, worker_class: type | str) -> WorkerReply:
         """Import the worker's class, if it is given as `module:Class`."""
-
-        def find() -> None:
+        try:
             if isinstance(worker_class, str):
                 module, _, name = worker_class.partition(":")
                 with without_collection():
@@ -120,41 +118,41 @@ class WorkerProcess:
                 gc.freeze()  # modules stay, so later collections need not look at their million objects
             else:
                 self._worker_class = worker_class
-
-        return self._guarded(find)
+            return self._reply(None)
+        except BaseException as error:
+            return self._failed(error)
 
     def build(self, arguments: tuple[Any, ...]) -> WorkerReply:
         """Build the worker."""
-
-        def make() -> None:
+        self._beats_before = beats()
+        try:
             assert self._worker_class is not None
             self._worker = self._worker_class(*arguments)
-
-        return self._guarded(make)
+            return self._reply(None)
+        except BaseException as error:
+            return self._failed(error)
 
     def call(self, role: str, method: str, answers: bool, *arguments: Any) -> WorkerReply:
         """Run `worker.call(role, method, *arguments)`; send its result only if this rank `answers`."""
-
-        def work() -> Any:
+        self._beats_before = beats()
+        try:
             result = self._worker.call(role, method, *arguments)
-            return result if answers else None
-
-        return self._guarded(work)
+            return self._reply(result if answers else None)
+        except BaseException as error:  # torch's CheckpointException is no Exception
+            return self._failed(error)
 
     @ray.method(concurrency_group=WATCH)
     def standing(self) -> Standing:
         """Return where the call that runs stands, also when it is stuck."""
         return standing_of(self._thread, beats() - self._beats_before)
 
-    def _guarded(self, work: Callable[[], Any]) -> WorkerReply:
-        self._beats_before = beats()
-        try:
-            value, fault = work(), None
-        except (KeyboardInterrupt, SystemExit):
-            raise
-        except BaseException as error:  # torch's CheckpointException is no Exception
-            value, fault = None, fault_of(self._rank, error)
-        return WorkerReply(value, fault, self._log.take())
+    def _reply(self, value: Any) -> WorkerReply:
+        return WorkerReply(value, None, self._log.take())
+
+    def _failed(self, error: BaseException) -> WorkerReply:
+        if isinstance(error, KeyboardInterrupt | SystemExit):
+            raise error
+        return WorkerReply(None, fault_of(self._rank, error), self._log.take())
 
 
 def _interface_of(address: str) -> str | None:
