@@ -70,7 +70,8 @@ class LayerRunner:
                 logger.warning(
                     f"activation offloading: save='attention' has no effect in layer {layer.name!r}, which "
                     f"{policy.refusal or 'calls no fused attention that is known'}: it runs as with save='boundary'. "
-                    f"{_attention_advice(repeatable.module)}. Said once",
+                    "If it has attention, call torch's scaled_dot_product_attention in it (attn_implementation='sdpa' in "
+                    "transformers), or register_attention. Said once",
                 )
         elif isinstance(policy, PlannedPolicy) and policy.is_off_plan and self._session.is_first("off plan"):
             logger.info(
@@ -91,14 +92,6 @@ class LayerRunner:
         if isinstance(decided, LayerProfile):
             return ProfilingPolicy(decided)
         return decided if decided.keep else PlannedPolicy(decided)
-
-
-def _attention_advice(layer: nn.Module) -> str:
-    """Return what makes attention of a layer known: an argument of transformers only for its models."""
-    configs = (getattr(module, "config", None) for module in layer.modules())
-    if any(hasattr(config, "_attn_implementation") for config in configs):
-        return "Use attn_implementation='sdpa', or register_attention"
-    return "If it has attention, call torch's scaled_dot_product_attention in it, or register_attention"
 
 
 class NoRecomputeCall(LayerCall):

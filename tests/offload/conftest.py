@@ -3,7 +3,6 @@ import gc
 import math
 import os
 import sys
-import uuid
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -132,12 +131,6 @@ def emptied_folder(tmp_path):
     """After the test its folder is empty."""
     yield
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path_factory, monkeypatch):
-    """What a test measures is kept from others, and out of the user's cache."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / f"cache-{uuid.uuid4().hex}"))
 
 
 @pytest.fixture(autouse=True)

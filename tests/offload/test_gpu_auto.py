@@ -146,25 +146,6 @@ def test_a_lower_limit_is_kept_to_from_the_next_step_on(toys, enable, decoder):
     assert peak_bytes(decoder) <= 1.05 * (before // 2) + 32 * MIB
 
 
-def test_a_second_run_plans_from_files_and_keeps_to_its_budget(toys, enable, decoder):
-    """Its room and its bytes are its own: those of the first pass."""
-    plain = peak_bytes(decoder)
-    lean = enable(decoder, True)
-    least = peak_bytes(decoder)
-    lean.disable()
-    expected = toys.grade(copy.deepcopy(decoder), read)
-    for budget in (int(least + 0.3 * (plain - least)), "auto"):
-        for passes in (PASSES, 2) if budget != "auto" else (2,):  # a budget is no part of what is kept
-            handle = enable(decoder, True, save="auto", max_device_bytes=budget)
-            for _ in range(passes):
-                expected.assert_equal(toys.grade(decoder, read))
-                torch.cuda.synchronize()
-            assert handle.plan() is not None
-            allowed = plain if budget == "auto" else max(budget, least)
-            assert peak_bytes(decoder) <= 1.05 * allowed + 16 * MIB
-            handle.disable()
-
-
 def test_nothing_waits_for_the_device(enable, decoder):
     x = torch.randn(4, 2048, WIDTH, device="cuda")
     handle = enable(decoder, True, save="auto", max_device_bytes=700 * MIB)

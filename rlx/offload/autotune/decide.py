@@ -95,7 +95,8 @@ class LengthBucket:
         if not all(layer.is_known for layer in state.done.values()):
             return False
         found, self.is_measuring = dict(state.done), False
-        state.clear()
+        for layers in (state.called, state.begun, state.done):
+            layers.clear()
         host_bound = sum(layer.is_host_bound for layer in found.values())
         if self._sampled_passes is None and 2 * host_bound > len(found):
             self._sampled_passes = 0
@@ -155,7 +156,8 @@ class PlanController:
             gradient_bytes=gradient_counter(counted),
             sees_calls=bucket.sees_calls(layer.index),
         )
-        bucket.state.begin(profile)
+        bucket.state.called.add(layer.index)
+        bucket.state.begun[layer.index] = profile
         return profile
 
     def measurement(self) -> PassProfile | None:
@@ -176,7 +178,7 @@ class PlanController:
         self._is_warm = self._is_warm or bucket.passes > 1
         self._last = bucket
         self._collect(bucket)
-        if bucket.plan is not None and self.limits.uses_room:
+        if bucket.plan is not None and isinstance(self._session.options.max_device_bytes, str):
             inputs = Inputs.of(tensors)
             own_bytes = sum(inputs.memory.values()) + sum(inputs.shared.values()) + self.limits.gathered_bytes()
             baseline_bytes = max(0, DeviceMemoryProbe(bucket.device).look()[0] - own_bytes)
@@ -273,11 +275,6 @@ class StepLimits:
             self._spare_bytes = int(SPARE * total)
             room = int(usable - MARGIN * total) - baseline_bytes - pending_bytes
             self.room_bytes = max(0, room if self.room_bytes is None else min(room, self.room_bytes))
-
-    @property
-    def uses_room(self) -> bool:
-        """Whether plans may take all the room that the device has."""
-        return self.room_bytes is not None and isinstance(self._session.options.max_device_bytes, str)
 
     def has_shrunk(self, device_bytes: int) -> bool:
         """Return whether the room has become much smaller than the `device_bytes` of a plan's budget."""

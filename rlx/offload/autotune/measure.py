@@ -163,17 +163,6 @@ class PassState:
         """Whether the graph of a layer that was not recomputed is alive."""
         return any(index not in self.done for index in self.begun)
 
-    def begin(self, layer: LayerProfile) -> None:
-        """Note that the profile of a layer has begun."""
-        self.called.add(layer.index)
-        self.begun[layer.index] = layer
-
-    def clear(self) -> None:
-        """Forget the layers."""
-        self.called.clear()
-        self.begun.clear()
-        self.done.clear()
-
     def made_bytes(self) -> int:
         """Return the memory of gradients that this pass has made so far."""
         return self.gradient_bytes() - self.begin_gradient_bytes

@@ -169,17 +169,13 @@ class TensorSites:
         unlisted = (inner for module in tuple(found) for listed in _listed(module) for inner in listed.modules())
         found = list({id(module): module for module in (*found, *unlisted)}.values())
         self._scripted = [weakref.ref(module) for module in found if isinstance(module, ScriptModule)]
+        self.is_scripted = bool(self._scripted)  # a part of the layer is compiled by TorchScript
         others = [module for module in found if not isinstance(module, ScriptModule) and not is_fsdp1(module)]
         self._modules = [weakref.ref(module) for module in others]
         self._starts = list(map(_first_attribute, others))
         self._children = _children(others)
         # Parameters that the last forward did not save, and ids of those that it saved. One tuple, so that threads replace both.
         self.unsaved: tuple[list[Site], list[int]] = (self.parameters, [])
-
-    @property
-    def is_scripted(self) -> bool:
-        """Whether a part of the layer is compiled by TorchScript."""
-        return bool(self._scripted)
 
     def modules(self, given: Iterable[nn.Module]) -> tuple[list[tuple[nn.Module, int]], list[nn.Module]]:
         """Return the layer's modules, those that it was `given` as arguments, and the scripted ones.
