@@ -333,4 +333,4 @@ def test_attention_that_is_not_known_is_named_once(enable, caplog):
     enable(eager, True, save="attention")
     causal_step(eager).backward()
     (record,) = caplog.records
-    assert re.search("layer 'model.layers.0', which .* attn_implementation='sdpa'", record.getMessage())
+    assert re.search("layer 'model.layers.0', which .*attn_implementation='sdpa'", record.getMessage())
