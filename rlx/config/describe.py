@@ -66,7 +66,7 @@ def _section(path: str, section: Leaf, first_place: dict[type, str]) -> str:
     first_place[kind] = path
     known = children(section.default).items()
     rows = [_row(name, child) for name, child in known if not is_dataclass(child.default)]
-    table = "\n| key | type | default | meaning |\n|---|---|---|---|\n" + "\n".join(rows) + "\n" if rows else ""
+    table = "\n| key | values; default | meaning |\n|---|---|---|\n" + "\n".join(rows) + "\n" if rows else ""
     below = [_section(f"{path}.{name}", child, first_place) for name, child in known if is_dataclass(child.default)]
     return "\n".join([text, table, *below])
 
@@ -78,8 +78,11 @@ def _differences(usual: Any, here: Any) -> str:
 
 
 def _row(name: str, leaf: Leaf) -> str:
-    kind = "; ".join(filter(None, (describe_type(leaf.hint), describe_range(leaf.info))))
-    row = f"| `{name}` | {kind} | `{as_text(leaf.default)}` | {leaf.info.doc} |"
+    kind = ", ".join(filter(None, (describe_type(leaf.hint), describe_range(leaf.info).removeprefix("one of "))))
+    if leaf.info.choices is not None and not kind.startswith("list"):
+        kind = kind.partition(", ")[2]
+    values = f"`{as_text(leaf.default)}`" if kind == "bool" else f"{kind}; `{as_text(leaf.default)}`"
+    row = f"| `{name}` | {values} | {leaf.info.doc} |"
     return row.replace("<=", "≤").replace(">=", "≥")
 
 

@@ -46,8 +46,7 @@ class RolloutCorrectionConfig:
     )
     rollout_rs: tuple[str, ...] | None = key(
         None,
-        "Leave out tokens or sequences whose ratio fails these tests: each token's, the sequence's product, its geometric "
-        "mean, its mean k3 or its largest k2; null: none.",
+        "Leave out tokens or sequences whose ratio fails these tests; null: none.",
         choices=(None, *REJECTIONS),
     )
     rollout_rs_threshold: tuple[str, ...] | None = key(
@@ -74,8 +73,8 @@ class FilterGroupsConfig:
     enable: bool = key(False, "Generate until the samples of train_batch_size prompts differ in `metric`.")
     metric: str = key(
         "acc",
-        "Number that must differ: acc (right or wrong), score (of the reward function), seq_reward or seq_final_reward (with the "
-        "penalty for length), or another number that the reward function reports.",
+        "Number that must differ: acc, score, seq_reward, seq_final_reward (with the penalty for length), or one that the reward function "
+        "reports.",
     )
     max_num_gen_batches: int = key(10, "Generations of a step after which the run stops; 0: no limit.", minimum=0)
 

@@ -44,8 +44,8 @@ class DataConfig:
     reward_fn_key: str = key("data_source", "Column that tells which reward function scores the row.")
     answer_key: str | None = key(
         None,
-        "Column with the right answer, for rows of plain columns: prompt_key and this one, no reward_model. A text under prompt_key "
-        "becomes a user message if the tokenizer has a chat template.",
+        "Column with the right answer, for rows without reward_model. A text under prompt_key becomes a user message if the tokenizer "
+        "has a chat template.",
     )
     max_prompt_length: int = key(512, "Longest prompt [tokens].", minimum=1)
     max_response_length: int = key(512, "Longest response [tokens].", minimum=1)

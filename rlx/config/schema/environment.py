@@ -23,8 +23,8 @@ class MultiTurnConfig:
     format: str = key("tags", "How the model writes calls of tools. See docs/environments.md.", choices=TOOL_FORMATS)
     on_rewritten_history: str = key(
         "refuse",
-        "When the chat template writes earlier turns in another way once messages follow, such as without their thinking: refuse "
-        "(the row ends), keep the turns as they were sampled, or fork: go on in another row with the history as it is written now.",
+        "When the chat template rewrites earlier turns, such as without their thinking: refuse (the row ends), keep the turns as "
+        "sampled, or fork: continue in another row with the rewritten history.",
         choices=("refuse", "keep", "fork"),
     )
 

@@ -18,9 +18,8 @@ class ActivationOffloadConfig:
 
     save: str | None = _option(
         "save",
-        "Activations to offload: `boundary` (layer inputs; the rest is recomputed), `attention` (also the results of "
-        "attention and its projections), `auto` (planned from measurements), `all` (every saved tensor); null: boundary with "
-        "gradient checkpointing, else all.",
+        "Activations to offload: `boundary` (layer inputs), `attention` (also attention and its projections), `auto` (planned from "
+        "measurements), `all`; null: boundary with gradient checkpointing, else all.",
     )
     tier: str = _option("tier", "Tier that takes them: host memory (cpu) or disk.")
     directory: str | None = _option(
@@ -133,8 +132,7 @@ class ModelConfig:
     )
     tiled_mlp: int | str = key(
         0,
-        "Tokens of a tile in which MLPs and norms are computed, and recomputed in backward; auto: by length and width, about "
-        "2^28 elements in the widest result of a tile; 0: no tiles.",
+        "Tokens of a tile in which MLPs and norms are computed; auto: about 2^28 elements in the widest result; 0: no tiles.",
         minimum=0,
         words=("auto",),
     )

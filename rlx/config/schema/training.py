@@ -67,8 +67,8 @@ class FSDPConfig:
     )
     optimizer_state: int | str | None = key(
         None,
-        "Where it is: device, host, or the bytes of each process's part that stay on the device, the rest on the host; auto: as many "
-        "bytes as the forecast leaves on the device; null: host with optimizer_offload, else device.",
+        "Where it is: device, host, or the bytes per process that stay on the device; auto: what the forecast leaves there; null: host "
+        "with optimizer_offload, else device.",
         in_state("on a CPU"),
         minimum=0,
         words=("auto", "device", "host"),
@@ -138,8 +138,8 @@ AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-
 class RouterReplayConfig:
     mode: str = key(
         "disabled",
-        "Mixture of experts: whose choice of experts the log-probs and updates of the policy use: R3 that of the sampler, which "
-        "rollout.enable_rollout_routing_replay records; disabled their own.",
+        "Mixture of experts: whose experts log-probs and updates use: R3 the sampler's, which rollout.enable_rollout_routing_replay "
+        "records; disabled their own.",
         choices=("disabled", "R3"),
     )
 
