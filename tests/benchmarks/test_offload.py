@@ -309,7 +309,7 @@ def test_a_mode_takes_options_of_its_own():
     [
         (
             ("--model", "qwen9"),
-            "'qwen9' is neither a named shape nor a local configuration; choose one of tiny, qwen2-0.5b, qwen2-7b",
+            "'qwen9' is neither a named shape nor a local configuration; choose one of tiny, qwen2-0.5b, qwen2-1.5b",
         ),
         (("--case", "8192x0"), "got '8192x0', expected TOKENSxLAYERS, such as 8192x28, or TOKENS"),
         (("--case", "x28"), "got 'x28', expected TOKENSxLAYERS"),
