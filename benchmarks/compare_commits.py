@@ -4,6 +4,8 @@ Six short runs on the CPU cover a dense model, LoRA, a critic, an environment, u
 commit, which is checked out into a temporary worktree, or a file that `--json` wrote before. NEW is a commit; without it the
 checkout is compared as it is. Both use this Python and its packages. Times, rates and memory are left out. The first run of
 each experiment warm-starts a model and caches it, which takes a minute.
+
+With `--resume` NEW resumes the runs of OLD from their first step, so that the checkpoints of OLD are tried too.
 """
 
 import argparse
@@ -54,22 +56,35 @@ def checkout(commit: str | None) -> Iterator[Path]:
 def rows_of(source: Path, name: str, steps: int) -> Rows:
     """Run `name` with the rlx in the folder `source`; return its metrics by step. Raises RuntimeError if the run fails."""
     with tempfile.TemporaryDirectory(prefix="rlx-compare-run-") as made:
-        keys = [*RUNS[name], *EVERY, f"trainer.total_training_steps={steps}", f"trainer.default_local_dir={made}"]
-        fixed = {"PYTHONPATH": str(source), "OMP_NUM_THREADS": "1", "MKL_CBWR": "COMPATIBLE"}
-        command = [sys.executable, "-m", "rlx.main_ppo", *keys]
-        done = subprocess.run(
-            command,
-            cwd=source,
-            env={**os.environ, **fixed},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        [file] = Path(made).rglob("metrics.jsonl") if done.returncode == 0 else [None]
-        if file is None:
-            raise RuntimeError(f"{' '.join(command)} in {source} ended with {done.returncode}:\n{done.stdout[-4000:]}")
-        rows = map(json.loads, file.read_text().splitlines())
-        return {str(row["step"]): {key: row[key] for key in row if is_compared(key)} for row in rows}
+        return _run(source, name, steps, made)
+
+
+def resumed_rows(old: Path, new: Path, name: str, steps: int) -> tuple[Rows, Rows]:
+    """Return the metrics of a run of the rlx in `old`, and those after the rlx in `new` has resumed it from step 1."""
+    with tempfile.TemporaryDirectory(prefix="rlx-compare-run-") as made:
+        before = _run(old, name, steps, made, "trainer.save_freq=1")
+        [checkpoint] = Path(made).rglob("global_step_1")
+        resume = "trainer.resume_mode=resume_path", f"trainer.resume_from_path={checkpoint}"
+        return before, _run(new, name, steps, made, "trainer.save_freq=1", *resume)
+
+
+def _run(source: Path, name: str, steps: int, made: str, *more: str) -> Rows:
+    keys = [*RUNS[name], *EVERY, *more, f"trainer.total_training_steps={steps}", f"trainer.default_local_dir={made}"]
+    fixed = {"PYTHONPATH": str(source), "OMP_NUM_THREADS": "1", "MKL_CBWR": "COMPATIBLE"}
+    command = [sys.executable, "-m", "rlx.main_ppo", *keys]
+    done = subprocess.run(
+        command,
+        cwd=source,
+        env={**os.environ, **fixed},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    [file] = Path(made).rglob("metrics.jsonl") if done.returncode == 0 else [None]
+    if file is None:
+        raise RuntimeError(f"{' '.join(command)} in {source} ended with {done.returncode}:\n{done.stdout[-4000:]}")
+    rows = map(json.loads, file.read_text().splitlines())
+    return {str(row["step"]): {key: row[key] for key in row if is_compared(key)} for row in rows}
 
 
 def is_compared(metric: str) -> bool:
@@ -108,17 +123,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", help=f"some of {','.join(RUNS)}, joined by commas")
     parser.add_argument("--steps", type=int, default=3, help="steps of each run (default 3)")
     parser.add_argument("--json", type=Path, help="file to which the rows of OLD are written, for the next comparison")
+    parser.add_argument("--resume", action="store_true", help="let NEW resume the runs of OLD from their first step")
     options = parser.parse_args(arguments)
     names = options.only.split(",") if options.only else list(RUNS)
     if unknown := set(names) - set(RUNS):
         parser.error(f"--only: got {', '.join(sorted(unknown))}; expected some of {', '.join(RUNS)}")
-    if Path(options.old).is_file():
+    if options.resume:
+        with checkout(options.old) as before, checkout(options.new) as after:
+            pairs = {name: resumed_rows(before, after, name, options.steps) for name in names}
+        old, new = ({name: pair[number] for name, pair in pairs.items()} for number in (0, 1))
+    elif Path(options.old).is_file():
         old = json.loads(Path(options.old).read_text())
     else:
         old = all_rows(options.old, names, options.steps)
     if options.json:
         options.json.write_text(json.dumps(old))
-    new = all_rows(options.new, names, options.steps)
+    if not options.resume:
+        new = all_rows(options.new, names, options.steps)
     wrong = {name: differences(old[name], new[name]) for name in names}
     for name, lines in wrong.items():
         metrics = sum(map(len, new[name].values()))

@@ -33,8 +33,8 @@ from rlx.errors import ExplainedError, shown, wrapped
 from rlx.program import program
 from rlx.supervisor.link import tell
 from rlx.supervisor.stopping import Terminated
+from rlx.trainer.checkpoints import end_of_run
 from rlx.trainer.data_check import check_data, training_rows
-from rlx.trainer.finished import finished
 from rlx.trainer.launch import launch
 from rlx.trainer.model_check import check_models
 from rlx.trainer.user_code_check import check_user_code
@@ -140,7 +140,7 @@ def _check_and_run(overrides: Sequence[str], options: DriverOptions) -> int:
             print(composed.yaml)
         if options.check and not composed.faults:
             _print_plan(composed, machine)
-        over = finished(composed.partial)
+        over = end_of_run(composed.partial)
         warnings = (*checked.warnings, *tried.warnings, *([over.text] if over and options.check else []))
         for warning in (*warnings, *(of_hub if options.check else ())):
             print(wrapped(f"warning: {warning}"), file=sys.stderr, flush=True)

@@ -7,45 +7,67 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch
+
 from rlx.checkpoint.folders import replacing
 from rlx.checkpoint.manifest import MANIFEST
 from rlx.checkpoint.remote import RemoteFolder
-from rlx.engine.checkpoint import read_adapters, read_description, read_weights
+from rlx.checkpoint.role import read_adapters, read_description, read_weights
 from rlx.errors import ExplainedError, storing
-from rlx.models.adapter_folder import write_adapters
+from rlx.models.adapter_folder import CONFIG, write_adapters
 from rlx.models.hf_folder import FolderParts
 from rlx.program import program
 from rlx.step_folders import step_of, steps_in
 
 AGAIN = "export again"
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
-def export(checkpoint: Path, out: Path, trust_remote_code: bool = False, only_adapters: bool = False) -> None:
-    """Write a folder that `from_pretrained` loads.
+def export(
+    checkpoint: Path,
+    out: Path,
+    trust_remote_code: bool = False,
+    only_adapters: bool = False,
+    dtype: str | None = None,
+) -> str:
+    """Write a folder that `from_pretrained` loads; return what to tell the user beside its name.
 
     Args:
         checkpoint: of one role, such as `.../global_step_N/actor`.
         out: does not exist yet, or is empty.
         trust_remote_code: allow the model to bring its own code.
         only_adapters: write the adapters in peft's format instead of the model with the adapters merged in.
+        dtype: of the weights, one of DTYPES; None: that of the model that the run began with, unless it is the wider one.
 
     Raises:
         CheckpointError: there is no checkpoint, it is damaged, or it has no model or no adapters.
         ModelError: the checkpoint's description of the model cannot be read.
         ValueError: `out` is not empty.
     """
+    head = read_description(checkpoint).head
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{out} is not empty; name a folder that does not exist yet")
     if only_adapters:
-        adapters, kind = read_adapters(checkpoint)
+        adapters, kind, base = read_adapters(checkpoint)
+        folder_parts = FolderParts.read(checkpoint / "card", head, trust_remote_code)
         with storing(out, AGAIN), replacing(out) as partial:
-            partial.mkdir(exist_ok=True)
-            write_adapters(partial, adapters, kind)
-        return
+            write_adapters(partial, adapters, kind, base)
+            if folder_parts.tokenizer is not None:
+                folder_parts.tokenizer.save_pretrained(partial)
+        if base is None:
+            return f"set base_model_name_or_path in {CONFIG}: the checkpoint does not name the model below the adapters"
+        return f"adapters of {base}"
     weights = read_weights(checkpoint)  # first, because it checks all files
-    folder_parts = FolderParts.read(checkpoint / "card", read_description(checkpoint).head, trust_remote_code)
+    folder_parts = FolderParts.read(checkpoint / "card", head, trust_remote_code)
+    own = next(tensor.dtype for tensor in weights.values() if tensor.is_floating_point())
+    written = folder_parts.narrower(own) if dtype is None else DTYPES[dtype]
     with storing(out, AGAIN), replacing(out) as partial:
-        folder_parts.write_with_weights(partial, weights, trust_remote_code)
+        folder_parts.write_with_weights(partial, weights, trust_remote_code, written)
+    names = {kind: name for name, kind in DTYPES.items()}
+    if written.itemsize < own.itemsize:
+        more = f"; --dtype {names[own]} keeps all digits" if own in names else ""
+        return f"in {names[written]}, the type of the model before training{more}" if dtype is None else ""
+    return ""
 
 
 @contextmanager
@@ -89,14 +111,17 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--role", default="actor", help="which role of a global_step_N folder (default: actor)")
     parser.add_argument("--trust-remote-code", action="store_true", help="the model brings its own code")
     parser.add_argument("--adapters", action="store_true", help="write adapters alone, in peft's format")
+    parser.add_argument(
+        "--dtype", choices=[*DTYPES], help="type of the weights (default: the model's own before training)"
+    )
     chosen = parser.parse_args(arguments)
     try:
         with _local(chosen.checkpoint, chosen.role) as folder:
-            export(folder, chosen.out, chosen.trust_remote_code, chosen.adapters)
-    except (ValueError, ExplainedError) as error:
+            told = export(folder, chosen.out, chosen.trust_remote_code, chosen.adapters, chosen.dtype)
+    except (ValueError, ExplainedError, OSError) as error:
         print(f"{program('export')}: {error}", file=sys.stderr)
         return 2
-    print(f"wrote {chosen.out}")
+    print(f"wrote {chosen.out}{told and f' ({told})'}")
     return 0
 
 

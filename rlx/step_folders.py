@@ -6,7 +6,7 @@ from pathlib import Path
 
 def step_of(folder: Path) -> int | None:
     """Return N of a folder named `global_step_N`, None for another name."""
-    match = re.fullmatch(r"global_step_(\d+)", folder.name)
+    match = re.fullmatch(r"global_step_([0-9]{1,18})", folder.name)
     return int(match[1]) if match else None
 
 

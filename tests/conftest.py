@@ -174,9 +174,7 @@ class Ranks:
 def started(*arguments: str) -> Iterator[subprocess.Popen]:
     """This file as a process: one that ranks are forked from, or with `--rank` one that becomes a rank."""
     # torch tells whether there is a GPU without starting the driver, which no forked process could use.
-    # Ranks compare bits, and MKL otherwise rounds by the alignment of its operands
-    one_mode = {"OMP_NUM_THREADS": "1", "MKL_CBWR": "COMPATIBLE"}
-    environment = {**os.environ, **one_mode, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
     command = [sys.executable, __file__, *arguments]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, env=environment)
     yield process

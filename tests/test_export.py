@@ -1,5 +1,6 @@
 """The command turns a checkpoint into a folder that `from_pretrained` loads, in a process without process group."""
 
+import json
 import os
 import pickle
 import shutil
@@ -8,12 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from peft import PeftModel
+from peft import AutoPeftModelForCausalLM, PeftModel
 from safetensors import safe_open
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
 
 from rlx.checkpoint.loading import load_all
-from rlx.checkpoint.manifest import MANIFEST
+from rlx.checkpoint.manifest import MANIFEST, seal
 from rlx.config.schema import FSDPConfig, ModelConfig, OptimConfig, TinyModelConfig
 from rlx.engine.engine import Engine
 from rlx.engine.units import local
@@ -102,6 +104,10 @@ def test_adapters_alone_load_with_peft_and_say_the_same(checkpoint, tmp_path, ca
     with torch.no_grad():
         logits = PeftModel.from_pretrained(model, tmp_path / "adapters")(input_ids=IDS).logits
     torch.testing.assert_close(logits, said["actor"], rtol=1e-4, atol=1e-5)
+    AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapters")  # by the path of the base in adapter_config.json
+    config = json.loads((tmp_path / "adapters" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(step.parent / "model")
+    assert AutoTokenizer.from_pretrained(tmp_path / "adapters").chat_template
     assert main([str(step / "critic"), str(tmp_path / "none"), "--adapters"]) == 2
     assert "got no adapters" in capsys.readouterr().err
 
@@ -109,6 +115,31 @@ def test_adapters_alone_load_with_peft_and_say_the_same(checkpoint, tmp_path, ca
 def base_of(folder):
     weights = load_all(folder / "model")
     return {name.replace(".base_layer.", "."): tensor for name, tensor in weights.items() if ".lora_" not in name}
+
+
+def test_a_model_read_in_bf16_is_exported_in_bf16_and_by_a_key_in_fp32(checkpoint, tmp_path, capsys):
+    actor = shutil.copytree(checkpoint[0] / "actor", tmp_path / "actor")
+    card = actor / "card" / "config.json"
+    card.write_text(json.dumps({**json.loads(card.read_text()), "dtype": "bfloat16"}))
+    (actor / MANIFEST).unlink()
+    seal(actor, {})
+    assert main([str(actor), str(tmp_path / "short")]) == 0
+    said = f"wrote {tmp_path}/short (in bf16, the type of the model before training; --dtype fp32 keeps all digits)\n"
+    assert capsys.readouterr().out == said
+    assert main([str(actor), str(tmp_path / "long"), "--dtype", "fp32"]) == 0
+    short, long = (load_file(tmp_path / name / "model.safetensors") for name in ("short", "long"))
+    assert all(torch.equal(short[name], long[name].bfloat16()) for name in long)
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "short", dtype="auto").dtype == torch.bfloat16
+
+
+def test_a_card_of_another_shape_is_refused(checkpoint, tmp_path, capsys):
+    actor = shutil.copytree(checkpoint[0] / "actor", tmp_path / "actor")
+    card = actor / "card" / "config.json"
+    card.write_text(json.dumps({**json.loads(card.read_text()), "intermediate_size": 64}))
+    (actor / MANIFEST).unlink()
+    seal(actor, {})
+    assert main([str(actor), str(tmp_path / "out")]) == 2
+    assert "the weights are not those of this" in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("arguments", [[], ["--adapters"]])

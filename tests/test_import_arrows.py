@@ -21,7 +21,7 @@ PAGE = ROOT.parent / "docs" / "architecture.md"
 # Which parts of rlx a part may import, beside itself and the leaves.
 MAY_IMPORT = {
     "errors": set(),
-    "checkpoint": set(),
+    "checkpoint": {"models", "offload"},
     "heartbeat": set(),
     "identity": set(),
     "program": set(),
@@ -31,8 +31,8 @@ MAY_IMPORT = {
     "cli": set(),
     "supervisor": set(),
     "driver": {"cluster", "config", "supervisor", "trainer"},
-    "export": {"checkpoint", "engine", "models"},
-    "view": {"trainer"},
+    "export": {"checkpoint", "models"},
+    "view": {"checkpoint", "trainer"},
     "user_code": set(),
     "config": set(),
     "data": {"user_code"},

@@ -1,9 +1,11 @@
-"""A folder that appears complete or not at all: written under another name, then renamed."""
+"""Folders and files that appear complete or not at all: written under another name, then renamed. Their modes follow the umask."""
 
+import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TextIO
 
 
 def partial_of(folder: Path) -> Path:
@@ -40,6 +42,22 @@ def replacing(folder: Path) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)
         raise
     commit(folder)
+
+
+@contextmanager
+def replacing_file(path: Path) -> Iterator[TextIO]:
+    """Yield a text file to write; at the end it is on the disk and replaces `path`, of a link the link itself."""
+    partial = path.with_name(f".{path.name}.part")
+    partial.unlink(missing_ok=True)
+    try:
+        with partial.open("x", encoding="utf-8") as file:  # x follows no link that somebody put there
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
 
 
 def _old(folder: Path) -> Path:

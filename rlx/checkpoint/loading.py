@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors import safe_open
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorStorageMetadata
@@ -85,9 +86,18 @@ def _narrower(entry: Any, tensor: Tensor) -> torch.dtype | None:
 def _opened(folder: Path) -> tuple[dcp.StorageReader, Metadata]:
     reader = dcp.HuggingFaceStorageReader(str(folder))
     try:
-        return reader, reader.read_metadata()
+        metadata = reader.read_metadata()
+        types: dict[str, set[str]] = {}
+        for path in sorted(folder.glob("*.safetensors")):
+            with safe_open(path, "pt") as file:
+                for name in file.keys():  # noqa: SIM118
+                    types.setdefault(name, set()).add(file.get_slice(name).get_dtype())
     except Exception as error:  # safetensors and json raise many kinds
         raise CheckpointError(f"{folder}: cannot be read ({type(error).__name__}: {error})") from None
+    # The reader takes the type of one piece for that of all, and would convert the others' bits.
+    if mixed := [f"{name}: got pieces of {' and '.join(sorted(own))}" for name, own in types.items() if len(own) > 1]:
+        raise CheckpointError(f"{folder}: {few(mixed, MOST_NAMED)}; expected one type")
+    return reader, metadata
 
 
 def _require_same(state: Mapping[str, Tensor], metadata: Metadata, folder: Path, within: set[str]) -> None:

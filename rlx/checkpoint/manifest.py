@@ -27,6 +27,9 @@ READ_BYTES = 8 << 20
 SMALL_BYTES = 16 << 20
 """Files up to this size are read in full by the quick check: JSON and tokenizers, but hardly any weights."""
 THREADS = 4
+MOST_MISSING = 100
+MOST_DEEP = 4
+"""Manifests below manifests; rlx writes 2: of a checkpoint and of its roles."""
 
 
 class CheckpointError(ExplainedError, ValueError):
@@ -40,6 +43,11 @@ class OtherVersionError(CheckpointError):
 def few(faults: Sequence[str], most: int = 3) -> str:
     """Join faults; of many only the first ones."""
     return "; ".join(faults[:most]) + (f"; and {len(faults) - most} more" if len(faults) > most else "")
+
+
+def is_count(value: object) -> bool:
+    """Whether a value of a JSON file is a whole number from 0 on that 64 bits hold."""
+    return type(value) is int and 0 <= value < 1 << 63
 
 
 class FileEntry(NamedTuple):
@@ -119,10 +127,7 @@ def damage(folder: Path) -> list[str]:
     faults = []
     for below, name, entry in _listed(folder, faults):
         path = below / name
-        found = path.stat().st_size if path.is_file() else None
-        if found is None:
-            faults.append(f"{path}: is missing")
-        elif found != entry.nbytes:
+        if (found := path.stat().st_size) != entry.nbytes:
             faults.append(f"{path}: got {found} bytes, expected {entry.nbytes}")
         elif entry.nbytes <= SMALL_BYTES:
             faults += filter(None, (_fault_of_chunk((path, 0, digest)) for digest in entry.digests[:1]))
@@ -181,7 +186,7 @@ def require_keys(path: Path, found: Mapping[str, Any], expected: Iterable[str]) 
         )
 
 
-def _listed(folder: Path, faults: list[str]) -> Iterator[tuple[Path, str, FileEntry]]:
+def _listed(folder: Path, faults: list[str], depth: int = 0) -> Iterator[tuple[Path, str, FileEntry]]:
     """Yield (folder, name, entry) of all files that the folder's manifests list; append what is wrong with the lists."""
     try:
         files = _read_manifest(folder)
@@ -190,15 +195,21 @@ def _listed(folder: Path, faults: list[str]) -> Iterator[tuple[Path, str, FileEn
     except CheckpointError as error:
         faults.append(str(error))
         return
-    unlisted = set(_names(folder)) - set(files)
-    faults += [f"{folder / name}: is not in the manifest; remove it" for name in unlisted]
-    links = (folder / name for name in files if (folder / name).is_symlink())
-    faults += [f"{link}: is a symbolic link; put the file there" for link in links]
-    for name, entry in files.items():
-        yield folder, name, entry
+    names = set(_names(folder))
+    faults += [f"{folder / name}: is not in the manifest; remove it" for name in sorted(names - set(files))]
+    faults += [f"{folder / name}: is missing" for name in sorted(set(files) - names)[:MOST_MISSING]]
+    for name in sorted(names & set(files)):
         inner = folder / name
-        if inner.name == MANIFEST and inner.is_file():
-            yield from _listed(inner.parent, faults)
+        if inner.is_symlink():
+            faults.append(f"{inner}: is a symbolic link; put the file there")
+        elif not inner.is_file():
+            faults.append(f"{inner}: is missing, what has its name is no file")
+        else:
+            yield folder, name, files[name]
+            if inner.name == MANIFEST and depth < MOST_DEEP:
+                yield from _listed(inner.parent, faults, depth + 1)
+            elif inner.name == MANIFEST:
+                faults.append(f"{inner}: is {depth} folders of manifests deep, expected at most {MOST_DEEP}")
 
 
 def _read_manifest(folder: Path) -> dict[str, FileEntry]:
@@ -216,9 +227,9 @@ def _read_manifest(folder: Path) -> dict[str, FileEntry]:
         files = {}
         for name, entry in found["files"].items():
             digests = tuple(entry["xxh3_128"])
-            if not isinstance(entry["bytes"], int) or not all(isinstance(digest, str) for digest in digests):
+            if not is_count(entry["bytes"]) or not all(isinstance(digest, str) for digest in digests):
                 raise TypeError
-            if len(digests) != max(1, -(-entry["bytes"] // CHUNK_BYTES)) or ".." in Path(name).parts or name[:1] == "/":
+            if len(digests) != max(1, -(-entry["bytes"] // CHUNK_BYTES)) or ".." in name.split("/") or name[:1] == "/":
                 raise ValueError
             files[name] = FileEntry(entry["bytes"], digests)
     except (KeyError, TypeError, ValueError, AttributeError):

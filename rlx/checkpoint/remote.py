@@ -59,9 +59,13 @@ class RemoteFolder:
             self._files.get_file(self._at(name), str(path))
 
     def download(self, below: str, folder: Path) -> None:
-        """Copy a folder; it appears when all of it is there."""
-        with replacing(folder) as partial, _explained(f"{self.url}/{below}"):
-            for place in self._files.find(self._at(below)):
+        """Copy a sealed folder; it appears when all of it is there. Raises StorageError if there is none."""
+        url = f"{self.url}/{below}".rstrip("/")
+        with replacing(folder) as partial, _explained(url):
+            places = self._files.find(self._at(below))
+            if f"{self._at(below)}/{MANIFEST}".lstrip("/") not in {place.lstrip("/") for place in places}:
+                raise StorageError(f"{url}: got {len(places)} files without {MANIFEST}, expected a finished checkpoint")
+            for place in places:
                 name = PurePosixPath(place).relative_to(PurePosixPath(self._at(below)))
                 if ".." in name.parts:
                     raise OSError(f"{name} leads out of the folder")

@@ -13,23 +13,25 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import AdamW
 
+from rlx.checkpoint.manifest import CheckpointError
+from rlx.checkpoint.role import Description, write_extra_files
 from rlx.config.schema import FSDPConfig, ModelConfig, OptimConfig
 from rlx.data.batch import SAMPLE_TOKENS, SEQUENCE, Batch
-from rlx.engine import checkpoint
 from rlx.engine import optimizer as adamw
 from rlx.engine.cutting import Cutter, SequenceGroup
 from rlx.engine.experts import ExpertOptions
 from rlx.engine.forward import Distribution, Forward, Head, sequence_scores
-from rlx.engine.making import make_model
+from rlx.engine.making import make_model, require_finite
 from rlx.engine.micro_batch import MicroBatch, MicroBatchRule, shifted, token_counts
 from rlx.engine.objectives import Objective, Totals, over_processes, totals_of
 from rlx.engine.optimizer_state import OptimizerStateOnHost
 from rlx.engine.residency import TensorOffload
-from rlx.engine.saving import CheckpointWriter
+from rlx.engine.saving import CheckpointWriter, parts_of, read
 from rlx.engine.sharded import precision_of
 from rlx.engine.sharding import shard, stream_frozen
 from rlx.engine.units import local
 from rlx.models.hf_folder import FolderParts
+from rlx.models.loading import ModelError, load_config
 from rlx.models.lora import adapter_weights, base_weights, merged_weights, refuse_idle_adapters
 from rlx.models.packed_attention import packed_attention
 from rlx.offload import OffloadOptions, OffloadStats, enable_activation_offloading, host_arena, register_attention
@@ -90,7 +92,7 @@ class Engine:
         precision = precision_of(fsdp, device)
         self._stored = precision.stored
         plain, layers, self.adapters = make_model(model, head, precision.stored, seed, optim is not None, device)
-        self.folder_parts = FolderParts.of(plain, head, tokenizer)
+        self.folder_parts = FolderParts.of(plain, head, tokenizer, load_config(model).dtype)
         for layer in layers if compile_layers else ():
             layer.compile()
         streams = model.layer_offload and (optim is None or self.adapters)
@@ -98,6 +100,7 @@ class Engine:
         self.streaming = stream_frozen(plain, layers, strategy, precision, device, weights_in) if streams else None
         self.sharded = shard(plain, strategy, fsdp, precision, device, self.streaming)
         self.root = self.sharded.root
+        require_finite(f"model.path={model.path}", self.root.named_parameters())
         sequences = SequenceGroup(sequence_parallel, plain.config.get_text_config()) if sequence_parallel > 1 else None
         attention = model.attn_implementation if model.use_remove_padding and head != "score" else None
         self._forward = Forward(self.root, plain, device, attention, sequences and sequences.processes)
@@ -326,16 +329,16 @@ class Engine:
         if self.streaming is not None:
             self.streaming.release()
         frozen = {p.untyped_storage() for p in (self.streaming.parameters if self.streaming else ())}
-        own = self.updates, self.steps, self.adapters, self.model_config.quantization
-        description = checkpoint.Description(self.head, tuple(contents), *own)
-        parts = checkpoint.parts_of(description, self.sharded, self.optimizer)
+        own = self.updates, self.steps, self.adapters, self.model_config.quantization, self.model_config.path
+        description = Description(self.head, tuple(contents), *own)
+        parts = parts_of(description, self.sharded, self.optimizer)
         offloads = [self._offloaded_parameters, *(self._state_on_host.offloads if self._state_on_host else ())]
         partial = self.checkpoint_writer.begin(Path(folder), parts, offloads, in_background, frozen)
         streamed = self.weights() if "hf_model" in contents else ()
         weights = {name: tensor.cpu() for name, tensor in streamed if dist.get_rank() == 0}
         if dist.get_rank() == 0:
             extra = partial, description, self.folder_parts, weights, self.model_config.trust_remote_code
-            self.checkpoint_writer.write_extra_files(lambda: checkpoint.write_extra_files(*extra))
+            self.checkpoint_writer.write_extra_files(lambda: write_extra_files(*extra))
         if not in_place:
             self.to_host(parameters=False)
 
@@ -356,7 +359,11 @@ class Engine:
         if self.streaming is not None:
             self.streaming.release()
         own = self.head, self.sharded, self.optimizer, self.adapters
-        description = checkpoint.read(Path(folder), *own, *([on_host.replace] if on_host else []))
+        description = read(Path(folder), *own, *([on_host.replace] if on_host else []))
+        try:
+            require_finite(str(folder), self.root.named_parameters())
+        except ModelError as error:
+            raise CheckpointError(str(error)) from None
         self.updates, self.steps = description.updates, description.steps
         self.to_host(parameters=False)
 

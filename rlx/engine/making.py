@@ -1,14 +1,17 @@
 """Build a role's model before it is sharded: weights, adapters, fused kernels, tiled MLPs and recomputation."""
 
 import logging
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from rlx.checkpoint.manifest import few
 from rlx.config.schema import ModelConfig
 from rlx.engine.forward import Head
+from rlx.engine.units import local
 from rlx.models.adapter_folder import load_adapters
 from rlx.models.loading import ModelError, apply_liger, load_model, load_skeleton, rope_by_length
 from rlx.models.lora import Adapter, add_lora
@@ -73,6 +76,23 @@ def make_model(
     if model.tiled_mlp:
         enable_tiling(plain, None if model.tiled_mlp == "auto" else int(model.tiled_mlp), layers)
     return Made(plain, layers, adapters)
+
+
+def require_finite(source: str, named: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Check this process's share of the weights; all processes join.
+
+    Raises:
+        ModelError: a weight is NaN or infinite on some process, so no gradient would be finite.
+    """
+    faults = []
+    for name, tensor in named:
+        own = local(tensor)
+        if own.is_floating_point() and not (right := own.isfinite()).all():
+            faults.append(f"{name} ({int((~right).sum())} of {own.numel()} numbers of a process)")
+    found: list[list[str]] = [[]] * dist.get_world_size()
+    dist.all_gather_object(found, faults)
+    if faults := sorted(fault for each in found for fault in each):
+        raise ModelError(f"{source} holds NaN or infinite weights: {few(faults)}; take a copy that is whole")
 
 
 def _load(model: ModelConfig, head: Head, dtype: torch.dtype, seed: int) -> "PreTrainedModel":

@@ -31,7 +31,7 @@ from rlx.user_code import UserCodeError
 
 SOURCE = Path(__file__).with_name("sandbox_child.py").read_text()
 SANDBOX_VARIABLES = {
-    **{"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8"},
+    **{"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": "/tmp", "TMPDIR": "/tmp"},
     **{"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
 }
 START_LIMIT_S = 60.0

@@ -71,11 +71,9 @@ def launch(settings: "dict[str, object]", bubblewrap: str, paths: "list[str]", o
         command += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
     else:
         command += ["--unshare-user", "--disable-userns", "--uid", "65534", "--gid", "65534"]
-    # Python itself may lie in a folder of /tmp, which then is no empty one.
-    place = "/scratch" if any(path.startswith("/tmp/") for path in paths) else "/tmp"
-    for name, value in (os.environ | {"HOME": place, "TMPDIR": place}).items():
+    for name, value in os.environ.items():
         command += ["--setenv", name, value]
-    command += ["--dir", "/dev", "--bind", settings["scratch"], place, "--chdir", place]
+    command += ["--dir", "/dev", "--bind", settings["scratch"], "/tmp", "--chdir", "/tmp"]
     for device in DEVICES:
         command += ["--dev-bind", f"/dev/{device}", f"/dev/{device}"]
     for folder in sorted({parent for path in paths for parent in parents(path)}):

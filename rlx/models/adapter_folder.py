@@ -50,27 +50,25 @@ class AdapterKind(NamedTuple):
         return cls(config.lora_rank, config.lora_alpha, config.lora.use_dora, config.lora.use_rslora)
 
 
-def write_adapters(folder: Path, weights: Mapping[str, Tensor], kind: AdapterKind) -> None:
+def write_adapters(folder: Path, weights: Mapping[str, Tensor], kind: AdapterKind, base: str | None = None) -> None:
     """Write a folder that peft's `PeftModel.from_pretrained` and vLLM load.
 
     Args:
         folder: exists.
         weights: full tensors by their names in the adapted model, as `rlx.models.lora.adapter_weights` yields them.
         kind: of the adapters.
+        base: folder or hub name of the model below them, for tools that load both.
     """
     from safetensors.torch import save_file
 
-    write_config(folder, weights, kind)
+    write_config(folder, weights, kind, base)
     tensors = {peft_name(name): tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
     as_open_as_folder(folder / WEIGHTS)
 
 
 def write_config(folder: Path, weights: Iterable[str], kind: AdapterKind, base: str | None = None) -> None:
-    """Write the file of such a folder that describes its adapters; arguments as of `write_adapters`.
-
-    `base` is the folder or hub name of the model below them, for tools that load both.
-    """
+    """Write the file of such a folder that describes its adapters; arguments as of `write_adapters`."""
     owners = {name.rpartition(".")[0] for name in kind.experts}
     targets = sorted({layer for name in weights if plain_name(layer := name.rpartition(".lora_")[0]) not in owners})
     settings = {
@@ -101,7 +99,7 @@ def adapter_faults(path: str, config: ModelConfig) -> list[str]:
         return [f"{key}: {folder} has no {' and no '.join(lacking)}; expected a folder that peft or rlx.export wrote"]
     try:
         found = json.loads((folder / CONFIG).read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         return [f"{key}: {folder / CONFIG} cannot be read as JSON ({error})"]
     if not isinstance(found, dict) or found.get("peft_type") != "LORA":
         return [f"{key}: {folder / CONFIG} is no configuration of LoRA, expected peft_type LORA"]

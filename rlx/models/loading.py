@@ -20,7 +20,7 @@ from rlx.config.schema import MODEL_JSON_FILES, TOKENIZER_FILES, ModelConfig
 from rlx.errors import ExplainedError, did_you_mean
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 
 class NoValueClassError(ExplainedError, ValueError):
@@ -171,6 +171,18 @@ def load_config(config: ModelConfig) -> "PreTrainedConfig":
     for name, value in config.override_config.items():
         _override(loaded, name, value, f"model.override_config.{name}")
     return loaded
+
+
+def generation_of(config: ModelConfig) -> "GenerationConfig | None":
+    """Return the model's own generation_config.json, None without one. Raises ModelError if it cannot be read."""
+    from transformers import GenerationConfig
+
+    source = _source(config.path)
+    with explained(f"the generation_config.json of {config.path}"):
+        try:
+            return GenerationConfig.from_pretrained(source)
+        except OSError:
+            return None
 
 
 def _drop_nothing(loaded: "PreTrainedConfig") -> None:

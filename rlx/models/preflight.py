@@ -13,7 +13,16 @@ from rlx.config.schema.roles import TINY
 from rlx.errors import did_you_mean
 from rlx.models.adapter_folder import load_adapters
 from rlx.models.experts import LEAVE_EXPERTS_ALONE
-from rlx.models.loading import Head, ModelError, class_and_config, fault_of_ties, load_skeleton, why_not_shared
+from rlx.models.hf_folder import FolderParts
+from rlx.models.loading import (
+    Head,
+    ModelError,
+    class_and_config,
+    fault_of_ties,
+    generation_of,
+    load_skeleton,
+    why_not_shared,
+)
 from rlx.models.lora import adapter_targets, add_lora, expert_targets
 from rlx.models.tiny import make_tiny_config, make_tiny_tokenizer
 
@@ -67,6 +76,8 @@ def faults_of(
                 "transformers, expected a model that has; set enable_activation_offload=True, which recomputes its layers, or "
                 "enable_gradient_checkpointing=False"
             )
+        if head != "score":  # before adapters change the skeleton
+            FolderParts(head, skeleton.config, generation_of(model), None).try_writing(model.trust_remote_code)
         if model.lora_rank > 0:
             faults += _of_targets(skeleton, model, sampler)
         if model.lora_rank > 0 and model.lora_adapter_path is not None:

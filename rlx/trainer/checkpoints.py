@@ -2,14 +2,14 @@
 
 <default_local_dir>/<time>/            the run: config.yaml, metrics.jsonl, report.png, validation/
     checkpoints/global_step_N/         appears when it is whole; until then it is .global_step_N.partial
-        actor/  critic/                written by the workers, see rlx/engine/checkpoint.py
+        actor/  critic/                written by the workers, see rlx/checkpoint/role.py
         driver.json                    the driver's state
         manifest.json                  digests of driver.json and of the roles' manifests, written last
     checkpoints/superseded/            checkpoints of later steps than one that the run was resumed from
 """
 
-import contextlib
 import json
+import math
 import re
 import shutil
 from collections.abc import Iterable, Sequence
@@ -24,14 +24,17 @@ from rlx.checkpoint.manifest import (
     OtherVersionError,
     damage,
     few,
+    is_count,
     read_json,
     require_keys,
 )
 from rlx.config.check.folders import is_url, runs_folder
 from rlx.config.schema import PPOConfig, TrainerConfig
-from rlx.config.schema.roles import trained_roles
+from rlx.config.schema.roles import prompts_at_once, trained_roles
 from rlx.errors import ExplainedError, storing
 from rlx.step_folders import step_of, steps_in
+from rlx.supervisor import link
+from rlx.trainer.data_check import training_rows
 
 RUN_FOLDER = re.compile(r"(\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d)(?:_(\d+))?")
 SUPERSEDED = "superseded"
@@ -207,6 +210,11 @@ def require_parts(config: PPOConfig, checkpoint: Path) -> None:
                 f"its {role.name} has {have}, but {role.model_key}.lora_rank={role.model.lora_rank}: set it as in the run that "
                 "wrote it"
             )
+    saved, control = read_driver_state(checkpoint).kl_controller.get("type"), config.algorithm.kl_ctrl.type
+    if saved is not None and saved != control:
+        faults.append(
+            f"it was written with algorithm.kl_ctrl.type={saved!r}, this run has {control!r}: set it as before"
+        )
     if faults:
         raise ResumeError(f"cannot resume from {checkpoint}: {'; '.join(faults)}")
 
@@ -229,9 +237,12 @@ def run_folder(config: PPOConfig, checkpoint: Path | None) -> Path:
         )
         stamp, number = max((datetime.now().strftime("%Y-%m-%d_%H-%M-%S"), 0), (before[0], before[1] + 1))
         folder = base / (f"{stamp}_{number}" if number else stamp)
-        with contextlib.suppress(FileExistsError):  # another run has just made it
-            folder.mkdir(parents=True)
-            return folder
+        with storing(folder, "begin again"):
+            try:
+                folder.mkdir(parents=True)
+            except FileExistsError:  # another run has just made it
+                continue
+        return folder
 
 
 def write_driver_state(checkpoint: Path, state: DriverState) -> None:
@@ -255,6 +266,18 @@ def read_driver_state(checkpoint: Path) -> DriverState:
         raise CheckpointError(
             f"{path}: got a value of another type for {', '.join(wrong)}, expected those of rlx's driver"
         )
+    counts = {name: found[name] for name, kind in kinds.items() if kind is int}
+    counts |= {f"sampler.{name}": found["sampler"].get(name) for name in ("epoch", "position")}
+    numbers = {f"first_validation.{name}": value for name, value in found["first_validation"].items()}
+    coef, position, size = found["kl_controller"].get("coef"), counts["sampler.position"], found["sampler"].get("size")
+    wrong = [f"{name}={value!r:.40}" for name, value in counts.items() if not is_count(value)]
+    wrong += [f"{name}={value!r:.40}" for name, value in numbers.items() if type(value) not in (int, float)]
+    if type(coef) not in (int, float) or not 0 <= coef < math.inf:
+        wrong.append(f"kl_controller.coef={coef!r:.40}")
+    if not wrong and is_count(size) and position > size:
+        wrong.append(f"sampler.position={position} of {size} prompts")
+    if wrong:
+        raise CheckpointError(f"{path}: got {few(wrong)}, which rlx's driver never writes")
     if found["step"] != (step := require_step(checkpoint)):
         raise CheckpointError(f"{path}: got the state of step {found['step']}, expected {step}")
     return DriverState(**found)
@@ -276,6 +299,41 @@ def nothing_to_train(step: int, last_step: int, trainer: TrainerConfig) -> str:
         f"nothing to train: the checkpoint is of step {step} and the run ends at {last_step}; raise "
         f"trainer.total_training_steps or trainer.total_epochs{other}"
     )
+
+
+class EndOfRun(NamedTuple):
+    """A run without a step left: its folder, and what to tell."""
+
+    folder: Path
+    text: str
+
+
+def end_of_run(config: PPOConfig) -> EndOfRun | None:
+    """Return the run to resume if its newest checkpoint is of the last step; None if it is not, or if that is not known here.
+
+    Object storage is not asked, and a faulty checkpoint is reported when the run starts, beside its other faults. A driver that
+    the supervisor started again is not judged: it ends its own run.
+    """
+    trainer = config.trainer
+    if trainer.resume_mode == "disable" or trainer.val_only or link.folder_to_continue() is not None:
+        return None
+    if is_url(trainer.default_local_dir) or is_url(trainer.resume_from_path):
+        return None
+    try:
+        checkpoint = starting_checkpoint(config).checkpoint
+    except (ExplainedError, OSError):
+        return None
+    last_step = trainer.total_training_steps or _most_steps(config)
+    if checkpoint is None or last_step is None or require_step(checkpoint) < last_step:
+        return None
+    text = f"{nothing_to_train(require_step(checkpoint), last_step, trainer)} ({checkpoint})"
+    return EndOfRun(checkpoint.parent.parent, text)
+
+
+def _most_steps(config: PPOConfig) -> int | None:
+    """Return the number of steps if no prompt is dropped; None if the rows cannot be counted."""
+    rows = training_rows(config)
+    return None if rows is None else rows // prompts_at_once(config) * config.trainer.total_epochs
 
 
 def set_aside_later(folder: Path, step: int) -> list[str]:

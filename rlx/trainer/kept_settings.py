@@ -5,7 +5,6 @@
     config_2_from_step_40.yaml      what the second part changed, from step 40 on; then config_3_from_step_...
 """
 
-import os
 import re
 from datetime import datetime
 from fnmatch import fnmatchcase
@@ -14,6 +13,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from rlx.checkpoint.folders import replacing_file
 from rlx.config.schema.tree import LEAVES, as_text
 from rlx.errors import storing
 from rlx.program import program
@@ -208,15 +208,8 @@ def _read(text: str, source: object) -> dict[str, Any]:
 
 
 def _write(file: Path, text: str) -> None:
-    """Write a file that only its user may read, wholly or not at all."""
-    part = file.with_name(f".{file.name}.part")
-    with storing(file):
-        part.unlink(missing_ok=True)
-        with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as opened:
-            opened.write(text)
-            opened.flush()
-            os.fsync(opened.fileno())
-        os.replace(part, file)
+    with storing(file), replacing_file(file) as opened:
+        opened.write(text)
 
 
 def _is_one_of(key: str, patterns: tuple[str, ...]) -> bool:

@@ -19,6 +19,7 @@ from rlx.trainer.progress import Progress
 from rlx.trainer.run_state import RunState
 from rlx.trainer.samples import SampleSource, Validation
 from rlx.trainer.saver import Saver, due
+from rlx.trainer.skipped_updates import SkippedUpdates
 from rlx.trainer.tracking import Tracker
 
 Metrics = dict[str, float]
@@ -54,7 +55,7 @@ class Trainer:
         self.config, self.tokenizer, self.folder = config, tokenizer, folder
         self.rewards, self.progress, self.tracker = rewards, progress, tracker
         self.saver = Saver(config, workers, folder / "checkpoints")
-        self.state = state = RunState(config, sampler)
+        self.state, self.skipped = (state := RunState(config, sampler)), SkippedUpdates()
         self.learner = Learner(config, workers, progress, state)
         self.samples = SampleSource(config, workers, tokenizer, train, sampler, rewards, folder, progress, state)
         self.validation = Validation(config, self.samples, val, folder, progress, tracker, state)
@@ -98,10 +99,12 @@ class Trainer:
                         self.saver.begin(state.of_driver())
                     metrics |= self.learner.memory_of("checkpoint")
             self.report(metrics | timings | steps.rates(metrics, timings))
+            self.skipped.judge(state.finished_steps, metrics)
             self.saver.settle()  # after the row, so that a whole checkpoint never lacks one
             if stopping is not None and (left_s := stopping.left_s) is not None:
                 self.end_early(left_s)
-        self.saver.close()
+        self.skipped.end()
+        self.saver.close(None if trainer.val_only else state.of_driver())
 
     def end_early(self, left_s: float) -> NoReturn:
         """Save and copy, if there is time, and raise Terminated; StorageError if the save or a copy failed."""

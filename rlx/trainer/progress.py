@@ -77,10 +77,11 @@ def printable(text: str, encoding: str) -> str:
 
 def next_commands(folder: Path) -> list[str]:
     """Return the commands that one may want after a run, each with a comment."""
-    lines = [
-        f"{program('export')} {shlex.quote(str(saved))} my-model   # the policy as a Hugging Face folder"
-        for saved in [*steps_in(folder / "checkpoints").values()][-1:]
-    ]
+    lines = []
+    for step, saved in [*steps_in(folder / "checkpoints").items()][-1:]:
+        lines.append(f"{program('export')} {shlex.quote(str(saved))} my-model   # the policy as a Hugging Face folder")
+        more = f"trainer.resume_mode=auto trainer.total_training_steps={2 * step}"
+        lines.append(f"the command of this run with {more}   # goes on from step {step}")
     if (folder / "transcripts").exists():
         lines.append(f"{program('view')} {shlex.quote(str(folder))}   # the samples, as a page for a browser")
     if (folder / "tensorboard").exists():

@@ -5,9 +5,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from rlx.cluster.group import WorkerGroup
-from rlx.config.forecast.checkpoint_forecast import NOT_SAVED
+from rlx.config.forecast.checkpoint_forecast import seldom_saved
 from rlx.config.schema import ModelConfig, PPOConfig
-from rlx.config.schema.roles import TINY, critic_settings, has_critic, roles_of, saves
+from rlx.config.schema.roles import TINY, critic_settings, has_critic, roles_of
 from rlx.data.sampler import PromptSampler
 from rlx.errors import storing
 from rlx.program import program
@@ -17,8 +17,8 @@ from rlx.trainer.checkpoints import SUPERSEDED, newest_whole, require_step, run_
 from rlx.trainer.kept_settings import ChangedKey, changes, keep, longer
 from rlx.trainer.loop import Trainer
 from rlx.trainer.progress import Progress
-from rlx.trainer.remote_runs import RemoteRun
 from rlx.trainer.run_lock import RunLock
+from rlx.trainer.saver import RemoteRun
 from rlx.trainer.start import Prepared, prepare
 from rlx.trainer.tracking import METRICS_FILE, VAL_ONLY_FILE, Tracker
 from rlx.trainer.transcripts import keeps_transcripts
@@ -108,8 +108,8 @@ def _tell_beginning(config: PPOConfig, yaml: str, prepared: Prepared, folder: Pa
         policy = config.actor_rollout_ref
         vllm = "; then vLLM starts" if policy.rollout.name == "vllm" else ""
         progress.remark(f"loading {', '.join(roles_of(config))} from {policy.model.path}{vllm}")
-        if not saves(config) and not config.trainer.val_only:
-            progress.remark(NOT_SAVED)
+        if told := seldom_saved(config):
+            progress.remark(told)
 
 
 def _train(

@@ -1,30 +1,45 @@
-"""When the driver saves, and how a checkpoint of several roles becomes whole."""
+"""When the driver saves, how a checkpoint of several roles becomes whole, and its copy in object storage.
+
+A run whose `trainer.default_local_dir` is a URL works in a local folder, and finished checkpoints are copied:
+
+<url>/<run>/                           top-level files of the run: config.yaml, metrics.jsonl, report.png
+<url>/<run>/checkpoints/global_step_N/ manifest.json is copied last
+"""
 
 import shutil
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
+from threading import Lock
 
 from rlx.checkpoint import folders
-from rlx.checkpoint.manifest import few, seal
+from rlx.checkpoint.manifest import MANIFEST, few, seal
+from rlx.checkpoint.remote import RemoteFolder
 from rlx.cluster.group import WorkerGroup
+from rlx.config.check.folders import is_url, runs_folder
 from rlx.config.schema import PPOConfig
 from rlx.config.schema.roles import trained_roles
 from rlx.errors import storing
+from rlx.step_folders import step_of, steps_in
 from rlx.trainer.checkpoints import (
     DriverState,
+    ResumeError,
     checkpoints_in,
     is_finished,
     keep_newest,
     newest_whole,
     none_is_whole,
+    order_of,
+    refusal_of,
     require_parts,
     require_step,
     unusable,
     write_driver_state,
 )
-from rlx.trainer.remote_runs import RemoteRun
+from rlx.trainer.run_lock import LOCK_FILE
 
 POLL_S = 0.05
 
@@ -99,12 +114,13 @@ class Saver:
             return True
         return due(trainer.save_freq, step, last)
 
-    def begin(self, state: DriverState, in_background: bool | None = None) -> None:
+    def begin(self, state: DriverState, in_background: bool | None = None, without: str | None = None) -> None:
         """Start a save. The workers return when their state may change again, at the latest when it is on the disk.
 
         Args:
             state: of the driver, at the end of a step.
             in_background: whether the workers write in the background; None: as configured.
+            without: a part of the configured contents to leave out.
 
         Raises:
             StorageError, WorkerFailure: a process could not write; what was written is removed.
@@ -117,7 +133,7 @@ class Saver:
         with _removed_on_failure(partial):
             write_driver_state(partial, state)
             for role in self._roles:
-                self._workers.broadcast(role, "begin_save", str(partial / role), in_background)
+                self._workers.broadcast(role, "begin_save", str(partial / role), in_background, without)
 
     def settle(self) -> None:
         """Let the checkpoint appear if all processes have written it; call this after each step's row."""
@@ -142,13 +158,23 @@ class Saver:
         if self._remote is not None:
             self._remote.send(checkpoint, removed)
 
-    def close(self) -> None:
-        """Finish the save, and wait for copies to object storage; call this at the end of the run."""
+    def close(self, last: DriverState | None = None) -> None:
+        """Finish the save, and wait for copies to object storage; call this at the end of the run.
+
+        Args:
+            last: the state at the end, to save it without the optimizer's state if no save was due (trainer.save_last).
+        """
         self.finish()
+        if last is not None and self._config.trainer.save_last and not self._is_saved(last.step):
+            self.begin(last, without="optimizer")
+            self.finish()
         if self._remote is not None:
             self._remote.wait()
             self._remote.send(None, self._remove_old())
             self._remote.wait()
+
+    def _is_saved(self, step: int) -> bool:
+        return is_finished(self._folder / f"global_step_{step}")
 
     def _remove_old(self) -> list[str]:
         """Remove the checkpoints beyond those to keep, but not one that is being copied; return the names of the removed."""
@@ -200,3 +226,137 @@ def _removed_on_failure(partial: Path) -> Iterator[None]:
         for _ in range(3):  # a worker that is being ended may still add a file
             shutil.rmtree(partial, ignore_errors=True)
         raise
+
+
+# Copies in object storage ------------------------------------------------------------------------------------------
+
+
+class RemoteRun:
+    """Copies finished checkpoints of one run in a thread, one after the other.
+
+    A checkpoint may be due for removal before its copy is complete, if storage is slower than saves. The one that is being
+    copied stays, so that copies arrive at all; those that wait may be removed, so that the disk does not fill, and are not
+    copied then.
+
+    Args:
+        remote: the folder of all runs.
+        folder: of this run, local.
+    """
+
+    def __init__(self, remote: RemoteFolder, folder: Path) -> None:
+        self._remote, self._folder = remote, folder
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="upload")
+        self._sent: list[Future[None]] = []
+        self._copied: Path | None = None
+        self._chosen = Lock()  # held while the next checkpoint to copy is chosen
+
+    @classmethod
+    def of(cls, config: PPOConfig, folder: Path) -> "RemoteRun | None":
+        """Return the copier of a run, or None if its configuration names no URL."""
+        url = config.trainer.default_local_dir
+        return cls(RemoteFolder(url), folder) if url is not None and is_url(url) else None
+
+    def send(self, checkpoint: Path | None, removed: list[str]) -> None:
+        """Copy the run's own files and a checkpoint later, and remove the copies of checkpoints that were removed.
+
+        Raises:
+            StorageError: an earlier copy failed.
+        """
+        self.wait(0.0)
+        self._sent.append(self._thread.submit(self._copy, checkpoint, removed))
+
+    @contextmanager
+    def paused(self) -> Iterator[Path | None]:
+        """Begin to copy no other checkpoint in this context; yields the one that is being copied, which must stay."""
+        with self._chosen:
+            yield self._copied
+
+    def wait(self, at_most_s: float | None = None) -> None:
+        """Wait for all copies, or at most so long. Raises StorageError if one failed."""
+        wait(self._sent, at_most_s, FIRST_EXCEPTION)
+        for each in self._sent:
+            if each.done():
+                each.result()
+
+    def _copy(self, checkpoint: Path | None, removed: list[str]) -> None:
+        run = self._folder.name
+        for path in self._folder.iterdir():
+            # The lock is removed when the run ends, perhaps between this look and the copy.
+            if path.is_file() and not path.name.startswith((".", LOCK_FILE)):
+                self._remote.put(path, f"{run}/{path.name}")
+        with self._chosen:
+            self._copied = checkpoint if checkpoint is not None and is_finished(checkpoint) else None
+        try:
+            if self._copied is not None:
+                self._remote.upload(self._copied, f"{run}/checkpoints/{self._copied.name}")
+        finally:
+            self._copied = None
+        for name in removed:
+            self._remote.remove(f"{run}/checkpoints/{name}")
+
+
+def fetch(config: PPOConfig) -> PPOConfig:
+    """Download the checkpoint to resume from, if it is in object storage; return the configuration with its local path.
+
+    Raises:
+        StorageError: a URL cannot be used.
+        ResumeError: a URL does not end in <run>/checkpoints/global_step_N.
+    """
+    trainer = config.trainer
+    named, runs = trainer.resume_from_path, trainer.default_local_dir
+    if runs is not None and is_url(runs):
+        RemoteFolder(runs)  # so that a missing package shows now
+        if trainer.resume_mode == "auto":
+            fetch_newest(config, runs)
+    if trainer.resume_mode == "resume_path" and named is not None and is_url(named):
+        return replace(config, trainer=replace(trainer, resume_from_path=str(fetch_named(config, named))))
+    return config
+
+
+def fetch_named(config: PPOConfig, url: str) -> Path:
+    """Download the checkpoint that a URL names to this experiment's local folder, unless it is there; return its path.
+
+    Raises:
+        StorageError: it does not exist or cannot be read.
+        ResumeError: the URL does not end in <run>/checkpoints/global_step_N.
+    """
+    runs_url, run, checkpoints, name = ["", "", "", *url.rstrip("/").rsplit("/", 3)][-4:]
+    if checkpoints != "checkpoints" or step_of(Path(name)) is None or run in ("", ".", "..") or "://" not in runs_url:
+        raise ResumeError(
+            f"trainer.resume_from_path: got {url}, expected the URL of a checkpoint, <folder of runs>/RUN/checkpoints/global_step_N"
+        )
+    local = runs_folder(config) / run / "checkpoints" / name
+    remote = RemoteFolder(runs_url)
+    if not is_finished(local):
+        remote.download(f"{run}/checkpoints/{name}", local)
+        _fetch_files(remote, run, runs_folder(config) / run)
+    return local
+
+
+def fetch_newest(config: PPOConfig, url: str) -> None:
+    """Download the newest checkpoint of the newest run, and older ones while it is damaged, unless local ones are as new."""
+    remote, base = RemoteFolder(url), runs_folder(config)
+    found = {
+        run: [name for name in remote.names(f"{run}/checkpoints") if step_of(Path(name)) is not None]
+        for run in remote.names()
+    }
+    run = max((run for run, names in found.items() if names), key=order_of, default=None)
+    if run is None or any(
+        order_of(folder.name) > order_of(run) and steps_in(folder / "checkpoints") for folder in base.glob("*")
+    ):
+        return
+    for name in sorted(found[run], key=lambda name: require_step(Path(name)), reverse=True):
+        local = base / run / "checkpoints" / name
+        if not is_finished(local) and remote.has(f"{run}/checkpoints/{name}/{MANIFEST}"):
+            remote.download(f"{run}/checkpoints/{name}", local)
+            _fetch_files(remote, run, base / run)
+        if is_finished(local) and not refusal_of(local).faults:
+            return
+
+
+def _fetch_files(remote: RemoteFolder, run: str, folder: Path) -> None:
+    for name in remote.names(run):
+        if (
+            Path(name).suffix in (".yaml", ".jsonl") and not (folder / name).exists()
+        ):  # rows, and all kept configurations
+            remote.get(f"{run}/{name}", folder / name)

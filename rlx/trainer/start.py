@@ -24,15 +24,23 @@ from rlx.data.prompts import PromptDataset, load_prompts
 from rlx.data.sampler import PromptSampler
 from rlx.environments.role import require_usable_template
 from rlx.errors import ExplainedError
+from rlx.models.hf_folder import try_saving
 from rlx.models.loading import Head, ModelError, load_tokenizer
 from rlx.models.preflight import faults_of
 from rlx.models.tiny import make_tiny_tokenizer
 from rlx.rewards.conversations import Conversations
 from rlx.rewards.manager import RewardManager, RewardModel
-from rlx.trainer.checkpoints import Choice, read_driver_state, require_parts, require_step, starting_checkpoint
+from rlx.trainer.checkpoints import (
+    Choice,
+    ResumeError,
+    read_driver_state,
+    require_parts,
+    require_step,
+    starting_checkpoint,
+)
 from rlx.trainer.kept_settings import ChangedKey, changes
-from rlx.trainer.remote_runs import fetch
 from rlx.trainer.run_lock import RunLock
+from rlx.trainer.saver import fetch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -139,6 +147,7 @@ def prepare(config: PPOConfig, yaml: str = "") -> Prepared:
         trial.faults += map(ModelError, _faults_of_models(config))
         tokenizer = trial(policy_tokenizer, config)
         if tokenizer is not None:
+            trial(try_saving, tokenizer)
             train = trial(load_prompts, config.data, tokenizer, "train")
             val = trial(load_prompts, config.data, tokenizer, "val") if validates(config) else None
             rewards = trial(_rewards, config, tokenizer)
@@ -189,10 +198,13 @@ def _rewards(config: PPOConfig, policy: "PreTrainedTokenizerBase") -> RewardMana
 
 
 def _checkpoint(config: PPOConfig) -> Choice:
-    config = fetch(config)
-    choice = starting_checkpoint(config)
-    if choice.checkpoint is not None:
-        require_parts(config, choice.checkpoint)
+    try:
+        config = fetch(config)
+        choice = starting_checkpoint(config)
+        if choice.checkpoint is not None:
+            require_parts(config, choice.checkpoint)
+    except OSError as error:  # such as a name that is too long
+        raise ResumeError(f"{error.filename}: cannot be read ({error.strerror})") from None
     return choice
 
 

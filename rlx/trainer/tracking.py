@@ -241,14 +241,16 @@ def rewind(path: Path, step: int) -> None:
         TrackingError: a line before the last is no row.
         StorageError: the file cannot be written.
     """
-    if not path.exists():
+    if not os.path.lexists(path):
         return
+    if not path.is_file():
+        raise TrackingError(f"{path}: is no regular file; remove it")
     kept, later = [], []
     *lines, _ = path.read_bytes().split(b"\n")
     for number, line in enumerate(lines, 1):
         try:
             (kept if json.loads(line)["step"] <= step else later).append(line + b"\n")
-        except (ValueError, TypeError, KeyError):
+        except (ValueError, TypeError, KeyError, RecursionError):
             raise TrackingError(
                 f"{path}, line {number}: got {line[:60]!r}, expected a JSON object with `step`; correct or remove the line"
             ) from None
@@ -268,18 +270,23 @@ def read_metrics(path: Path) -> dict[int, dict[str, float]]:
     TrackingError if a line is no JSON object with a `step`.
     """
     by_step: dict[int, dict[str, float]] = {}
-    text = path.read_text(encoding="utf-8")
-    for number, line in enumerate(text[: text.rfind("\n") + 1].splitlines(), 1):
+    if not path.is_file():  # a pipe would never end
+        raise TrackingError(f"{path}: is no regular file; remove it")
+    *lines, _ = path.read_bytes().split(b"\n")
+    for number, line in enumerate(lines, 1):
         try:
             row = json.loads(line)
-            step = int(row.pop("step"))
-        except (ValueError, KeyError, AttributeError, TypeError):
+            step = row.pop("step")
+            own = {name: float(value) for name, value in row.items() if name != "time" and value is not None}
+            if type(step) is not int or any(isinstance(row[name], str | bool) for name in own):
+                raise TypeError
+        except (ValueError, KeyError, AttributeError, TypeError, OverflowError, RecursionError):
             raise TrackingError(
-                f"{path}, line {number}: expected a JSON object with `step`, got {line[:80]!r}"
+                f"{path}, line {number}: expected a JSON object with `step` and numbers, got {line[:80].decode(errors='replace')!r}"
             ) from None
         if by_step and step < next(reversed(by_step)):
             by_step = {s: metrics for s, metrics in by_step.items() if s < step}
-        by_step.setdefault(step, {}).update({k: v for k, v in row.items() if k != "time" and v is not None})
+        by_step.setdefault(step, {}).update(own)
     return by_step
 
 

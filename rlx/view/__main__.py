@@ -9,9 +9,15 @@ from pathlib import Path
 
 from rlx.errors import ExplainedError
 from rlx.program import program
-from rlx.view.page import write_page
+from rlx.view.page import printable, write_page
 
 DEFAULT_MB = 64
+
+
+def _megabytes(text: str) -> float:
+    if not 0 <= (value := float(text)) < 1e9:
+        raise ValueError
+    return value
 
 
 def main(arguments: list[str]) -> int:
@@ -24,7 +30,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--steps", default=":", metavar="FIRST:LAST", help="only these, for example 10:20 or 100:")
     parser.add_argument(
         "--max-mb",
-        type=float,
+        type=_megabytes,
         default=DEFAULT_MB,
         help=f"largest size of the samples' tokens in the page [10^6 bytes] (default {DEFAULT_MB})",
     )
@@ -36,10 +42,10 @@ def main(arguments: list[str]) -> int:
     out = options.out or options.run / "view.html"
     try:
         page = write_page(options.run, out, first, last, int(options.max_mb * 1e6))
-    except ExplainedError as error:
+    except (ExplainedError, OSError, RuntimeError) as error:  # RuntimeError: a folder that links to itself
         print(f"{program('view')}: {error}", file=sys.stderr)
         return 2
-    print(f"{out}: {page.samples} samples of {page.steps} steps, {out.stat().st_size / 1e6:.1f} MB")
+    print(f"{printable(str(out))}: {page.samples} samples of {page.steps} steps, {out.stat().st_size / 1e6:.1f} MB")
     if page.left_out:
         print(f"{page.left_out} samples are listed without tokens: raise --max-mb, or choose --steps")
     return 0

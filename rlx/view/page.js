@@ -72,9 +72,13 @@ function draw() {
 function move(by) {
   const at = shown.indexOf(chosen.sample) + by;
   if (at < 0 || at >= shown.length) return;
-  const list = byId("list"), top = at * ROW;
-  if (top < list.scrollTop || top + ROW > list.scrollTop + list.clientHeight) list.scrollTop = top - list.clientHeight / 2;
+  reveal(shown[at]);
   open(shown[at]);
+}
+
+function reveal(i) {
+  const list = byId("list"), top = shown.indexOf(i) * ROW;
+  if (top < list.scrollTop || top + ROW > list.scrollTop + list.clientHeight) list.scrollTop = top - list.clientHeight / 2;
 }
 
 // The sample -------------------------------------------------------------------------------------------------------
@@ -242,6 +246,7 @@ async function start() {
   if (isThere && byId("step").value !== "") byId("step").value = all.step[sample]; // of an address whose step is another one
   select();
   chart();
+  if (isThere) reveal(sample);
   if (all.step.length) await open(isThere ? sample : shown[0]);
   document.body.dataset.ready = "yes";
 }

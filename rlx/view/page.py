@@ -11,11 +11,13 @@ import hashlib
 import html
 import json
 import math
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from rlx.checkpoint.folders import replacing_file
 from rlx.errors import storing
 from rlx.trainer.tracking import METRICS_FILE, read_metrics
 from rlx.view.transcripts import Sample, ViewError, samples_of, transcript_files
@@ -57,17 +59,25 @@ def write_page(
     for done, file in enumerate(chosen.values(), 1):
         packed.begin_step(most_bytes * done // len(chosen))
         for sample in samples_of(file):
-            packed.add(sample, file.name)
+            try:
+                packed.add(sample, file.name)
+            except RecursionError:
+                raise ViewError(
+                    f"{file}: step {sample['step']}, group {sample['group']}, sample {sample['sample']} is nested too deep; delete its "
+                    "line, or leave the step out with --steps"
+                ) from None
     packed.finish()
-    metrics = read_metrics(run / METRICS_FILE) if (run / METRICS_FILE).exists() else {}
+    metrics = read_metrics(run / METRICS_FILE) if os.path.lexists(run / METRICS_FILE) else {}
     index = {
         "samples": packed.columns,
         "scale": {"advantage": packed.largest_advantage or 1.0, "gap": min(packed.largest_gap, LARGEST_GAP) or 1.0},
         "metrics": {step: {name: _short(value) for name, value in row.items()} for step, row in metrics.items()},
         "left_out": packed.left_out,
     }
-    name = " / ".join(run.resolve().parts[-2:])
-    with storing(out, "view again"), out.open("w", encoding="utf-8") as page:
+    name = printable(" / ".join(run.resolve().parts[-2:]))
+    if os.path.lexists(out) and not (out.is_symlink() or out.is_file()):
+        raise ViewError(f"{out}: is there and is no regular file; name another page with --out")
+    with storing(out, "view again"), replacing_file(out) as page:
         page.writelines(_parts(name, index, packed.blocks))
     return Page(len(chosen), len(packed.columns["step"]), packed.left_out)
 
@@ -138,9 +148,9 @@ def _summary(sample: Sample) -> tuple[Any, ...]:
         len(own),
         len(calls),
         sum(bool(call.get("error")) for call in calls if isinstance(call, dict)),
-        _short(math.fsum(turn.get("seconds") or 0.0 for turn in turns)),
+        _short(sum(turn.get("seconds") or 0.0 for turn in turns)),
         str(sample.get("reason") or ""),
-        _title([" ".join(str(turn["text"]).split()) for turn in own]),
+        _title([" ".join(str(turn.get("text") or "").split()) for turn in own]),
     )
 
 
@@ -165,6 +175,11 @@ def _tokens(sample: Sample) -> dict[str, Any]:
         "turns": turns,
         "traceback": str(sample.get("traceback") or ""),
     }
+
+
+def printable(text: str) -> str:
+    """Return a name of the file system in characters that can be written; others become their numbers."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def _short(value: float | None) -> float | str | None:

@@ -71,10 +71,11 @@ class TrainedRole(EngineRole):
             return self.engine.saves_in_place(self._settings.save_contents)
         return method in ("is_written", "finish_save")
 
-    def begin_save(self, folder: str, in_background: bool | None = None) -> None:
+    def begin_save(self, folder: str, in_background: bool | None = None, without: str | None = None) -> None:
         """Start to write a checkpoint with the configured contents, in the background if that is configured or asked for."""
         background = self._settings.async_save if in_background is None else in_background
-        self.engine.begin_save(folder, self._settings.save_contents, background)
+        contents = tuple(part for part in self._settings.save_contents if part != without)
+        self.engine.begin_save(folder, contents, background)
 
     def is_written(self) -> bool:
         """Whether `finish_save` would not wait for this process's disk."""

@@ -6,8 +6,8 @@ from pathlib import Path
 import torch.distributed as dist
 from rank_tools import ROWS, build, make_batch, policy, value, weights_of
 
+from rlx.checkpoint.role import read_weights
 from rlx.config.schema import ActivationOffloadConfig, FSDPConfig, MixedPrecisionConfig
-from rlx.engine.checkpoint import read_weights
 from rlx.models.lora import adapters_off
 
 LORA = {"lora_rank": 2, "lora_alpha": 8}

@@ -114,3 +114,11 @@ def test_options_of_peft_that_rlx_lacks_are_named(name, value, written, folders)
 def test_a_folder_without_adapters_is_refused(folders, tmp_path):
     (fault,) = adapter_faults(str(tmp_path), config_of(folders["qwen3"]))
     assert "has no adapter_config.json and no adapter_model.safetensors" in fault
+
+
+def test_a_configuration_that_is_nested_too_deep_is_named(written, folders):
+    _, path = written()
+    with open(f"{path}/adapter_config.json", "w") as opened:
+        opened.write('{"peft_type": ' + "[" * 100_000 + "]" * 100_000 + "}")
+    (fault,) = adapter_faults(path, config_of(folders["qwen3"]))
+    assert "adapter_config.json cannot be read as JSON" in fault

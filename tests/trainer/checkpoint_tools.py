@@ -14,7 +14,7 @@ STATE = ck.DriverState(
     seed=1,
     policy_version=4,
     sampler={"epoch": 0, "position": 6},
-    kl_controller={"coef": 0.1},
+    kl_controller={"type": "fixed", "coef": 0.1},
     skipped_steps=0,
     first_validation={"val/accuracy": 0.25},
 )

@@ -1,3 +1,4 @@
+import os
 import stat
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -35,10 +36,16 @@ def test_every_pattern_names_a_key():
         assert any(fnmatchcase(key, pattern) for key in LEAVES), pattern
 
 
+def modes_of_the_umask() -> int:
+    umask = os.umask(0o022)
+    os.umask(umask)
+    return 0o666 & ~umask
+
+
 def test_an_unchanged_resume_says_and_writes_nothing(run: Path):
     assert resume(run, 40, f"{LR}=1e-6", "trainer.resume_mode=auto") == []
     assert [file.name for file in run.iterdir()] == ["config.yaml"]
-    assert stat.S_IMODE((run / "config.yaml").stat().st_mode) == 0o600
+    assert stat.S_IMODE((run / "config.yaml").stat().st_mode) == modes_of_the_umask()
 
 
 def test_changes_are_said_and_kept_in_a_file_of_their_own(run: Path):
@@ -52,7 +59,7 @@ def test_changes_are_said_and_kept_in_a_file_of_their_own(run: Path):
     assert (run / "config.yaml").read_text() == before
     kept = yaml.safe_load((run / "config_2_from_step_40.yaml").read_text())
     assert kept[LR] == {"before": 1e-6, "now": 2e-6} and len(kept) == 3
-    assert stat.S_IMODE((run / "config_2_from_step_40.yaml").stat().st_mode) == 0o600
+    assert stat.S_IMODE((run / "config_2_from_step_40.yaml").stat().st_mode) == modes_of_the_umask()
 
 
 @pytest.mark.parametrize(

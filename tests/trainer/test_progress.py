@@ -293,7 +293,8 @@ def test_after_a_run_the_next_commands_are_named(tmp_path: Path):
     assert next_commands(tmp_path) == []
     for name in ("checkpoints/global_step_9", "checkpoints/global_step_10", "tensorboard", "transcripts"):
         (tmp_path / name).mkdir(parents=True)
-    export, samples, curves = next_commands(tmp_path)
+    export, more, samples, curves = next_commands(tmp_path)
+    assert "trainer.resume_mode=auto trainer.total_training_steps=20 " in more
     assert export.startswith(f"python -m rlx.export {tmp_path}/checkpoints/global_step_10 my-model ")
     assert samples.startswith(f"python -m rlx.view {tmp_path} ")
     assert curves.startswith(f"tensorboard --logdir {tmp_path} ")

@@ -15,8 +15,8 @@ from rlx.checkpoint.remote import RemoteFolder
 from rlx.config.schema import PPOConfig
 from rlx.errors import StorageError
 from rlx.trainer import checkpoints as ck
-from rlx.trainer.remote_runs import fetch
 from rlx.trainer.run_lock import LOCK_FILE
+from rlx.trainer.saver import fetch
 
 
 @pytest.fixture
@@ -126,8 +126,17 @@ def test_a_run_that_is_ended_waits_for_copies_while_there_is_time_and_tells_of_o
 def test_a_url_that_cannot_be_used_stops_the_run_before_it_starts(tmp_path):
     with pytest.raises(StorageError, match="nonsense://runs"):
         fetch(with_trainer(default_local_dir="nonsense://runs"))
-    with pytest.raises(ck.ResumeError, match="global_step_N"):
-        fetch(with_trainer(resume_mode="resume_path", resume_from_path="memory://runs/a/b/c"))
+    for url in ("memory://runs/a/b/c", "memory://global_step_1", "http://x", "s3://b/../checkpoints/global_step_1"):
+        with pytest.raises(ck.ResumeError, match=f"got {url}, expected the URL of a checkpoint, .*global_step_N"):
+            fetch(with_trainer(resume_mode="resume_path", resume_from_path=url))
+    for url, said in (
+        ("memory://runs/a/checkpoints/global_step_1", "got 0 files without manifest.json"),
+        ("s3://bucket/a/checkpoints/global_step_1", "needs a package: Install s3fs"),
+        ("nonsense://runs/a/checkpoints/global_step_1", "nonsense://runs"),
+    ):
+        with pytest.raises(StorageError, match=said) as raised:
+            fetch(with_trainer(resume_mode="resume_path", resume_from_path=url))
+        assert url.partition("/a/")[0] in str(raised.value)
 
 
 def test_a_copy_that_fails_ends_the_run_at_the_next_save(tmp_path, monkeypatch):

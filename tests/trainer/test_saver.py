@@ -8,6 +8,7 @@ from checkpoint_tools import STATE, Disk, saver_of
 
 from rlx.checkpoint.manifest import damage
 from rlx.errors import StorageError
+from rlx.trainer.checkpoints import checkpoints_in
 
 
 def test_a_checkpoint_appears_when_all_is_written_and_is_whole(tmp_path):
@@ -76,3 +77,15 @@ def test_a_save_within_a_time_succeeds_or_leaves_the_older_ones(tmp_path):
     workers.busy = 99
     assert saver.save_now(replace(STATE, step=4), within_s=3) is None
     assert damage(tmp_path / "global_step_3") == []
+
+
+def test_the_last_step_is_saved_if_no_save_was_due(tmp_path):
+    workers = Disk()
+    saver = saver_of(tmp_path / "checkpoints", workers)
+    saver.close(STATE)
+    assert [each.name for each in checkpoints_in(tmp_path / "checkpoints")] == ["global_step_3"]
+    assert workers.calls == ["begin_save", "finish_save"]
+    saver.close(STATE)
+    assert workers.calls == ["begin_save", "finish_save"], "it is there"
+    saver_of(tmp_path / "none", Disk(), save_last=False).close(STATE)
+    assert not (tmp_path / "none").exists()

@@ -149,7 +149,9 @@ def test_a_checkpoint_of_other_prompts_is_refused_before_anything_starts(config,
     (folder / "actor/checkpoint.json").write_text(json.dumps({"contents": ["model"], "adapters": {}}))
     resume = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={folder}")
     prepared = prepare(config())
-    ck.write_driver_state(folder, ck.DriverState(2, 1, 2, prepared.sampler.state_dict(), {}, 0, {}))
+    ck.write_driver_state(
+        folder, ck.DriverState(2, 1, 2, prepared.sampler.state_dict(), {"type": "fixed", "coef": 0.1}, 0, {})
+    )
     for sealed in (folder / "actor", folder):
         seal(sealed, {})
     held = prepare(config(*resume))

@@ -144,7 +144,7 @@ def test_ten_thousand_samples_are_listed_without_drawing_them_all(make_run, look
     assert write_page(run, run / "view.html").samples == 10_000
     made = look(run / "view.html", "sample=9999")
     assert "10,000 samples" in made.texts["note"][0] and len(made.tokens) == 16
-    assert 5 < len(made.texts["row"]) < 60
+    assert 5 < len(made.texts["row"]) < 60 and len(made.texts["chosen"]) == 1, "the list shows the sample's row"
     assert "Step 20, group 49, sample 9" in made.texts["sample"][0]
 
 

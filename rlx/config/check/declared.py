@@ -57,7 +57,7 @@ STATES = {
         ),
     ),
     "never saves": Condition(
-        "neither trainer.save_freq nor trainer.save_every_minutes is set: nothing is saved",
+        "trainer.save_last=False, and neither trainer.save_freq nor trainer.save_every_minutes is set: nothing is saved",
         lambda s: not may_save(s.config),
     ),
     "never validates": Condition("the run never validates", lambda s: not validates(s.config)),

@@ -253,5 +253,6 @@ def saves(config: PPOConfig) -> bool:
 
 
 def may_save(config: PPOConfig) -> bool:
-    """Whether training may write a checkpoint, if only when it is told to end."""
-    return saves(config) or config.trainer.save_on_sigterm_s > 0
+    """Whether training may write a checkpoint, if only at its end or when it is told to end."""
+    trainer = config.trainer
+    return saves(config) or (trainer.save_last and not trainer.val_only) or trainer.save_on_sigterm_s > 0

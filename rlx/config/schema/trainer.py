@@ -34,6 +34,9 @@ class TrainerConfig:
     save_every_minutes: float | None = key(
         None, "Also save after the step in which so much time has passed since the last save.", exclusive_minimum=0
     )
+    save_last: bool = key(
+        True, "Save the last step if no other save is due: all but the optimizer's state, to go on from or to export."
+    )
     test_freq: int = key(-1, "Steps between validations; -1: never.", minimum=-1)
     val_before_train: bool = key(True, "Validate before the first step.")
     val_only: bool = key(False, "Validate and stop.")

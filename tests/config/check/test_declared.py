@@ -193,7 +193,7 @@ CASES = [
     ("trainer.total_epochs=3", ["trainer.total_epochs"]),
     ("trainer.resume_from_path=/c/global_step_1", ["trainer.resume_from_path"]),
     (
-        f"trainer.max_actor_ckpt_to_keep=1 {ACTOR}.checkpoint.save_contents=[model]",
+        f"trainer.save_last=False trainer.max_actor_ckpt_to_keep=1 {ACTOR}.checkpoint.save_contents=[model]",
         [f"{ACTOR}.checkpoint.save_contents", "trainer.max_actor_ckpt_to_keep"],
     ),
     ("trainer.save_freq=2 trainer.max_critic_ckpt_to_keep=1", ["trainer.max_critic_ckpt_to_keep"]),

@@ -599,8 +599,11 @@ def test_a_checkpoint_takes_disk_and_its_staging_host_memory(forecast, overrides
 
 
 def test_check_tells_what_checkpoints_take(forecast, tmp_path):
-    (nothing,) = checkpoint_text(forecast(), tmp_path)
+    (nothing,) = checkpoint_text(forecast("trainer.save_last=False"), tmp_path)
     assert nothing.startswith("no checkpoint will be written; trainer.save_freq=20")
+    last, disk = checkpoint_text(forecast(), tmp_path)
+    assert last.startswith("one checkpoint will be written, after the last step and without the optimizer's state")
+    assert disk.startswith("checkpoints: ")
     assert checkpoint_text(forecast("trainer.val_only=True"), tmp_path) == []
     gpus = ("trainer.n_gpus_per_node=2", "trainer.nnodes=2", f"{ACTOR}.fsdp_config.optimizer_offload=True")
     kept = ("trainer.max_actor_ckpt_to_keep=2", "trainer.default_local_dir=s3://bucket/runs")

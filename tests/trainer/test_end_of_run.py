@@ -10,10 +10,11 @@ from rlx.checkpoint.manifest import seal
 from rlx.config.compose.command_line import compose
 from rlx.driver import main
 from rlx.supervisor import link
-from rlx.trainer.checkpoints import DriverState, nothing_to_train, write_driver_state
-from rlx.trainer.finished import finished
+from rlx.trainer.checkpoints import DriverState, end_of_run, nothing_to_train, write_driver_state
 
 ON = ("trainer.resume_mode=auto", "trainer.device=cpu")
+
+STATE = DriverState(4, 0, 4, {"epoch": 0, "position": 0}, {"type": "fixed", "coef": 0.0}, 0, {})
 
 
 @pytest.fixture
@@ -21,9 +22,9 @@ def runs(tmp_path: Path) -> str:
     """The key of a folder with a run whose newest checkpoint is of step 4."""
     step = tmp_path / "2026-01-01_00-00-00" / "checkpoints" / "global_step_4"
     step.mkdir(parents=True)
-    write_driver_state(step, DriverState(4, 0, 4, {}, {}, 0, {}))
+    write_driver_state(step, STATE)
     seal(step, {})
-    assert json.loads((step / "driver.json").read_text()) == asdict(DriverState(4, 0, 4, {}, {}, 0, {}))
+    assert json.loads((step / "driver.json").read_text()) == asdict(STATE)
     return f"trainer.default_local_dir={tmp_path}"
 
 
@@ -43,7 +44,7 @@ def runs(tmp_path: Path) -> str:
     ],
 )
 def test_a_run_is_finished_if_no_step_is_left(runs: str, keys: tuple[str, ...], is_over: bool):
-    over = finished(compose([runs, *ON, *keys]).config)
+    over = end_of_run(compose([runs, *ON, *keys]).config)
     assert (over is not None) == is_over
     if over:
         assert over.text.startswith("nothing to train: the checkpoint is of step 4 and the run ends at 4; raise ")
@@ -72,7 +73,7 @@ def test_another_run_is_told_the_key_that_gives_it_a_folder_of_its_own(keys: tup
 
 def test_a_driver_that_was_started_again_is_not_judged(runs: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv(link.FOLDER, "anything")
-    assert finished(compose([runs, *ON, "trainer.total_training_steps=4"]).config) is None
+    assert end_of_run(compose([runs, *ON, "trainer.total_training_steps=4"]).config) is None
 
 
 def test_the_driver_says_so_and_starts_nothing(runs: str, monkeypatch: pytest.MonkeyPatch, capsys):

@@ -1,0 +1,221 @@
+"""The files of one role's checkpoint: what they are, and how one process reads its weights.
+
+<folder>/manifest.json      sizes and digests of all files, written last (rlx/checkpoint/manifest.py)
+<folder>/checkpoint.json    description: head, counters, contents
+<folder>/card/              config, generation config and tokenizer of the model
+<folder>/model/             full tensors by name, in safetensors files, one of each process; the same for FSDP1 and FSDP2
+<folder>/optimizer/         AdamW's state in the same form, if the optimizer has stepped
+<folder>/hf_model/          a folder for from_pretrained, if asked for
+"""
+
+import json
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from rlx.checkpoint.loading import load_all
+from rlx.checkpoint.manifest import (
+    FORMAT,
+    MANIFEST,
+    CheckpointError,
+    FileEntry,
+    OtherVersionError,
+    damage,
+    damaged_chunks,
+    few,
+    is_count,
+    read_json,
+    require_keys,
+)
+from rlx.errors import storing
+from rlx.models.adapter_folder import AdapterKind
+from rlx.models.hf_folder import FolderParts
+from rlx.models.lora import ADAPTER, Adapter, adapter_weights, merged_weights, plain_name
+from rlx.offload.streaming.nf4 import in_full
+from rlx.step_folders import steps_in
+
+
+@dataclass(frozen=True)
+class Description:
+    """checkpoint.json.
+
+    Attributes:
+        head: `lm` or `value`.
+        contents: the parts that were saved.
+        updates: optimizer steps asked for, including skipped ones; the learning rate follows them.
+        steps: optimizer steps taken.
+        adapters: LoRA layers in `model`, as `rlx.models.lora.add_lora` names them.
+        quantization: of the frozen weights in `model`, as `model.quantization` names it.
+        base: folder or hub name of the model that the run began with; None in checkpoints of rlx before 2026-11-27.
+        format: version of this layout.
+    """
+
+    head: str
+    contents: tuple[str, ...]
+    updates: int
+    steps: int
+    adapters: dict[str, Adapter]
+    quantization: str | None = None
+    base: str | None = None
+    format: int = FORMAT
+
+
+def write_extra_files(
+    partial: Path,
+    description: Description,
+    folder_parts: FolderParts,
+    weights: dict[str, Tensor],
+    trust_remote_code: bool,
+) -> dict[str, FileEntry]:
+    """Write all but the sharded state: description, parts of the model's folder and, if there are full weights, hf_model.
+
+    Returns:
+        No entries, because these files are read for their digests.
+
+    Raises:
+        StorageError: the system refused to write.
+    """
+    with storing(partial):
+        (partial / "checkpoint.json").write_text(json.dumps(asdict(description), indent=2) + "\n")
+        folder_parts.write(partial / "card")
+        if weights:
+            dtype = folder_parts.narrower(next(iter(weights.values())).dtype)
+            folder_parts.write_with_weights(partial / "hf_model", weights, trust_remote_code, dtype)
+    return {}
+
+
+def read_description(folder: Path) -> Description:
+    """Return the description of one role's checkpoint.
+
+    Raises:
+        OtherVersionError: another version of rlx wrote it.
+        CheckpointError: the folder is no checkpoint.
+    """
+    path = folder / "checkpoint.json"
+    if not path.is_file():
+        raise CheckpointError(
+            f"{folder}: no checkpoint.json; expected a finished checkpoint of one role, such as .../global_step_N/actor"
+        )
+    found = read_json(path)
+    if found.get("format") != FORMAT:
+        raise OtherVersionError(
+            f"{path}: was written by another version of rlx: got format {str(found.get('format'))[:40]}, this version reads {FORMAT}"
+        )
+    found = {"base": None, **found}
+    require_keys(path, found, [each.name for each in fields(Description)])
+    try:
+        faults = [name for name, is_right in RIGHT.items() if not is_right(found[name])]
+        adapters = {layer: Adapter(*values) for layer, values in found["adapters"].items()}
+        faults += [f"adapters of {layer}" for layer, adapter in adapters.items() if not _is_right(adapter)][:1]
+    except (TypeError, AttributeError) as error:
+        faults = [str(error)]
+    if not faults and found["steps"] > found["updates"]:
+        faults = [f"{found['steps']} steps of {found['updates']} updates"]
+    if faults:
+        raise CheckpointError(f"{path}: is no description that rlx wrote: wrong {', '.join(faults)}")
+    return Description(**{**found, "contents": tuple(found["contents"]), "adapters": adapters})
+
+
+def _is_right(adapter: Adapter) -> bool:
+    kinds = all(
+        type(value) is kind for value, kind in zip(adapter[1:], (bool, bool, str, int), strict=True)
+    )  # without scale
+    return kinds and type(adapter.scale) in (int, float) and math.isfinite(adapter.scale) and adapter.experts >= 0
+
+
+def _is_name(value: Any) -> bool:
+    return value is None or isinstance(value, str)
+
+
+RIGHT: dict[str, Callable[[Any], bool]] = {
+    "head": lambda value: value in ("lm", "value", "score"),
+    "contents": lambda value: isinstance(value, list) and set(value) <= {"model", "optimizer", "extra", "hf_model"},
+    "updates": is_count,
+    "steps": is_count,
+    "adapters": lambda value: isinstance(value, dict),
+    "quantization": _is_name,
+    "base": _is_name,
+}
+"""Whether a value of checkpoint.json can be one that rlx wrote, by its key."""
+
+
+def require_undamaged(folder: Path) -> None:
+    """Check all files of a checkpoint against its manifest in this process.
+
+    Raises:
+        CheckpointError: a file is damaged, missing or not in the manifest; the message names it and another checkpoint of the run.
+    """
+    if faults := damage(folder) or damaged_chunks(folder):
+        step, role = folder.absolute().parent, folder.name
+        others = [
+            each for each in steps_in(step.parent).values() if each != step and (each / role / MANIFEST).is_file()
+        ]
+        remedy = f"take another one, such as {others[-1]}" if others else "take a copy of it, or another checkpoint"
+        raise CheckpointError(f"{few(faults)}; {remedy}")
+
+
+def read_weights(folder: Path) -> dict[str, Tensor]:
+    """Return the weights of a checkpoint on the CPU with adapters merged; works in a single process without process group.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged or holds no model.
+    """
+    weights, description = _model(folder)
+    with _belonging_together(folder):
+        return _merged(weights, description)
+
+
+def _merged(weights: dict[str, Tensor], description: Description) -> dict[str, Tensor]:
+    if description.quantization is None:
+        return dict(merged_weights(weights, description.adapters))
+    own = (tensor.dtype for name, tensor in weights.items() if ".lora_" not in name and tensor.is_floating_point())
+    dtype = next(own)  # embedding and norms are not quantised
+    return dict(merged_weights(weights, description.adapters, lambda tensor: in_full(tensor, dtype)))
+
+
+def read_adapters(folder: Path) -> tuple[dict[str, Tensor], AdapterKind, str | None]:
+    """Return the adapters of a checkpoint as `read_weights` does its weights, their kind, and the path of their base model.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged, has no adapters, or has a value head that was trained beside them.
+    """
+    weights, description = _model(folder)
+    if not description.adapters or description.head != "lm":
+        got = "no adapters" if not description.adapters else f"a {description.head} head that was trained beside them"
+        raise CheckpointError(f"{folder}: got {got}, expected a policy with adapters; export the merged model")
+    with _belonging_together(folder):
+        return *_adapters(weights, description), description.base
+
+
+@contextmanager
+def _belonging_together(folder: Path) -> Iterator[None]:
+    """Raise CheckpointError if a description names layers that the tensors do not have."""
+    try:
+        yield
+    except (LookupError, RuntimeError, StopIteration, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"{folder}: checkpoint.json does not belong to these tensors ({type(error).__name__}: {error})"
+        ) from None
+
+
+def _adapters(weights: dict[str, Tensor], description: Description) -> tuple[dict[str, Tensor], AdapterKind]:
+    found = dict(adapter_weights(weights, description.adapters))
+    layer, adapter = next(iter(description.adapters.items()))
+    rank = len(found[f"{layer}.lora_A.{ADAPTER}.weight"]) // max(1, adapter.experts)
+    alpha = adapter.scale * (rank**0.5 if adapter.is_rank_stabilised else rank)
+    experts = (f"{plain_name(name)}.{each.parameter}" for name, each in description.adapters.items() if each.experts)
+    has_dora = any("magnitude" in name for name in found)
+    return found, AdapterKind(rank, round(alpha, 6), has_dora, adapter.is_rank_stabilised, tuple(experts))
+
+
+def _model(folder: Path) -> tuple[dict[str, Tensor], Description]:
+    description = read_description(folder)
+    if "model" not in description.contents:
+        raise CheckpointError(f"{folder}: got contents {list(description.contents)}, expected model among them")
+    require_undamaged(folder)
+    return load_all(folder / "model"), description
