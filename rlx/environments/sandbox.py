@@ -8,10 +8,10 @@ docs/tools.md says what this does not protect from.
 
 import asyncio
 import contextlib
-import itertools
 import json
 import math
 import os
+import random
 import shutil
 import signal
 import subprocess
@@ -25,6 +25,7 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
+from rlx.environments.sandbox_child import USERS
 from rlx.environments.system_calls import filter_program
 from rlx.scratch import scratch_folder
 from rlx.user_code import UserCodeError
@@ -38,7 +39,6 @@ START_LIMIT_S = 60.0
 PIPE_ENDING_S = 5.0
 # The loader and the C library's folders, and what Python reads of the system.
 SYSTEM_PATHS = ("/usr/lib", "/usr/lib64", "/lib", "/lib64", "/etc/ld.so.cache", "/usr/share/zoneinfo")
-_numbers = itertools.count(os.getpid())
 
 
 class NotIsolated(UserCodeError):
@@ -55,8 +55,7 @@ class SandboxLimits:
         file_bytes: of all files together, which lie in memory.
         output_bytes: that it may print; more ends it.
         processes: that it may have at a time, threads included.
-        require_isolation: whether it is an error if the system gives no isolation. Otherwise the code reads files as the user of the
-            run may, unless the system has Landlock.
+        require_isolation: whether it is an error if the system gives no isolation. Otherwise Landlock and the filter must do.
 
     Raises:
         UserCodeError: a value that is no limit.
@@ -189,11 +188,11 @@ def _command(limits: SandboxLimits, scratch: str, isolated: bool) -> list[str]:
         **asdict(limits),
         "stage": "launch" if isolated else "bare",
         "scratch": scratch,
-        "filter": filter_program(stays_in_group=not isolated).hex() if sys.platform == "linux" else "",
+        "filter": filter_program(has_name_spaces=isolated).hex() if sys.platform == "linux" else "",
         "bubblewrap": bubblewrap(),
         "paths": _paths(),
         "python": [os.path.realpath(sys.executable), "-I", "-S", "-u", "-c"],
-        "number": next(_numbers),
+        "number": random.SystemRandom().randrange(USERS),
         "source": SOURCE if isolated else "",
     }
     return [sys.executable, "-I", "-S", "-u", "-c", SOURCE, json.dumps(settings)]

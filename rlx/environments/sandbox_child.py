@@ -27,10 +27,10 @@ FIRST_USER, USERS = 0x70000000, 2**22  # as many as there can be processes
 CAPABILITY_VERSION_3 = 0x20080522  # linux/capability.h
 DEVICES = ("null", "zero", "full", "random", "urandom")
 LANDLOCK_CREATE, LANDLOCK_ADD, LANDLOCK_RESTRICT = 444, 445, 446  # system calls, of both machines
-READ, READ_AND_WRITE = (
-    0b1101,
-    0x1FFF,
-)  # rights of linux/landlock.h: execute, read files, list folders; all of its first version
+# Rights of linux/landlock.h: execute, read files, list folders; read, write and truncate files; all of its third version, which is the
+# first that keeps a program from emptying files.
+READ, READ_AND_WRITE_FILE, ALL_RIGHTS, LANDLOCK_VERSION = 0b1101, 0x4006, 0x7FFF, 3
+PR_CAPBSET_DROP, PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL = 24, 47, 4
 
 
 def checked(result: int) -> int:
@@ -70,7 +70,10 @@ def launch(settings: "dict[str, object]", bubblewrap: str, paths: "list[str]", o
     if is_root:
         command += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
     else:
-        command += ["--unshare-user", "--disable-userns", "--uid", "65534", "--gid", "65534"]
+        command += ["--unshare-user", "--uid", "65534", "--gid", "65534"]
+        # Containers have these settings read-only. There the filter alone closes name spaces of users.
+        if not os.statvfs("/proc/sys/user/max_user_namespaces").f_flag & os.ST_RDONLY:
+            command += ["--disable-userns"]
     for name, value in os.environ.items():
         command += ["--setenv", name, value]
     command += ["--dir", "/dev", "--bind", settings["scratch"], "/tmp", "--chdir", "/tmp"]
@@ -100,37 +103,53 @@ def may_become_others() -> bool:
         )
 
 
-def inside(settings: "dict[str, object]") -> None:
-    """Give up what is left of root's rights."""
-    if os.geteuid() == 0:
-        user = FIRST_USER + int(settings["number"]) % USERS
+def give_up_rights(user: int) -> None:
+    """Become this user (0: remain the same one), without any of root's rights."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    for right in range(64):
+        libc.prctl(PR_CAPBSET_DROP, right, 0, 0, 0)  # fails without CAP_SETPCAP, and beyond the last right
+    libc.prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL, 0, 0, 0)
+    if user:
         os.setgroups([])
         os.setgid(user)
         os.setuid(user)
-    # Rights that a program of another file could inherit. None has any, but nothing needs them either.
     header, none = struct.pack("=Ii", CAPABILITY_VERSION_3, 0), bytes(24)
-    checked(ctypes.CDLL(None, use_errno=True).capset(header, none))
+    checked(libc.capset(header, none))
+
+
+def readable_by_all(path: str) -> bool:
+    """Whether a user without rights can read this file."""
+    return bool(os.stat(path).st_mode & 0o004) and all(os.stat(folder).st_mode & 0o001 for folder in parents(path))
 
 
 def bare(settings: "dict[str, object]", paths: "list[str]") -> None:
-    """Without name spaces: hide files by Landlock where the system has it, and filter system calls."""
+    """Without name spaces: hide files by Landlock, and filter system calls. Raises OSError if the system refuses."""
     libc = ctypes.CDLL(None, use_errno=True)
-    parent = os.getppid()
-    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    parent, user = os.getppid(), 0
+    if (
+        os.geteuid() == 0
+        and may_become_others()
+        and all(map(readable_by_all, (os.__file__, os.path.realpath(sys.executable))))
+    ):
+        user = FIRST_USER + int(settings["number"])
+        os.chown(settings["scratch"], user, user)
+    give_up_rights(user)
+    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # another user has lost it
     if os.getppid() != parent:
         os._exit(1)
     libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-    handled = struct.pack("=Q", READ_AND_WRITE)
-    if (rules := libc.syscall(LANDLOCK_CREATE, handled, len(handled), 0)) >= 0:
-        for path in (*paths, settings["scratch"], "/dev"):
-            if not os.path.exists(path):
-                continue
-            place = os.open(path, os.O_PATH)
-            rights = READ_AND_WRITE if path == settings["scratch"] else READ if os.path.isdir(path) else READ & ~0b1000
-            checked(libc.syscall(LANDLOCK_ADD, rules, 1, struct.pack("=Qi", rights, place), 0))
-            os.close(place)
-        checked(libc.syscall(LANDLOCK_RESTRICT, rules, 0))
-        os.close(rules)
+    if libc.syscall(LANDLOCK_CREATE, None, 0, 1) < LANDLOCK_VERSION:
+        raise OSError("the kernel has no Landlock of version 3 (Linux 6.2), which hides files without bubblewrap")
+    handled = struct.pack("=Q", ALL_RIGHTS)
+    rules = checked(libc.syscall(LANDLOCK_CREATE, handled, len(handled), 0))
+    allowed = {path: READ if os.path.isdir(path) else READ & ~0b1000 for path in paths}
+    allowed |= {f"/dev/{device}": READ_AND_WRITE_FILE for device in DEVICES} | {settings["scratch"]: ALL_RIGHTS}
+    for path, rights in allowed.items():
+        place = os.open(path, os.O_PATH)
+        checked(libc.syscall(LANDLOCK_ADD, rules, 1, struct.pack("=Qi", rights, place), 0))
+        os.close(place)
+    checked(libc.syscall(LANDLOCK_RESTRICT, rules, 0))
+    os.close(rules)
     os.chdir(settings["scratch"])
     program = bytes.fromhex(str(settings["filter"]))
     lines = ctypes.create_string_buffer(program)
@@ -172,10 +191,13 @@ def main() -> None:
     code = sys.stdin.read()
     os.closerange(3, 64)
     if stage == "inside":
-        inside(settings)
-    else:
-        if sys.platform == "linux":
+        give_up_rights(FIRST_USER + int(settings["number"]) if os.geteuid() == 0 else 0)
+    elif sys.platform == "linux":
+        try:
             bare(settings, settings["paths"])
+        except OSError as fault:
+            print(fault, end="", flush=True)
+            os._exit(NOT_ISOLATED)
     limit(settings)
     sys.argv = ["-c"]
     try:

@@ -18,6 +18,7 @@ DENIED: dict[str, tuple[int | None, int | None]] = {
     "open_tree": (428, 428),
     "move_mount": (429, 429),
     "mount_setattr": (442, 442),
+    "open_tree_attr": (467, 467),
     "statmount": (457, 457),
     "listmount": (458, 458),
     "open_by_handle_at": (304, 265),
@@ -102,9 +103,48 @@ DENIED: dict[str, tuple[int | None, int | None]] = {
     "vhangup": (153, 58),
     "nfsservctl": (180, 42),
 }
-# A program without name spaces of its own may not leave its group of processes, by which it is ended.
-LEAVES_THE_GROUP = {"setsid": (112, 157), "setpgid": (109, 154)}
-CLONE, CLONE3, IOCTL = (56, 220), (435, 435), (16, 29)
+# A program without name spaces of its own may not leave its group of processes, by which it is ended, nor reach other processes of its
+# user, nor change what Landlock does not hide: attributes of files.
+DENIED_WITHOUT_NAME_SPACES: dict[str, tuple[int | None, int | None]] = {
+    "setsid": (112, 157),
+    "setpgid": (109, 154),
+    "kill": (62, 129),
+    "tkill": (200, 130),
+    "tgkill": (234, 131),
+    "rt_sigqueueinfo": (129, 138),
+    "rt_tgsigqueueinfo": (297, 240),
+    "setpriority": (141, 140),
+    "ioprio_set": (251, 30),
+    "sched_setparam": (142, 118),
+    "sched_setscheduler": (144, 119),
+    "sched_setattr": (314, 274),
+    "sched_setaffinity": (203, 122),
+    "chmod": (90, None),
+    "fchmod": (91, 52),
+    "fchmodat": (268, 53),
+    "fchmodat2": (452, 452),
+    "chown": (92, None),
+    "fchown": (93, 55),
+    "lchown": (94, None),
+    "fchownat": (260, 54),
+    "utime": (132, None),
+    "utimes": (235, None),
+    "futimesat": (261, None),
+    "utimensat": (280, 88),
+    "setxattr": (188, 5),
+    "lsetxattr": (189, 6),
+    "fsetxattr": (190, 7),
+    "setxattrat": (463, 463),
+    "removexattr": (197, 14),
+    "lremovexattr": (198, 15),
+    "fremovexattr": (199, 16),
+    "removexattrat": (466, 466),
+    "file_setattr": (469, 469),
+}
+CLONE, CLONE3, IOCTL, FCNTL, PRLIMIT, SOCKETPAIR = (56, 220), (435, 435), (16, 29), (72, 25), (302, 261), (53, 199)
+AF_UNIX = 1
+SIGNAL_RECEIVERS = (8, 15)  # F_SETOWN and F_SETOWN_EX choose a process that gets any signal
+SOCKET_RECEIVERS = (0x8901, 0x8902)  # FIOSETOWN and SIOCSPGRP do so for sockets
 NEW_NAME_SPACES = 0x7E020000 | 0x80  # the flags CLONE_NEW* of <linux/sched.h>
 TERMINAL_INPUT = (0x5412, 0x541C)  # TIOCSTI and TIOCLINUX type into the terminal
 
@@ -116,11 +156,11 @@ ALLOW, KILL, FAIL = 0x7FFF0000, 0x80000000, 0x00050000  # <linux/seccomp.h>
 NUMBER_AT, ARCHITECTURE_AT, ARGUMENTS_AT = 0, 4, 16  # in struct seccomp_data
 
 
-def filter_program(stays_in_group: bool) -> bytes:
+def filter_program(has_name_spaces: bool) -> bytes:
     """Return the filter as an array of `struct sock_filter`.
 
     Args:
-        stays_in_group: deny what would take a process out of its group, too.
+        has_name_spaces: otherwise deny DENIED_WITHOUT_NAME_SPACES, too.
 
     Raises:
         OSError: this machine's numbers of system calls are not known here.
@@ -138,14 +178,19 @@ def filter_program(stays_in_group: bool) -> bytes:
     ]
     if has_second_table:
         lines += [(AT_LEAST, 0, 1, 1 << 30), (RETURN, 0, 0, refused)]
-    for numbers in (*DENIED.values(), *(LEAVES_THE_GROUP.values() if stays_in_group else ())):
+    for numbers in (*DENIED.values(), *(() if has_name_spaces else DENIED_WITHOUT_NAME_SPACES.values())):
         if (number := numbers[place]) is not None:
             lines += [(EQUAL, 0, 1, number), (RETURN, 0, 0, refused)]
     # clone3 has its flags in memory, which a filter cannot read. Without it the C library takes clone.
     lines += [(EQUAL, 0, 1, CLONE3[place]), (RETURN, 0, 0, FAIL | errno.ENOSYS)]
-    lines += [(EQUAL, 0, 4, CLONE[place]), (LOAD, 0, 0, ARGUMENTS_AT), (ANY_BIT, 0, 1, NEW_NAME_SPACES)]
-    lines += [(RETURN, 0, 0, refused), (RETURN, 0, 0, ALLOW)]
-    lines += [(EQUAL, 0, 4, IOCTL[place]), (LOAD, 0, 0, ARGUMENTS_AT + 8)]
-    lines += [(EQUAL, 1, 0, TERMINAL_INPUT[0]), (EQUAL, 0, 1, TERMINAL_INPUT[1]), (RETURN, 0, 0, refused)]
+    # Calls that one argument decides: its place, the test, its value, and whether the call is refused if the test holds or if not.
+    tests = [(CLONE, 0, ANY_BIT, NEW_NAME_SPACES, True), (SOCKETPAIR, 0, EQUAL, AF_UNIX, False)]
+    tests += [(IOCTL, 1, EQUAL, value, True) for value in (*TERMINAL_INPUT, *SOCKET_RECEIVERS)]
+    tests += [(FCNTL, 1, EQUAL, value, True) for value in SIGNAL_RECEIVERS]
+    tests += [(PRLIMIT, 0, EQUAL, 0, False)]  # limits of this process, not of another
+    for numbers, argument, operation, value, if_true in tests:
+        lines += [(EQUAL, 0, 4, numbers[place]), (LOAD, 0, 0, ARGUMENTS_AT + 8 * argument)]
+        lines += [(operation, *((0, 1) if if_true else (1, 0)), value), (RETURN, 0, 0, refused)]
+        lines += [(LOAD, 0, 0, NUMBER_AT)]
     lines += [(RETURN, 0, 0, ALLOW)]
     return b"".join(struct.pack("=HBBI", *line) for line in lines)

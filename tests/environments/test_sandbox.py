@@ -122,17 +122,36 @@ def test_without_isolation_nothing_outlives_a_program_either(monkeypatch):
     left = [process for process in psutil.process_iter() if '"time_s": 1.625' in " ".join(command_of(process))]
     assert not psutil.wait_procs(left, timeout=60)[1]
     assert run("import socket; socket.socket()").fault == "exit code 1"
-    if ctypes_landlock():
-        assert run(f"print(open('/proc/{os.getpid()}/environ').read())").fault == "exit code 1"
-        assert run("open('x', 'w').write('y'); import json; print(open('x').read())").output == "y\n"
+    assert run(f"print(open('/proc/{os.getpid()}/environ').read())").fault == "exit code 1"
+    assert run("open('x', 'w').write('y'); import json; print(open('x').read())").output == "y\n"
     with pytest.raises(UserCodeError, match="tried so"):
         check_isolation(LIMITS)
 
 
-def ctypes_landlock():
-    import ctypes
-
-    return ctypes.CDLL(None).syscall(444, None, 0, 1) > 0
+@pytest.mark.parametrize(
+    "attack",
+    [
+        "os.truncate({file!r}, 0)",
+        "os.open({file!r}, os.O_RDONLY | os.O_TRUNC)",
+        "os.chmod({file!r}, 0o777)",
+        "os.utime({file!r}, (0, 0))",
+        "os.setxattr({file!r}, 'user.x', b'x')",
+        "os.listdir('/dev')",
+        "os.kill({pid}, 0)",
+        "resource.prlimit({pid}, resource.RLIMIT_CORE)",
+        "fcntl.fcntl(os.pipe()[0], fcntl.F_SETOWN, {pid})",
+        "os.setpriority(os.PRIO_PROCESS, {pid}, 19)",
+        "os.mknod('disk', 0o60600, os.makedev(8, 0))",
+    ],
+)
+def test_without_isolation_files_and_processes_of_the_user_are_held(attack, tmp_path, monkeypatch):
+    monkeypatch.setattr(sandbox, "isolation_fault", lambda: "tried so")
+    file = tmp_path / "file"
+    file.write_text("text")
+    before = file.stat()
+    output, fault = run("import fcntl, os, resource\n" + attack.format(file=str(file), pid=os.getpid()))
+    assert fault == "exit code 1" and "Error: [Errno" in output
+    assert (file.read_text(), file.stat().st_mode, file.stat().st_mtime) == ("text", before.st_mode, before.st_mtime)
 
 
 def test_a_program_prints_and_fails():
