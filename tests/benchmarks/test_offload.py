@@ -314,7 +314,10 @@ def test_a_mode_takes_options_of_its_own():
         (("--case", "8192x0"), "got '8192x0', expected TOKENSxLAYERS, such as 8192x28, or TOKENS"),
         (("--case", "x28"), "got 'x28', expected TOKENSxLAYERS"),
         (("--overhead", "--model", "tiny"), "--overhead has a model and modes of its own, but got --device, --model"),
-        (("--modes", "plain,boundry"), "mode 'boundry' does not exist; choose from plain, checkpointing, boundary"),
+        (
+            ("--modes", "plain,boundry"),
+            "mode 'boundry' does not exist; choose from plain, checkpointing, selective, boundary",
+        ),
         (("--modes", "plain,plain"), "--modes names plain more than once"),
         (("--modes", "plain:min_bytes=1"), "only boundary, attention, auto, all take options"),
         (("--modes", "plain:tile=0"), "got tile=0, expected auto or tokens, at least 1"),
