@@ -369,7 +369,8 @@ def test_the_page_has_this_table():
 
 
 def test_the_page_counts_rooms_and_arrows():
-    page = counted(PAGE.read_text())
+    page = PAGE.read_text()
+    assert counted(page) == page, "python tests/test_import_arrows.py --write"
     assert len(re.findall(r"^\| `rlx.*` \|( \d+ \|){3} 0 \|$", page, re.MULTILINE)) == 3, "no arrow runs back up"
 
 
