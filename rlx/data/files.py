@@ -1,13 +1,24 @@
-"""Read rows from Parquet and JSONL files, with errors that name the file and the row."""
+"""Read rows from files, folders and URLs, with errors that name the file and the row."""
 
+import codecs
+import csv
+import io
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from tempfile import TemporaryDirectory, mkdtemp
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
+from urllib.parse import urlparse
 
 from rlx.config.schema import ARITHMETIC
 from rlx.errors import ExplainedError
+from rlx.row_files import COMPRESSED, DATA_KINDS, SAVED, data_kind, data_parts
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 
 class DataError(ExplainedError, ValueError):
@@ -96,18 +107,12 @@ class Rows(Protocol):
         ...
 
 
-class ParquetRows:
-    """A Parquet file as an Arrow table; rows become Python objects when they are read."""
+class ArrowRows:
+    """An Arrow table; rows become Python objects when they are read."""
 
-    def __init__(self, path: Path):
-        import pyarrow as pa  # a check of other files does without it
-        import pyarrow.parquet as pq
-
-        try:
-            self._table = pq.read_table(path, memory_map=True)
-        except (pa.ArrowException, OSError) as fault:
-            raise _no_parquet(path, fault) from None
-        self.columns = list(self._table.column_names)
+    def __init__(self, table: "pa.Table"):
+        self._table = table
+        self.columns = list(table.column_names)
 
     def __len__(self) -> int:
         return int(self._table.num_rows)
@@ -145,54 +150,84 @@ class ListRows:
         return f"row {index + 1}" if self._lines is None else f"line {self._lines[index]}"
 
 
-def read_jsonl(path: Path) -> ListRows:
-    """Return the rows of a JSON Lines file, without blank lines. Raises DataError if it cannot be read, or has no usable line."""
-    try:
-        lines = path.read_bytes().split(b"\n")
-    except OSError as fault:
-        raise DataError(f"{path}: cannot be read ({fault.strerror})") from None
-    numbers = [number for number, line in enumerate(lines, 1) if line.strip()]
-    rows = ListRows([_parse_line(lines[number - 1]) for number in numbers], numbers)
-    if not rows.columns:
-        faults = RowFaults()
-        for index, row in enumerate(rows.read(0, len(rows))):
-            if isinstance(row, RowFault):
-                faults.add(str(path), rows, index, row)
-        faults.end()
-    return rows
-
-
-def _parse_line(line: bytes) -> Row:
-    try:
-        row = json.loads(line.decode())
-    except UnicodeDecodeError as fault:
-        return RowFault(f"cannot be read as UTF-8 text ({fault.reason})", "save the file as UTF-8")
-    except (ValueError, RecursionError) as fault:
-        got = repr(line.decode().strip()[:80])[:80]
-        return RowFault(f"got {got}, expected one JSON object per line ({_first_line(fault)})")
-    if not isinstance(row, dict):
-        return RowFault(f"got a JSON {type(row).__name__}, expected an object")
-    return row
-
-
-def _first_line(fault: Exception) -> str:
-    return str(fault).partition("\n")[0][:200]
-
-
-def open_rows(file: str) -> Rows:
-    """Open the rows of a `.parquet` or `.jsonl` file.
-
-    Raises:
-        DataError: the file is missing, empty, of another kind, or cannot be read.
-    """
-    path = _path_of(file)
-    rows: Rows = ParquetRows(path) if path.suffix == ".parquet" else read_jsonl(path)
-    if not len(rows):
-        raise DataError(f"{file}: {NO_ROWS}")
-    return rows
-
-
 NO_ROWS = "the file has no rows, expected at least one"
+
+
+class Part(NamedTuple):
+    """A file of rows: its name in messages, its path on this machine, and its kind as `data_kind` tells."""
+
+    name: str
+    path: Path
+    kind: str
+
+    def open(self) -> Rows:
+        """Read it. Raises DataError if it cannot be read, or has no usable row."""
+        with _explained(self):
+            if self.kind in (".parquet", SAVED):
+                rows: Rows = ArrowRows(self._table())
+            else:
+                found = list(self._lines())
+                rows = ListRows([row for _, row in found], None if self.kind in TABLES else [at for at, _ in found])
+        if not len(rows):
+            raise DataError(f"{self.name}: {NO_ROWS}")
+        if not rows.columns:
+            faults = RowFaults()
+            for index, row in enumerate(rows.read(0, len(rows))):
+                if isinstance(row, RowFault):
+                    faults.add(self.name, rows, index, row)
+            faults.end()
+        return rows
+
+    def peek(self, most: int | None) -> "Peek":
+        """See the function `peek`."""
+        with _explained(self):
+            if self.kind == ".parquet":
+                return _peek_parquet(self.path)
+            if self.kind == SAVED:
+                table = self._table()
+                return Peek(list(table.column_names), ArrowRows(table).read(0, 1)[0], table.num_rows)
+            lines = self._lines()
+            if (first := next(lines, None)) is None:
+                raise DataError(f"{self.name}: {NO_ROWS}")
+            columns = [] if isinstance(first[1], RowFault) else list(first[1])
+            return Peek(columns, first[1], 1 + sum(1 for _ in islice(lines, None if most is None else most - 1)))
+
+    def _table(self) -> "pa.Table":
+        if self.kind == ".parquet":
+            import pyarrow.parquet as pq  # a check of other files does without it
+
+            return pq.read_table(self.path, memory_map=True)
+        from datasets import load_from_disk
+
+        return load_from_disk(self.path).with_format("arrow")[:]
+
+    def _lines(self) -> Iterator[tuple[int, Row]]:
+        """Yield the rows of a file of text with their lines (of a table: with their numbers), counted from 1."""
+        with self._stream() as stream:
+            if self.kind in TABLES:
+                csv.field_size_limit(2**31 - 1)
+                text = io.TextIOWrapper(stream, "utf-8-sig", newline="")
+                for number, row in enumerate(csv.DictReader(text, delimiter=TABLES[self.kind]), 1):
+                    yield number, RowFault("the row has more cells than the header") if None in row else row
+                return
+            if self.kind == ".json" and (whole := stream.read()).lstrip(codecs.BOM_UTF8 + b" \t\r\n").startswith(b"["):
+                for number, row in enumerate(json.loads(whole.decode("utf-8-sig")), 1):
+                    yield number, row if isinstance(row, dict) else _no_object(row)
+                return
+            for number, line in enumerate(whole.splitlines() if self.kind == ".json" else stream, 1):
+                if line.strip():
+                    yield number, _parse_line(line.removeprefix(codecs.BOM_UTF8) if number == 1 else line)
+
+    def _stream(self) -> Any:
+        if self.path.suffix not in COMPRESSED:
+            return self.path.open("rb")
+        import pyarrow as pa
+
+        return io.BufferedReader(pa.input_stream(str(self.path), compression="detect"))
+
+
+TABLES = {".csv": ",", ".tsv": "\t"}
+"""Delimiters by kind. All cells are text."""
 
 
 class Peek(NamedTuple):
@@ -203,56 +238,110 @@ class Peek(NamedTuple):
     rows: int
 
 
-def peek(file: str, most: int | None = None) -> Peek:
-    """Return what a look at a file shows. Lines of JSON are counted no further than `most`. Raises DataError as `open_rows`."""
-    path = _path_of(file)
+def parts_of(file: str) -> list[Part]:
+    """Return the files of a file, folder, pattern or URL. Files of a URL are fetched through fsspec for as long as the process lives.
+
+    Raises:
+        DataError: nothing is there, it is of another kind, or it cannot be fetched.
+    """
+    local = _fetched(file) if "://" in file else data_parts(file)
+    if not local:
+        looked = file if "://" in file else Path(file).expanduser().absolute()
+        raise DataError(f"{file}: no such file (looked for {looked}); correct data.train_files or data.val_files")
+    several = f"{file}, file " if "://" in file else ""
+    names = [file] if len(local) == 1 else [f"{several}{Path(path).name if several else path}" for path in local]
+    parts = [Part(name, Path(path), data_kind(path)) for name, path in zip(names, local, strict=True)]
+    if wrong := [part for part in parts if part.kind not in (*DATA_KINDS, SAVED)]:
+        expected = f"{', '.join(DATA_KINDS)} or `{ARITHMETIC}`"
+        raise DataError(f"{wrong[0].name}: got a file of kind {wrong[0].kind!r}, expected {expected}")
+    return parts
+
+
+@cache
+def _downloads() -> TemporaryDirectory[str]:
+    return TemporaryDirectory(prefix="rlx-data-")  # removed when the process ends
+
+
+@cache
+def _fetched(url: str) -> list[str]:
+    """Return local copies of the files of a URL, which may hold a pattern with `*`."""
+    import fsspec
+
     try:
-        return _peek_parquet(path) if path.suffix == ".parquet" else _peek_jsonl(path, most)
-    except StopIteration:
-        raise DataError(f"{file}: {NO_ROWS}") from None
+        files, path = fsspec.url_to_fs(url)
+        found = []
+        for number, remote in enumerate(sorted(files.glob(path)) if "*" in path else [path]):
+            local = Path(mkdtemp(prefix=f"{number}-", dir=_downloads().name)) / Path(urlparse(remote).path).name
+            files.get_file(remote, str(local))
+            found.append(str(local))
+        return found
+    except Exception as fault:  # each file system has errors of its own
+        why = f"{type(fault).__name__}: {_first_line(fault)}"
+        raise DataError(f"{url}: cannot be fetched ({why}); correct the URL, or download the file") from None
+
+
+def open_rows(file: str) -> Rows:
+    """Open the rows of one file. Raises DataError: it is missing, empty, of another kind, or cannot be read."""
+    (part,) = parts_of(file)
+    return part.open()
+
+
+def peek(file: str, most: int | None = None) -> Peek:
+    """Return what a look at a file shows. Rows of text are counted no further than `most`. Raises DataError as `open_rows`."""
+    first, *others = parts_of(file)
+    found = first.peek(most)
+    rows = found.rows
+    for part in others:
+        if most is None or rows < most:
+            rows += part.peek(None if most is None else most - rows).rows
+    return found._replace(rows=rows)
 
 
 def _peek_parquet(path: Path) -> Peek:
-    import pyarrow as pa
     import pyarrow.parquet as pq
 
-    try:
-        with pq.ParquetFile(path, memory_map=True) as opened:
-            batch = next(opened.iter_batches(batch_size=1))
-            columns, rows = list(opened.schema_arrow.names), opened.metadata.num_rows
-    except (pa.ArrowException, OSError) as fault:
-        raise _no_parquet(path, fault) from None
+    with pq.ParquetFile(path, memory_map=True) as opened:
+        batch = next(opened.iter_batches(batch_size=1), None)
+        columns, rows = list(opened.schema_arrow.names), opened.metadata.num_rows
+    if batch is None:
+        raise DataError(f"{path}: {NO_ROWS}")
     try:
         return Peek(columns, batch.to_pylist()[0], rows)
     except (ValueError, OverflowError) as fault:
         return Peek(columns, _unreadable(fault), rows)
 
 
+def _parse_line(line: bytes) -> Row:
+    try:
+        row = json.loads(line.decode())
+    except UnicodeDecodeError as fault:
+        return RowFault(f"cannot be read as UTF-8 text ({fault.reason})", "save the file as UTF-8")
+    except (ValueError, RecursionError) as fault:
+        got = repr(line.decode().strip()[:80])[:80]
+        return RowFault(f"got {got}, expected one JSON object per line ({_first_line(fault)})")
+    return row if isinstance(row, dict) else _no_object(row)
+
+
+def _no_object(value: Any) -> RowFault:
+    return RowFault(f"got a JSON {type(value).__name__}, expected an object")
+
+
 def _unreadable(fault: Exception) -> RowFault:
     return RowFault(f"cannot be read ({type(fault).__name__}: {_first_line(fault)})")
 
 
-def _peek_jsonl(path: Path, most: int | None) -> Peek:
+@contextmanager
+def _explained(part: Part) -> Iterator[None]:
+    """Turn the errors of the libraries that read a file into a DataError."""
+    kind = {".parquet": " as Parquet", SAVED: " as a data set saved by save_to_disk"}.get(part.kind, "")
     try:
-        with path.open("rb") as opened:
-            lines = (line for line in opened if line.strip())
-            first = _parse_line(next(lines))
-            columns = [] if isinstance(first, RowFault) else list(first)
-            return Peek(columns, first, 1 + sum(1 for _ in islice(lines, None if most is None else most - 1)))
-    except OSError as fault:
-        raise DataError(f"{path}: cannot be read ({fault.strerror})") from None
+        yield
+    except DataError:
+        raise
+    except (OSError, ValueError, csv.Error, RecursionError, LookupError, NotImplementedError) as fault:
+        why = fault.strerror if isinstance(fault, OSError) and fault.strerror and not kind else _first_line(fault)
+        raise DataError(f"{part.name}: cannot be read{kind} ({why})") from None
 
 
-def _path_of(file: str) -> Path:
-    """Return the path of a file of rows. Raises DataError if it is missing or of another kind."""
-    path = Path(file).expanduser()
-    if path.suffix not in (".parquet", ".jsonl"):
-        raise DataError(f"{file}: got a file of kind {path.suffix!r}, expected .parquet, .jsonl or `{ARITHMETIC}`")
-    if not path.is_file():
-        looked = f"looked for {path.absolute()}"
-        raise DataError(f"{file}: no such file ({looked}); correct data.train_files or data.val_files")
-    return path
-
-
-def _no_parquet(path: Path, fault: Exception) -> DataError:
-    return DataError(f"{path}: cannot be read as Parquet ({_first_line(fault)})")
+def _first_line(fault: Exception) -> str:
+    return str(fault).partition("\n")[0][:200]

@@ -3,6 +3,8 @@
 This module imports neither torch nor transformers nor pyarrow, because a check takes a second in all.
 """
 
+import json
+import math
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from typing import Any, NamedTuple, TypeAlias
@@ -11,20 +13,35 @@ from rlx.config.schema import PLAIN_SOURCE, DataConfig
 from rlx.data import gsm8k
 from rlx.data.files import FormError, Row, RowFault, RowFaults, Rows
 
-ANSWERS = ("answer", "solution", "ground_truth", "target", "label", "final_answer", "expected_answer", "output")
+COMPLETION = "completion"
+ANSWERS = (
+    "answer",
+    "solution",
+    "ground_truth",
+    "target",
+    "label",
+    "final_answer",
+    "expected_answer",
+    "output",
+    COMPLETION,
+)
 PROMPTS = ("prompt", "question", "problem", "query", "instruction", "input")
 """Usual names of the two columns, for remedies."""
+MEDIA = ("image", "images", "video", "videos", "audio", "audios")
+"""Columns with a part of the prompt that is no text."""
+TOOLS = "tools"
 
 Content: TypeAlias = str | list[dict[str, Any]]
 
 
 class Prompt(NamedTuple):
-    """A row of any kind of file; `content` is text, or chat messages {role, content}."""
+    """A row of any kind of file; `content` is text, or chat messages {role, content}; `tools` are JSON schemas for the template."""
 
     content: Content
     data_source: str
     ground_truth: Any
     extra_info: dict[str, Any]
+    tools: tuple[dict[str, Any], ...] = ()
 
 
 ToPrompt: TypeAlias = Callable[[dict[str, Any], int], Prompt]
@@ -45,6 +62,8 @@ def form_of(name: str, columns: Sequence[str], config: DataConfig, split: str, c
         FormError: columns are missing.
     """
     prompt, source, answer = config.prompt_key, config.reward_fn_key, config.answer_key
+    if answer is None and {prompt, COMPLETION} <= set(columns) and "reward_model" not in columns:
+        answer = COMPLETION
     if answer is not None:
         _require(name, columns, {"data.prompt_key": prompt, "data.answer_key": answer})
         return lambda row, _: _from_columns(row, prompt, answer, source, chats)
@@ -123,13 +142,13 @@ def from_verl(row: dict[str, Any], prompt_key: str = "prompt", source_key: str =
     """Convert a row of verl's form. Raises RowFault if it is faulty."""
     content, source, reward_model = row.get(prompt_key), row.get(source_key), row.get("reward_model")
     extra_info = row.get("extra_info") or {}
-    if not isinstance(source, str):
-        raise RowFault(f"{source_key} is {source!r:.80}, expected the name of a data source")
     if not isinstance(reward_model, dict) or reward_model.get("ground_truth") is None:
         raise RowFault(f"reward_model is {reward_model!r:.80}, expected {{style, ground_truth}}")
     if not isinstance(extra_info, dict):
         raise RowFault(f"extra_info is {extra_info!r:.80}, expected an object or nothing")
-    return Prompt(_checked_content(content, prompt_key), source, reward_model["ground_truth"], extra_info)
+    answer = _checked_answer(reward_model["ground_truth"], "ground_truth of reward_model")
+    content, tools = _checked_content(content, prompt_key), _tools_of(row, content, (prompt_key, source_key))
+    return Prompt(content, _checked_source(source, source_key), answer, extra_info, tools)
 
 
 def _from_columns(row: dict[str, Any], prompt_key: str, answer_key: str, source_key: str, chats: bool) -> Prompt:
@@ -137,13 +156,75 @@ def _from_columns(row: dict[str, Any], prompt_key: str, answer_key: str, source_
     content, answer = row.get(prompt_key), row.get(answer_key)
     if answer is None:
         raise RowFault(f"{answer_key} is missing, expected the right answer")
-    source = row.get(source_key) or PLAIN_SOURCE
-    if not isinstance(source, str):
-        raise RowFault(f"{source_key} is {source!r:.80}, expected the name of a data source")
-    others = {name: value for name, value in row.items() if name not in (prompt_key, answer_key, source_key)}
+    if _is_chat(answer) and len(answer) == 1:  # a completion as TRL has it
+        answer = answer[0]["content"]
+    source = _checked_source(row.get(source_key) or PLAIN_SOURCE, source_key)
+    own = (prompt_key, answer_key, source_key)
+    others = {name: value for name, value in row.items() if name not in (*own, TOOLS)}
     if isinstance(content, str) and content and chats:
         content = [{"role": "user", "content": content}]
-    return Prompt(_checked_content(content, prompt_key), source, answer, others)
+    checked = _checked_content(content, prompt_key)
+    return Prompt(checked, source, _checked_answer(answer, answer_key), others, _tools_of(row, content, own))
+
+
+def _checked_source(source: Any, key: str) -> str:
+    if not isinstance(source, str) or not _is_unicode(source):
+        raise RowFault(f"{key} is {source!r:.80}, expected the name of a data source")
+    return source
+
+
+def _checked_answer(answer: Any, key: str) -> Any:
+    """Return the answer. JSON's NaN and Infinity are what other programs write for a missing one."""
+    if isinstance(answer, float) and not math.isfinite(answer):
+        raise RowFault(f"{key} is {answer}, expected the right answer")
+    return answer
+
+
+def _tools_of(row: dict[str, Any], content: Any, own: Sequence[str]) -> tuple[dict[str, Any], ...]:
+    """Return the tools that the chat template shows, and raise RowFault for parts of the prompt that no text model reads."""
+    if media := [name for name in MEDIA if name not in own and _is_given(row.get(name))]:
+        raise RowFault(
+            f"{media[0]} holds a part of the prompt, expected a prompt of text alone",
+            "rlx trains on text: choose rows without images, videos and audio, or rename the column if it is no part of the prompt",
+        )
+    given = None if TOOLS in own else row.get(TOOLS)
+    if isinstance(given, str) and given.strip():
+        try:
+            given = json.loads(given)
+        except (ValueError, RecursionError):
+            raise RowFault(f"{TOOLS} is {given!r:.80}, expected a JSON list of tools") from None
+    if not _is_given(given):
+        return ()
+    if not isinstance(given, list) or not all(isinstance(tool, dict) for tool in given):
+        raise RowFault(f"{TOOLS} is {given!r:.80}, expected a list of tools as JSON schemas")
+    if isinstance(content, str):
+        raise RowFault(
+            f"the row has {TOOLS} and a prompt of text, expected messages, for which the chat template shows the tools"
+        )
+    return tuple(_without_none(tool) for tool in given)
+
+
+def _is_given(value: Any) -> bool:
+    return value is not None and value != "" and not (isinstance(value, list | tuple | dict) and not value)
+
+
+def _without_none(value: Any) -> Any:
+    """Return the value without the fields that Arrow adds to a struct because another row has them."""
+    if isinstance(value, dict):
+        return {name: _without_none(each) for name, each in value.items() if each is not None}
+    return [_without_none(each) for each in value] if isinstance(value, list) else value
+
+
+def _is_unicode(text: str) -> bool:
+    """Whether no half of a surrogate pair is in the text."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)
+
+
+def _is_chat(content: Any) -> bool:
+    return isinstance(content, list) and all(
+        isinstance(message, dict) and isinstance(message.get("role"), str) and isinstance(message.get("content"), str)
+        for message in content
+    )
 
 
 def _checked_content(content: Any, key: str) -> Content:
@@ -151,11 +232,7 @@ def _checked_content(content: Any, key: str) -> Content:
         raise RowFault("the prompt is empty, expected at least one token")
     if isinstance(content, str):
         return content
-    is_chat = isinstance(content, list) and all(
-        isinstance(message, dict) and isinstance(message.get("role"), str) and isinstance(message.get("content"), str)
-        for message in content
-    )
-    if not content or not is_chat:
+    if not content or not _is_chat(content):
         expected = "text or a list of messages {role: text, content: text}"
         raise RowFault(f"{key} is {content!r:.120}, expected {expected}")
     # Arrow sets fields that only other rows' messages have to None, and templates would use them.

@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import track
 
-from rlx.data.files import DataError, ListRows, RowFault, RowFaults, Rows, read_jsonl
+from rlx.data.files import DataError, ListRows, RowFault, RowFaults, Rows, open_rows
 from rlx.program import program
 
 GSM8K_SOURCE = "openai/gsm8k"
@@ -45,10 +45,9 @@ def to_row(row: dict[str, Any], split: str, index: int) -> dict[str, Any]:
 
 
 def read_official(source: str, split: str) -> Rows:
-    """Return the official rows of a split (train or test) from a local JSONL file or the hub. Raises DataError."""
-    path = Path(source).expanduser()
-    if path.suffix == ".jsonl" or path.exists():
-        return read_jsonl(path)
+    """Return the official rows of a split (train or test) from a local file or the hub. Raises DataError."""
+    if Path(source).suffix or Path(source).expanduser().exists():
+        return open_rows(source)
     from datasets import load_dataset
 
     try:

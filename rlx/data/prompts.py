@@ -1,5 +1,6 @@
 """Prompts from files: read, checked and tokenised once at the start, then given out by index."""
 
+import json
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -13,8 +14,8 @@ from transformers import PreTrainedTokenizerBase
 from rlx.config.schema import ARITHMETIC, DataConfig
 from rlx.data.arithmetic import make_problems
 from rlx.data.batch import Batch, left_padded
-from rlx.data.files import DataError, ListRows, RowFault, RowFaults, Rows, open_rows
-from rlx.data.forms import Content, Prompt, ToPrompt, form_of, from_verl, prompts_of, to_prompt
+from rlx.data.files import DataError, ListRows, RowFault, RowFaults, Rows, parts_of
+from rlx.data.forms import Prompt, ToPrompt, form_of, from_verl, prompts_of, to_prompt
 from rlx.user_code import DATASET, TEMPLATE_CHAT_S, TEMPLATE_LIMIT_S, UserCodeError, call_within, load_callable
 
 INTERFACE = ("__len__", "batch", "report")
@@ -34,11 +35,20 @@ class _File(NamedTuple):
     convert: ToPrompt
 
 
+class _Measured(NamedTuple):
+    """What is known of the usable rows, in order."""
+
+    lengths: "np.ndarray[Any, np.dtype[np.int64]]"  # in tokens
+    largest_ids: "np.ndarray[Any, np.dtype[np.int64]]"
+    digests: "np.ndarray[Any, np.dtype[np.uint64]]"
+    answers: list[tuple[str, Any]]  # data source and ground truth
+
+
 class PromptDataset:
     """The prompts of several files in order.
 
     Args:
-        files: Parquet or JSONL in verl's schema or GSM8K's own, or `builtin:arithmetic`.
+        files: of rows, or folders, patterns and URLs of them, in one of the forms of docs/data.md; or `builtin:arithmetic`.
         config: columns, lengths, truncation.
         tokenizer: with a chat template if prompts are chats.
         split: "train" or "val"; decides on the generated problems and on max_samples.
@@ -46,6 +56,7 @@ class PromptDataset:
     Attributes:
         report: how many prompts were dropped or cut; empty if none were.
         data_sources: those of the remaining rows.
+        has_tools: whether rows name tools, which the chat template shows.
         digest: of the remaining rows in order: prompt, answer, data source and extra_info. Names of files and columns do not enter.
 
     Raises:
@@ -56,20 +67,17 @@ class PromptDataset:
         self._config, self._tokenizer, self._split = config, tokenizer, split
         self._pad_token_id = _pad_token_id(tokenizer)
         self._look_until = 0.0  # not yet: no row was refused
-        self._files = [self._open(file) for file in files]
+        self._prefix = self._added_before()
+        self._files = [part for file in files for part in self._open(file)]
         self._ends = np.cumsum([len(file.rows) for file in self._files])
-        self._digests: list[int] = []
-        self._answers: list[tuple[str, Any]] = []
-        self._lengths, sources = self._measure()
+        self.has_tools = False
+        measured = self._measure()
+        self._lengths, self._largest, self._answers = measured.lengths, measured.largest_ids, measured.answers
         overlong = self._lengths > config.max_prompt_length
         self._kept = np.flatnonzero(~overlong) if config.filter_overlong_prompts else np.arange(len(overlong))
         self.report = self._describe(int(overlong.sum()))
-        kept = self._kept.tolist()
-        self.data_sources = frozenset(sources[row] for row in kept)
-        self.digest = xxhash.xxh64(
-            np.array([self._digests[row] for row in kept], dtype=np.uint64).tobytes()
-        ).hexdigest()
-        self._digests = []
+        self.data_sources = frozenset(self._answers[row][0] for row in self._kept.tolist())
+        self.digest = xxhash.xxh64(measured.digests[self._kept].tobytes()).hexdigest()
         if not len(self._kept):
             few = f"data.{split}_max_samples and the files give 0 rows; raise the one, or name other files"
             why = f"{self.report}; raise data.max_prompt_length" if len(overlong) else few
@@ -85,13 +93,8 @@ class PromptDataset:
             prompt_ids (B, P) int64 and prompt_mask (B, P) bool, left padded to the longest of them; info data_source,
             ground_truth, extra_info, raw_prompt (uncut) and prompt_text, the text of the ids.
         """
-        prompts = []
-        for position in self._kept[list(indices)].tolist():
-            number = int(np.searchsorted(self._ends, position, side="right"))
-            file = self._files[number]
-            row = position - int(self._ends[number]) + len(file.rows)
-            prompts.append(to_prompt(file.convert, file.rows.read(row, row + 1)[0], row))
-        ids = [self._cut(tokens) for tokens in self._tokenise([prompt.content for prompt in prompts])]
+        prompts = [self._prompt(*self._place(position)) for position in self._kept[list(indices)].tolist()]
+        ids = [self._cut(tokens) for tokens in self._tokenise(prompts)]
         prompt_ids, prompt_mask = left_padded(ids, self._pad_token_id)
         info = {
             "data_source": [prompt.data_source for prompt in prompts],
@@ -110,27 +113,44 @@ class PromptDataset:
         """Raise DataError that names the rows whose answers cannot be used; `faults` says why, by index."""
         found = RowFaults()
         for index, what in faults.items():
-            position = int(self._kept[index])
-            number = int(np.searchsorted(self._ends, position, side="right"))
-            file = self._files[number]
-            found.add(
-                file.name,
-                file.rows,
-                position - int(self._ends[number]) + len(file.rows),
-                RowFault(what, CORRECT_ANSWER),
-            )
+            file, row = self._place(int(self._kept[index]))
+            found.add(file.name, file.rows, row, RowFault(what, CORRECT_ANSWER))
         found.end()
 
-    def _open(self, name: str) -> _File:
-        if name == ARITHMETIC:
-            rows: Rows = ListRows(make_problems(self._config.arithmetic, self._split))
-            return _File(name, rows, lambda row, _: from_verl(row))
-        rows = open_rows(name)
-        chats = bool(self._tokenizer.chat_template)
-        return _File(name, rows, form_of(name, rows.columns, self._config, self._split, chats))
+    def require_tokens_below(self, size: int) -> None:
+        """Raise DataError with all rows whose prompts hold a token that a model with `size` embeddings lacks."""
+        faults = RowFaults()
+        for position in self._kept[self._largest[self._kept] >= size].tolist():
+            file, row = self._place(position)
+            if (token := max(self._cut(self._tokenise([self._prompt(file, row)])[0]))) >= size:
+                known = f"got the token {self._tokenizer.convert_ids_to_tokens(token)!r} with id {token}"
+                fault = f"{known}, expected ids below {size}, the number of rows of the model's embedding"
+                faults.add(
+                    file.name, file.rows, row, RowFault(fault, "resize the model's embeddings, or remove the row")
+                )
+        faults.end()
 
-    def _measure(self) -> tuple["np.ndarray[Any, np.dtype[np.int64]]", list[str]]:
-        """Return length in tokens and data source of each usable row, and find faulty rows before training begins."""
+    def _place(self, position: int) -> tuple[_File, int]:
+        """Return the file and the row in it of a position among the usable rows of all files."""
+        number = int(np.searchsorted(self._ends, position, side="right"))
+        file = self._files[number]
+        return file, position - int(self._ends[number]) + len(file.rows)
+
+    def _prompt(self, file: _File, row: int) -> Prompt:
+        return to_prompt(file.convert, file.rows.read(row, row + 1)[0], row)
+
+    def _open(self, name: str) -> list[_File]:
+        if name == ARITHMETIC:
+            problems: Rows = ListRows(make_problems(self._config.arithmetic, self._split))
+            return [_File(name, problems, lambda row, _: from_verl(row))]
+        chats, found = bool(self._tokenizer.chat_template), []
+        for part in parts_of(name):
+            rows = part.open()
+            found.append(_File(part.name, rows, form_of(part.name, rows.columns, self._config, self._split, chats)))
+        return found
+
+    def _measure(self) -> _Measured:
+        """Measure each usable row, and find faulty rows before training begins."""
         most = {"train": self._config.train_max_samples, "val": self._config.val_max_samples}[self._split]
         room = int(self._ends[-1]) if most < 0 else min(most, int(self._ends[-1]))
         chunks: list[tuple[_File, range]] = []
@@ -139,20 +159,22 @@ class PromptDataset:
             stop = min(len(file.rows), left)
             chunks += [(file, range(start, min(start + CHUNK_ROWS, stop))) for start in range(0, stop, CHUNK_ROWS)]
             left -= stop
-        lengths: list[int] = []
-        sources: list[str] = []
+        lengths, largest, digests, answers = [], [], [], []
         faults = RowFaults()
         for file, part in track(chunks, f"{self._split} prompts", disable=room < BAR_FROM_ROWS):
             prompts = prompts_of(*file, part, faults)
-            sources += [sys.intern(prompt.data_source) for prompt in prompts.values()]
-            self._digests += [_digest(prompt) for prompt in prompts.values()]
-            self._answers += [(sys.intern(prompt.data_source), prompt.ground_truth) for prompt in prompts.values()]
+            answers += [(sys.intern(prompt.data_source), prompt.ground_truth) for prompt in prompts.values()]
+            digests += map(_digest, prompts.values())
+            self.has_tools |= any(prompt.tools for prompt in prompts.values())
             for row, tokens in self._tokenise_of(file, prompts, faults).items():
                 if (fault := self._fault_of_length(len(tokens))) is not None:
                     faults.add(file.name, file.rows, row, fault)
                 lengths.append(len(tokens))
+                largest.append(max(tokens, default=0))
         faults.end()
-        return np.array(lengths, dtype=np.int64), sources
+        return _Measured(
+            np.array(lengths, dtype=np.int64), np.array(largest, np.int64), np.array(digests, np.uint64), answers
+        )
 
     def _fault_of_length(self, length: int) -> RowFault | None:
         limit = self._config.max_prompt_length
@@ -177,38 +199,52 @@ class PromptDataset:
 
     def _tokenise_of(self, file: _File, prompts: dict[int, Prompt], faults: RowFaults) -> dict[int, list[int]]:
         """Return the tokens of the prompts that the tokenizer takes, by row; the others go to `faults`."""
-        contents = {row: prompt.content for row, prompt in prompts.items()}
         try:
-            return dict(zip(contents, self._tokenise(list(contents.values())), strict=True))
+            return dict(zip(prompts, self._tokenise(list(prompts.values())), strict=True))
         except Exception:  # templates and tokenizers raise any kind of error; look for the rows, else raise it as it is
             self._look_until = self._look_until or time.monotonic() + LOOK_S
             found: dict[int, list[int]] = {}
-            for row, content in contents.items():
+            for row, prompt in prompts.items():
                 try:
-                    found[row] = self._tokenise([content])[0]
+                    found[row] = self._tokenise([prompt])[0]
                 except Exception as fault:
                     faults.add(file.name, file.rows, row, _refused(fault))
                 if time.monotonic() > self._look_until:
                     faults.end()
                     raise
-            if len(found) == len(contents):
+            if len(found) == len(prompts):
                 raise
             return found
 
-    def _tokenise(self, contents: list[Content]) -> list[list[int]]:
-        chats = [content for content in contents if not isinstance(content, str)]
-        texts = [content for content in contents if isinstance(content, str)]
-        # A template is a program that came with the model
-        limit_s, template = TEMPLATE_LIMIT_S + TEMPLATE_CHAT_S * len(chats), self._tokenizer.apply_chat_template
-        ids = call_within(limit_s, template, chats, add_generation_prompt=True, return_dict=False) if chats else []
-        of_chats, of_texts = iter(ids), iter(self._tokenise_texts(texts))
-        return [next(of_texts if isinstance(content, str) else of_chats) for content in contents]
+    def _tokenise(self, prompts: list[Prompt]) -> list[list[int]]:
+        chats: dict[str, list[int]] = {}  # places of prompts with the same tools, which one call takes
+        texts = [place for place, prompt in enumerate(prompts) if isinstance(prompt.content, str)]
+        for place, prompt in enumerate(prompts):
+            if not isinstance(prompt.content, str):
+                chats.setdefault(json.dumps(prompt.tools), []).append(place)
+        found = dict(zip(texts, self._tokenise_texts([str(prompts[place].content) for place in texts]), strict=True))
+        for places in chats.values():
+            contents, tools = [prompts[place].content for place in places], list(prompts[places[0]].tools) or None
+            # A template is a program that came with the model
+            limit_s, template = TEMPLATE_LIMIT_S + TEMPLATE_CHAT_S * len(places), self._tokenizer.apply_chat_template
+            ids = call_within(limit_s, template, contents, tools=tools, add_generation_prompt=True, return_dict=False)
+            found |= zip(places, ids, strict=True)
+        return [found[place] for place in range(len(prompts))]
 
     def _tokenise_texts(self, texts: list[str]) -> list[list[int]]:
-        """Tokenise texts, without the EOS that some tokenizers add and after which a model would generate nothing."""
-        ids = self._tokenizer(texts)["input_ids"] if texts else []
-        end = self._tokenizer.eos_token_id
-        return [tokens[:-1] if tokens and tokens[-1] == end else tokens for tokens in ids]
+        """Tokenise texts behind the tokens that the tokenizer adds before, unless the text has them, and without those behind.
+
+        After an EOS that the tokenizer adds a model would generate nothing. One that is part of the text stays.
+        """
+        found = self._tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
+        before = self._prefix
+        return [ids if ids[: len(before)] == before else [*before, *ids] for ids in found]
+
+    def _added_before(self) -> list[int]:
+        """Return the tokens that the tokenizer adds before a text, such as BOS."""
+        probe = "a"
+        whole, bare = (self._tokenizer(probe, add_special_tokens=added)["input_ids"] for added in (True, False))
+        return next((whole[:at] for at in range(len(whole)) if bare and whole[at : at + len(bare)] == bare), [])
 
     def _cut(self, tokens: list[int]) -> list[int]:
         limit = self._config.max_prompt_length
@@ -219,7 +255,8 @@ class PromptDataset:
 
 
 def _digest(prompt: Prompt) -> int:
-    parts = (prompt.content, prompt.data_source, prompt.ground_truth, prompt.extra_info)
+    tools = (prompt.tools,) if prompt.tools else ()
+    parts = (prompt.content, prompt.data_source, prompt.ground_truth, prompt.extra_info, *tools)
     return xxhash.xxh64_intdigest(repr(parts).encode("utf-8", "surrogatepass"))
 
 

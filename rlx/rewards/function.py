@@ -134,7 +134,12 @@ def outcome_of(function: Function, result: Any, samples: int) -> Outcome:
 
 def _numbers(result: Any) -> Numbers | str:
     report = result if isinstance(result, dict) else {"score": result}
-    numbers = {str(name): float(value) for name, value in _scalars(report).items() if isinstance(value, Real)}
+    # Names become metrics and columns, which half a surrogate pair could not be written to.
+    numbers = {
+        str(name).encode("utf-8", "backslashreplace").decode(): float(value)
+        for name, value in _scalars(report).items()
+        if isinstance(value, Real)
+    }
     if abs(numbers.get("score", math.nan)) <= LARGEST_SCORE:
         return numbers
     return f"returned {_shown.repr(result)}, expected a finite number or a dict whose `score` is one (in fp32)"

@@ -5,9 +5,8 @@ The rows after the first, and the lengths of prompts, are read by `rlx.trainer.s
 
 from collections.abc import Iterator
 from contextlib import suppress
-from pathlib import Path
 
-from rlx.config.check.rules_machine import DATA_KINDS
+from rlx.config.check.folders import is_url
 from rlx.config.faults import Fault
 from rlx.config.schema import ARITHMETIC, PLAIN_SOURCE, PPOConfig
 from rlx.config.schema.roles import (
@@ -17,9 +16,10 @@ from rlx.config.schema.roles import (
     prompts_at_once,
     validates,
 )
-from rlx.data.files import DataError, FormError, RowFault, RowFaults, open_rows, peek
+from rlx.data.files import DataError, FormError, RowFault, RowFaults, parts_of, peek
 from rlx.data.forms import Prompt, form_of, prompts_of, require_prompts, to_prompt
 from rlx.rewards.sources import no_function_for, remedy_for, scored_sources
+from rlx.row_files import DATA_KINDS, SAVED, data_kind, data_parts
 
 SPLITS = {"train": "data.train_files", "val": "data.val_files"}
 COLUMN_KEYS = ("data.prompt_key", "data.answer_key", "data.reward_fn_key")
@@ -37,7 +37,7 @@ def check_data(config: PPOConfig, broken: frozenset[str]) -> tuple[Fault, ...]:
     Another fault names the data sources of first rows that no reward function scores, also if the run would drop such a row because
     it is too long.
 
-    Files that are missing or of an unknown kind are reported by a rule of the configuration and skipped here. Keys that could not be
+    Files that are missing or of an unknown kind are reported by a rule of the configuration and skipped here, and URLs are not fetched. Keys that could not be
     read, `broken`, are not judged. Nor is a dataset class of the user's own.
     """
     return () if config.data.custom_cls.path is not None else tuple(_faults(config, broken))
@@ -53,6 +53,8 @@ def training_rows(config: PPOConfig, most: int | None = None) -> int | None:
             if file == ARITHMETIC:
                 rows += data.arithmetic.train_size
                 continue
+            if is_url(file):
+                return None
             _, first, count = peek(file, most)
             if isinstance(first, RowFault):
                 return None
@@ -101,11 +103,14 @@ def _first_prompt(file: str, config: PPOConfig, split: str, most: int) -> Prompt
     if not isinstance(first, RowFault):
         with suppress(RowFault):
             return to_prompt(form_of(file, columns, config.data, split), first, 0)
-    rows, faults = open_rows(file), RowFaults()
-    part = range(len(rows) if most < 0 else min(most, len(rows)))
-    prompts = prompts_of(file, rows, form_of(file, rows.columns, config.data, split), part, faults)
+    faults = RowFaults()
+    for part in parts_of(file):
+        rows = part.open()
+        read = range(len(rows) if most < 0 else min(most, len(rows)))
+        prompts_of(part.name, rows, form_of(part.name, rows.columns, config.data, split), read, faults)
+        most = max(most - len(read), 0) if most >= 0 else most
     faults.end()
-    return prompts[0]
+    raise AssertionError("the first row is faulty")
 
 
 def _without_function(config: PPOConfig, places: dict[str, list[str]]) -> Iterator[Fault]:
@@ -125,8 +130,8 @@ def _without_function(config: PPOConfig, places: dict[str, list[str]]) -> Iterat
 
 
 def _is_rows(file: str) -> bool:
-    path = Path(file).expanduser()
-    return path.suffix in DATA_KINDS and path.is_file()
+    parts = [] if is_url(file) else data_parts(file)  # a URL is fetched when the run starts
+    return bool(parts) and {*map(data_kind, parts)} <= {*DATA_KINDS, SAVED}
 
 
 def _fault(what: str, error: DataError, key: str) -> Fault:

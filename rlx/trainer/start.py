@@ -20,12 +20,13 @@ from rlx.config.schema.roles import (
     sharded_roles,
     validates,
 )
+from rlx.data.files import DataError
 from rlx.data.prompts import PromptDataset, load_prompts
 from rlx.data.sampler import PromptSampler
 from rlx.environments.role import require_usable_template
 from rlx.errors import ExplainedError
 from rlx.models.hf_folder import try_saving
-from rlx.models.loading import Head, ModelError, load_tokenizer
+from rlx.models.loading import Head, ModelError, load_config, load_tokenizer
 from rlx.models.preflight import faults_of
 from rlx.models.tiny import make_tiny_tokenizer
 from rlx.rewards.conversations import Conversations
@@ -153,6 +154,9 @@ def prepare(config: PPOConfig, yaml: str = "") -> Prepared:
             rewards = trial(_rewards, config, tokenizer)
             if has_environment(config):
                 trial(require_usable_template, config, tokenizer)
+                trial(_check_tools, train, val)
+        if tokenizer is not None:
+            trial(_check_tokens, config, tokenizer, train, val)
         if train is not None:
             sampler = trial(_sampler, config, train, checkpoint)
         if rewards is not None:
@@ -169,6 +173,37 @@ def policy_tokenizer(config: PPOConfig) -> "PreTrainedTokenizerBase":
     """Return the tokenizer of the policy; `builtin:tiny` has one before its warm start too."""
     model = config.actor_rollout_ref.model
     return make_tiny_tokenizer() if is_tiny(config) else load_tokenizer(model.path or "", model.trust_remote_code)
+
+
+def _check_tokens(config: PPOConfig, tokenizer: "PreTrainedTokenizerBase", *prompts: PromptDataset | None) -> None:
+    """Raise ModelError or DataError for tokens that the model cannot read, or not sample to end a response."""
+    model = config.actor_rollout_ref.model
+    if is_tiny(config):
+        return
+    try:
+        size = getattr(load_config(model).get_text_config(), "vocab_size", None)
+    except ModelError:
+        return  # `_faults_of_models` reports it
+    if size is None:
+        return
+    if (end := int(tokenizer.eos_token_id)) >= size:
+        raise ModelError(
+            f"actor_rollout_ref.model.path={model.path}: the EOS token {tokenizer.eos_token!r} has id {end}, expected an id below "
+            f"{size}, the number of rows of the embedding, or no response can end; resize the model's embeddings, or set eos_token "
+            "in tokenizer_config.json to a token that the model knows"
+        )
+    for each in prompts:
+        if type(each) is PromptDataset:
+            each.require_tokens_below(size)
+
+
+def _check_tools(*prompts: PromptDataset | None) -> None:
+    """Raise DataError if rows name tools that an environment would hide."""
+    if any(type(each) is PromptDataset and each.has_tools for each in prompts):
+        raise DataError(
+            "data.train_files or data.val_files: got rows with a column 'tools' in a run with an environment, expected the "
+            "environment's tools alone; remove the column, or give the tools in environment.path"
+        )
 
 
 def _check_answers(config: PPOConfig, rewards: RewardManager, *prompts: PromptDataset | None) -> None:

@@ -126,4 +126,5 @@ def dump(records: list[dict[str, Any]], folder: Path, step: int) -> None:
     lines = (json.dumps(record, ensure_ascii=False, default=str) for record in records)
     with storing(file):
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        # Half a surrogate pair becomes its escape, which is valid JSON.
+        file.write_text("\n".join(lines) + "\n", encoding="utf-8", errors="backslashreplace")

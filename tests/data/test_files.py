@@ -1,8 +1,14 @@
+import bz2
+import gzip
+import json
+
+import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from datasets import Dataset, DatasetDict
 
-from rlx.data.files import DataError, open_rows
+from rlx.data.files import DataError, open_rows, parts_of, peek
 
 ROWS = [{"a": i, "b": [{"x": str(i)}]} for i in range(5)]
 
@@ -27,10 +33,11 @@ def test_missing(tmp_path):
         open_rows(str(tmp_path / "no.parquet"))
 
 
-@pytest.mark.parametrize("name", ["rows.csv", "rows", "builtin:arithmetics"])
-def test_unknown_kind(name):
-    with pytest.raises(DataError, match=r"expected \.parquet, \.jsonl or `builtin:arithmetic`"):
-        open_rows(name)
+@pytest.mark.parametrize("name", ["rows.txt", "rows", "rows.gz"])
+def test_unknown_kind(name, tmp_path):
+    (tmp_path / name).write_text("{}")
+    with pytest.raises(DataError, match=r"expected \.parquet, \.jsonl, \.json, \.csv, \.tsv or `builtin:arithmetic`"):
+        open_rows(str(tmp_path / name))
 
 
 @pytest.mark.parametrize("text", ["", "\n \n"])
@@ -68,3 +75,72 @@ def test_broken_parquet(tmp_path):
     path.write_text("no parquet")
     with pytest.raises(DataError, match="cannot be read as Parquet"):
         open_rows(str(path))
+
+
+LINES = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
+COMPRESS = {".gz": gzip.compress, ".bz2": bz2.compress, ".zst": lambda data: pa.compress(data, "zstd", asbytes=True)}
+
+
+@pytest.mark.parametrize("suffix", COMPRESS)
+def test_compressed_lines(tmp_path, suffix):
+    path = tmp_path / f"rows.jsonl{suffix}"
+    path.write_bytes(COMPRESS[suffix](LINES))
+    rows = open_rows(str(path))
+    assert rows.read(0, 5) == ROWS and rows.place(4) == "line 5"
+    assert peek(str(path)).rows == 5 and peek(str(path), 2).rows == 2
+    path.write_bytes(path.read_bytes()[:-9])
+    with pytest.raises(DataError, match="cannot be read"):
+        open_rows(str(path))
+
+
+@pytest.mark.parametrize("text", [LINES, json.dumps(ROWS, indent=1).encode(), b"\xef\xbb\xbf" + LINES])
+def test_plain_json_may_be_a_list_or_lines(tmp_path, text):
+    path = tmp_path / "rows.json"
+    path.write_bytes(text)
+    assert open_rows(str(path)).read(0, 5) == ROWS and peek(str(path)).first == ROWS[0]
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_row(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b"\xef\xbb\xbf" + LINES)
+    assert open_rows(str(path)).read(0, 5) == ROWS
+
+
+def test_cells_of_a_table_are_text(tmp_path):
+    path = tmp_path / "rows.csv"
+    path.write_text('prompt,answer\n"two\nlines",NA\nb,007\nc,\n', encoding="utf-8-sig")
+    rows = open_rows(str(path))
+    assert rows.columns == ["prompt", "answer"]
+    assert rows.read(0, 3) == [dict(prompt=p, answer=a) for p, a in (("two\nlines", "NA"), ("b", "007"), ("c", ""))]
+    assert rows.place(1) == "row 2" and peek(str(path)).rows == 3
+
+
+def test_a_folder_of_save_to_disk(tmp_path):
+    data = Dataset.from_list(ROWS)
+    data.select([4, 0]).save_to_disk(tmp_path / "saved")
+    assert open_rows(str(tmp_path / "saved")).read(0, 2) == [ROWS[4], ROWS[0]]
+    assert peek(str(tmp_path / "saved")).rows == 2
+    DatasetDict(train=data).save_to_disk(tmp_path / "splits")
+    assert open_rows(str(tmp_path / "splits" / "train")).read(0, 5) == ROWS
+
+
+@pytest.mark.parametrize("name", ["{folder}", "{folder}/*.jsonl", "memory://data/*.jsonl"])
+def test_shards_come_in_the_order_of_their_names(tmp_path, name):
+    memory = fsspec.filesystem("memory")
+    for number, row in enumerate(ROWS):
+        (tmp_path / f"part{number}.jsonl").write_text(json.dumps(row))
+        memory.pipe(f"/data/part{number}.jsonl", json.dumps(row).encode())
+    parts = parts_of(name.format(folder=tmp_path))
+    assert [part.open().read(0, 1)[0] for part in parts] == ROWS
+    assert peek(name.format(folder=tmp_path)).rows == 5
+    assert [part.name.endswith(f"part{number}.jsonl") for number, part in enumerate(parts)] == [True] * 5
+
+
+def test_one_file_of_a_url(tmp_path):
+    path = tmp_path / "rows.parquet"
+    pq.write_table(pa.Table.from_pylist(ROWS), path)
+    fsspec.filesystem("memory").pipe("/one.parquet", path.read_bytes())
+    assert open_rows("memory://one.parquet").read(0, 5) == ROWS
+    for url, what in (("memory://none.jsonl", "FileNotFoundError"), ("nothing://a.jsonl", "Protocol not known")):
+        with pytest.raises(DataError, match=f"{url}: cannot be fetched .*{what}"):
+            open_rows(url)

@@ -1,12 +1,11 @@
 import json
 import os
-from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
 
 from rlx.data import gsm8k
-from rlx.data.files import DataError, read_jsonl
+from rlx.data.files import DataError, open_rows
 
 
 def test_row():
@@ -40,7 +39,7 @@ def test_command(gsm8k_file, tmp_path):
     assert gsm8k.main(["--train", gsm8k_file, "--test", gsm8k_file, "--out", str(out)]) == 0
     assert {path.name for path in out.iterdir()} == {"train.parquet", "test.parquet"}
     rows = pq.read_table(out / "test.parquet").to_pylist()
-    official = read_jsonl(Path(gsm8k_file)).read(0, 100)
+    official = open_rows(gsm8k_file).read(0, 100)
     assert rows == [gsm8k.to_row(row, "test", i) for i, row in enumerate(official)]
 
 
@@ -66,7 +65,7 @@ def test_command_without_a_file(gsm8k_file, tmp_path, capsys):
 def test_every_official_row_converts():
     counts = {}
     for split in ("train", "test"):
-        official = read_jsonl(Path(os.environ["RLX_GSM8K_DIR"]) / f"{split}.jsonl").read(0, 10_000)
+        official = open_rows(f"{os.environ['RLX_GSM8K_DIR']}/{split}.jsonl").read(0, 10_000)
         rows = [gsm8k.to_row(row, split, i) for i, row in enumerate(official)]
         counts[split] = len(rows)
         for row in rows:

@@ -1,3 +1,4 @@
+import json
 import pickle
 
 import pyarrow as pa
@@ -97,6 +98,80 @@ def test_text_prompts_are_not_closed_with_eos(tokenizer, write_jsonl):
     assert batch.info["prompt_text"] == ["Once", "user:chat;>"]
     assert tokenizer("Once").input_ids[-1] == tokenizer.eos_token_id
     assert batch["prompt_ids"][0][batch["prompt_mask"][0]].tolist() == [byte + 3 for byte in b"Once"]
+
+
+TEMPLATE = "{{ bos_token }}{% for tool in tools or [] %}[{{ tool.name }}]{% endfor %}{% for m in messages %}{{ m.content }}{% endfor %}"
+
+
+def begins_texts():
+    """A tokenizer that begins each text with <s>, which may also be written."""
+    tokens = ["<s>", "</s>", "<x>", *map(chr, range(32, 127))]
+    words = Tokenizer(models.BPE({token: number for number, token in enumerate(tokens)}, []))
+    words.add_special_tokens(tokens[:3])
+    words.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 0)])
+    return PreTrainedTokenizerFast(tokenizer_object=words, bos_token="<s>", eos_token="</s>", chat_template=TEMPLATE)
+
+
+@pytest.mark.parametrize("prompt", ["<s>hi", "hi", "hi</s>", "<s>hi</s>"])
+def test_a_text_begins_once_and_keeps_its_own_end(write_jsonl, prompt):
+    tokenizer = begins_texts()
+    batch = load(tokenizer, write_jsonl([row(prompt=prompt)])).batch([0])
+    whole = prompt if prompt.startswith("<s>") else f"<s>{prompt}"
+    assert batch["prompt_ids"][0].tolist() == tokenizer.encode(whole, add_special_tokens=False)
+
+
+@pytest.mark.parametrize("write", [list, json.dumps])
+def test_the_template_shows_the_tools_of_a_row(write_jsonl, write):
+    tools = [write([{"name": name, "absent": None}]) for name in "ab"]
+    rows = [row("1", tools=tools[0]), row("2"), row("3", tools=tools[1]), row("4", tools=[]), row("5", tools=tools[0])]
+    batch = load(begins_texts(), write_jsonl(rows)).batch(range(5))
+    shown = [text.rpartition("<s>")[2].replace(" ", "") for text in batch.info["prompt_text"]]
+    assert shown == ["[a]1", "2", "[b]3", "4", "[a]5"]
+    for faulty, what in ((7, "tools is 7"), ("{", "expected a JSON list"), ([1], "expected a list of tools")):
+        with pytest.raises(DataError, match=f"line 1: .*{what}"):
+            load(begins_texts(), write_jsonl([row("1", tools=faulty)]))
+    with pytest.raises(DataError, match="tools and a prompt of text"):
+        load(begins_texts(), write_jsonl([row(prompt="1", tools=tools[0])]))
+
+
+@pytest.mark.parametrize("column", ["image", "images", "video", "videos", "audio", "audios"])
+@pytest.mark.parametrize("options", [{}, {"answer_key": "answer"}])
+def test_parts_of_a_prompt_that_are_no_text_are_refused_by_column(tokenizer, write_jsonl, column, options):
+    rows = [row(answer="1"), row(answer="1", **{column: []}), row(answer="1", **{column: ["a"]})]
+    assert len(load(tokenizer, write_jsonl(rows[:2]), **options)) == 2
+    with pytest.raises(DataError, match=f"line 3: {column} holds a part of the prompt.*text"):
+        load(tokenizer, write_jsonl(rows), **options)
+
+
+def test_tokens_beyond_the_embedding_are_named(write_jsonl):
+    dataset = load(begins_texts(), write_jsonl([row(prompt="a"), row(prompt="}a"), row(prompt="~")]))
+    dataset.require_tokens_below(98)
+    with pytest.raises(DataError) as raised:
+        dataset.require_tokens_below(96)
+    assert "line 2: got the token '}' with id 96, expected ids below 96" in str(raised.value)
+    assert "line 3: got the token '~' with id 97" in str(raised.value)
+
+
+@pytest.mark.parametrize("answer", [float("nan"), float("inf")])
+def test_a_number_that_is_none_is_no_answer(tokenizer, write_jsonl, answer):
+    rows = [row(), row(reward_model={"ground_truth": answer})]
+    with pytest.raises(
+        DataError, match=r"line 2: ground_truth of reward_model is (nan|inf), expected the right answer"
+    ):
+        load(tokenizer, write_jsonl(rows))
+    with pytest.raises(DataError, match=r"line 1: answer is (nan|inf)"):
+        load(tokenizer, write_jsonl([{"prompt": "a", "answer": answer}]), answer_key="answer")
+
+
+def test_half_a_surrogate_pair_is_no_data_source(tokenizer, write_jsonl):
+    with pytest.raises(DataError, match="line 1: data_source is"):
+        load(tokenizer, write_jsonl([row(data_source="a\ud83d")]))
+
+
+@pytest.mark.parametrize("completion", ["4", [{"role": "assistant", "content": "4"}]])
+def test_prompt_and_completion(tokenizer, write_jsonl, completion):
+    batch = load(tokenizer, write_jsonl([{"prompt": "2 + 2", "completion": completion}])).batch([0])
+    assert batch.info["ground_truth"] == ["4"] and batch.info["prompt_text"] == ["user:2 + 2;>"]
 
 
 def test_columns_by_other_names_and_no_extra_info(tokenizer, write_jsonl):

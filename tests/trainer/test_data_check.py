@@ -120,7 +120,7 @@ def test_rows_without_a_source_that_no_function_scores_are_called_so(written):
 
 
 def test_a_file_of_an_unknown_kind_is_one_fault_of_the_configuration(written):
-    file = written(PLAIN, kind="json")
+    file = written(PLAIN, kind="txt")
     composed = compose([f"data.train_files={file}", "data.answer_key=answer"])
     assert check_data(composed.partial, composed.broken) == ()
     faults = check(composed, Machine(gpus=0, cpus=1, packages=frozenset())).faults

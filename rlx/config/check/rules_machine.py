@@ -17,13 +17,13 @@ from rlx.config.check.folders import (
 from rlx.config.schema import ARITHMETIC
 from rlx.config.schema.roles import TINY, has_critic, is_tiny, sharded_roles, trained_roles
 from rlx.program import program
+from rlx.row_files import DATA_KINDS, SAVED, data_kind, data_parts
 from rlx.step_folders import step_of
 
 GPUS, NODES = "trainer.n_gpus_per_node", "trainer.nnodes"
 DEVICE = "trainer.device"
 MODEL = "actor_rollout_ref.model.path"
 FOR_GPUS = ("flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention")
-DATA_KINDS = (".parquet", ".jsonl")
 LONGEST_RAY_FOLDER = 26
 
 
@@ -166,7 +166,7 @@ def data_files_exist(s: CheckContext) -> Faults:
     for name in ("train_files", "val_files"):
         key = f"data.{name}"
         files: tuple[str, ...] = s.value(key)
-        expected = f"files ending in {' or '.join(DATA_KINDS)}, or {ARITHMETIC}"
+        expected = f"files ending in {', '.join(DATA_KINDS)}, a folder or pattern of them, a URL, or {ARITHMETIC}"
         if not files:
             yield s.fault(f"{key} is empty", expected, f"name at least one file in {key}", key)
         for file in files:
@@ -174,12 +174,14 @@ def data_files_exist(s: CheckContext) -> Faults:
                 continue
             if file.startswith("builtin:"):
                 what, remedy = "there is no such built-in task", f"set {key}={ARITHMETIC}"
-            elif not Path(file).expanduser().is_file():
+            elif not (parts := data_parts(file)):
                 what, remedy = "a data file does not exist", correct_path(key)
                 folder = Path(file).parent
                 if folder.name == "gsm8k":
                     remedy = f"run `{program('gsm8k')} --out {folder}`, or {remedy}"
-            elif Path(file).suffix not in DATA_KINDS:
+                if (Path(file) / "dataset_dict.json").is_file():
+                    what, remedy = "a data set with several splits was named", f"name a split: {key}={file}/train"
+            elif not {*map(data_kind, parts)} <= {*DATA_KINDS, SAVED}:
                 what, remedy = "a data file is of an unknown kind", "convert it to Parquet or JSON lines (docs/data.md)"
             else:
                 continue
