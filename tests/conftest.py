@@ -34,6 +34,8 @@ settings.register_profile("rlx", deadline=None)
 settings.load_profile("rlx")
 
 TIMEOUT_S = 240
+# Where ranks find the modules `on_ranks_*`, and `benchmarks`, which is no installed package.
+FOLDERS = [str(Path(__file__).parents[1]), *(str(each) for each in Path(__file__).parent.iterdir() if each.is_dir())]
 
 
 def pytest_collection_finish() -> None:
@@ -315,7 +317,7 @@ def tiny_disk(tmp_path: Path) -> Iterator[Path]:
 
 def fork_ranks() -> None:
     """Forks a rank for each request (where to answer, environment) from stdin, until stdin closes and all have ended."""
-    sys.path += [str(folder) for folder in Path(__file__).parent.iterdir() if folder.is_dir()]
+    sys.path += FOLDERS
     torch.set_num_threads(1)
     for name in ("rlx.workers.roles", "transformers.models.qwen3.modeling_qwen3"):
         importlib.import_module(name)
@@ -369,7 +371,7 @@ def serve(requests: Connection) -> NoReturn:
 
 def become_rank() -> None:
     """This process is the rank that stdin asks for."""
-    sys.path += [str(folder) for folder in Path(__file__).parent.iterdir() if folder.is_dir()]
+    sys.path += FOLDERS
     torch.set_num_threads(1)
     collect_garbage_from_now_on()
     address, environment = pickle.load(sys.stdin.buffer)
