@@ -183,7 +183,6 @@ def experts_by_row(
 # Two computations of the same logits may differ by this share of their standard deviation, by the bytes of a weight. In bf16 small
 # models differ by 0.01, in fp32 by 1e-5; positions that count padding make 0.4 to 1.5, Nemotron-H's and Zamba2's steps 1e-4 to 0.1.
 _LOGITS_TOLERANCE = {2: 0.2, 4: 1e-4, 8: 1e-4}
-ATTEMPTS = 3
 _RELATIVE_CHANGE, _AMPLIFIED = 1e-6, 10  # of weights, and of the change of logits that follows
 _DEVIATION = 2.0  # of the probe's weights, times the root of their width
 
@@ -192,23 +191,9 @@ _DEVIATION = 2.0  # of the probe's weights, times the root of their width
 def inputs_of(model: PreTrainedModel) -> ForwardInputs:
     """Decode two short prompts with random weights to find out what the model's forward takes; changes the weights.
 
-    A model that fails is tried with other weights: with some, rounding alone makes a router choose other experts.
-
     Raises:
         EngineError: the model cannot be decoded with a cache, or counts positions in a way of its own.
     """
-    for attempt in range(1, ATTEMPTS + 1):
-        try:
-            return _tried(model)
-        except EngineError:
-            if attempt == ATTEMPTS:
-                raise
-            for parameter in model.parameters():
-                parameter.mul_(torch.randn_like(parameter).sign())
-    raise AssertionError
-
-
-def _tried(model: PreTrainedModel) -> ForwardInputs:
     name, config = type(model).__name__, model.config.get_text_config()
     refused = f"rollout.name=hf cannot sample from {name}: %s; set rollout.name=vllm, or take another model"
     _enlarge(model)
