@@ -55,7 +55,7 @@ def test_two_processes_sample_with_one_engine_and_a_resumed_run_equals_an_unbrok
     assert found == pytest.approx(expected, rel=1e-4, abs=1e-6)
 
 
-def test_the_command_starts_vllm_in_a_forked_worker(short_run, tmp_path):
+def test_the_command_starts_vllm_in_a_worker(short_run, tmp_path):
     """The other tests use a Ray that is there already, whose workers import their code themselves."""
     options = [
         "actor_rollout_ref.rollout.name=vllm",
