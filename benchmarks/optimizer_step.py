@@ -44,7 +44,7 @@ from rlx.algorithms.losses import LossSettings, vanilla
 from rlx.config.schema import ActivationOffloadConfig, ActorConfig, FSDPConfig, ModelConfig, OptimConfig
 from rlx.data.batch import Batch
 from rlx.engine.engine import Engine
-from rlx.engine.micro_batch import MicroBatchRule
+from rlx.engine.micro_batches import MicroBatchRule
 from rlx.engine.objectives import PolicyObjective
 from rlx.offload.layer_costs import device_name
 from rlx.offload.plan.shapes import SHAPES

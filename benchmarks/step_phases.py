@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from benchmarks.offload.device import clock, peak_bytes, reset_peak
-from rlx.engine.units import local
+from rlx.engine.fsdp_units import local
 
 STEP_PHASES = ("forward", "head", "backward", "step")
 TIMES = ("forward", "head", "backward", "clip", "step")

@@ -18,7 +18,7 @@ from rlx.checkpoint.loading import load_all
 from rlx.checkpoint.manifest import MANIFEST, seal
 from rlx.config.schema import FSDPConfig, ModelConfig, OptimConfig, TinyModelConfig
 from rlx.engine.engine import Engine
-from rlx.engine.units import local
+from rlx.engine.fsdp_units import local
 from rlx.export import main
 from rlx.models.hf_folder import FolderParts
 from rlx.models.tiny import make_tiny

@@ -32,9 +32,9 @@ from rlx.config.schema import FSDPConfig, MixedPrecisionConfig, ModelConfig
 from rlx.data.batch import Batch
 from rlx.engine.engine import Engine
 from rlx.engine.experts import ExpertOptions
-from rlx.engine.micro_batch import MicroBatchRule
+from rlx.engine.fsdp_units import whole
+from rlx.engine.micro_batches import MicroBatchRule
 from rlx.engine.objectives import PolicyObjective, ValueObjective
-from rlx.engine.units import whole
 from rlx.models.loading import Head, load_model
 from rlx.models.preflight import faults_of
 from rlx.rollout.protocol import EngineError

@@ -18,22 +18,22 @@ from rlx.checkpoint.role import Description, write_extra_files
 from rlx.config.schema import FSDPConfig, ModelConfig, OptimConfig
 from rlx.data.batch import SAMPLE_TOKENS, SEQUENCE, Batch
 from rlx.engine import optimizer as adamw
-from rlx.engine.cutting import Cutter, SequenceGroup
+from rlx.engine.build import build_model, require_finite
 from rlx.engine.experts import ExpertOptions
 from rlx.engine.forward import Distribution, Forward, Head, sequence_scores
-from rlx.engine.making import make_model, require_finite
-from rlx.engine.micro_batch import MicroBatch, MicroBatchRule, shifted, token_counts
+from rlx.engine.fsdp_units import local
+from rlx.engine.host_offload import TensorOffload
+from rlx.engine.micro_batches import MicroBatch, MicroBatcher, MicroBatchRule, SequenceGroup, shifted, token_counts
 from rlx.engine.objectives import Objective, Totals, over_processes, totals_of
 from rlx.engine.optimizer_state import OptimizerStateOnHost
-from rlx.engine.residency import TensorOffload
 from rlx.engine.saving import CheckpointWriter, parts_of, read
 from rlx.engine.sharded import precision_of
 from rlx.engine.sharding import shard, stream_frozen
-from rlx.engine.units import local
 from rlx.models.hf_folder import FolderParts
 from rlx.models.loading import ModelError, load_config
 from rlx.models.lora import adapter_weights, base_weights, merged_weights, refuse_idle_adapters
 from rlx.models.packed_attention import packed_attention
+from rlx.models.prefix_tree import NEVER
 from rlx.offload import OffloadOptions, OffloadStats, enable_activation_offloading, host_arena, register_attention
 from rlx.offload.streaming.nf4 import in_full
 
@@ -91,7 +91,7 @@ class Engine:
         self.optim, self.total_steps, self.grad_clip = optim, total_steps, grad_clip
         precision = precision_of(fsdp, device)
         self._stored = precision.stored
-        plain, layers, self.adapters = make_model(model, head, precision.stored, seed, optim is not None, device)
+        plain, layers, self.adapters = build_model(model, head, precision.stored, seed, optim is not None, device)
         self.folder_parts = FolderParts.of(plain, head, tokenizer, load_config(model).dtype)
         for layer in layers if compile_layers else ():
             layer.compile()
@@ -104,7 +104,6 @@ class Engine:
         sequences = SequenceGroup(sequence_parallel, plain.config.get_text_config()) if sequence_parallel > 1 else None
         attention = model.attn_implementation if model.use_remove_padding and head != "score" else None
         self._forward = Forward(self.root, plain, device, attention, sequences and sequences.processes)
-        self.cutter = Cutter(self._forward, sequences, model.least_gain, device)
         self.offload, self._reported = None, OffloadStats()
         if model.enable_activation_offload:
             register_attention(packed_attention)
@@ -115,6 +114,10 @@ class Engine:
         self._prepare_memory(name)
         if head != "score":
             self._try_model(plain, experts, sequence_parallel)
+        # `shares_prefixes` warns of a model that cannot, which is no fault if nobody asked for it.
+        gain = model.least_gain if model.least_gain < NEVER and self._forward.shares_prefixes else NEVER
+        self.batcher = MicroBatcher(self._forward.packs, gain, sequences, device)
+        self.sharded.reshard()
 
     def _prepare_memory(self, name: str) -> None:
         """Prepare the moves of parameters and states, and the saves."""
@@ -137,7 +140,6 @@ class Engine:
             refuse_idle_adapters(plain, self._forward.try_training)
         if sequence_parallel > 1:
             self._forward.require_packing(sequence_parallel)
-        self.sharded.reshard()
 
     # Outputs of the model -----------------------------------------------------------------------------------------
 
@@ -172,7 +174,7 @@ class Engine:
         self.to_device(optimizer=False)
         self.root.eval()
         pad, found_B = self.folder_parts.config.get_text_config().pad_token_id, torch.zeros(len(batch))
-        for part in self.cutter.micro_batches(batch.select(*SEQUENCE), micro):
+        for part in self.batcher.micro_batches(batch.select(*SEQUENCE), micro):
             scores = sequence_scores(self.root, part.batch["input_ids"], part.batch["attention_mask"], pad).cpu()
             found_B = found_B.to(scores.dtype)
             if part.rows:
@@ -186,7 +188,7 @@ class Engine:
         self.root.eval()
         sequences = batch.select(*self._forward.columns(batch))
         found = []
-        for part in self.cutter.micro_batches(sequences, micro):
+        for part in self.batcher.micro_batches(sequences, micro):
             # The host does not wait for the figures, so the next micro-batch's kernels are queued meanwhile.
             figures = {name: x.to("cpu", non_blocking=True) for name, x in self._forward(part, distribution).items()}
             found.append((part.rows, part.lead, figures))
@@ -227,15 +229,15 @@ class Engine:
             self._state_on_host.to_host()
         self.root.train()
         batch = batch.select(*SEQUENCE, *objective.columns, *([SAMPLE_TOKENS] if SAMPLE_TOKENS in batch else []))
-        totals = totals_of(batch, objective, self.cutter.copies, self.device)
-        parts = list(self.cutter.micro_batches(batch, micro))
+        totals = totals_of(batch, objective, self.batcher.copies, self.device)
+        parts = list(self.batcher.micro_batches(batch, micro))
         if self.offload is not None:
             self.offload.agree(reserve_bytes=self._missing_state_bytes(self.optimizer))
         with self._forward.balancing(parts, objective.distribution):
             sums, maxima = self._passes(parts, objective, totals)
-        counts = token_counts(batch, parts) if self.cutter.shares_prompts else {}
+        counts = token_counts(batch, parts) if self.batcher.shares_prompts else {}
         sums |= {name: torch.tensor(count, device=self.device) for name, count in counts.items()}
-        sums = {name: figure / self.cutter.copies for name, figure in sums.items()}
+        sums = {name: figure / self.batcher.copies for name, figure in sums.items()}
         probe = adamw.UpdateProbe(p for group in self.optimizer.param_groups for p in group["params"])
         # Reading metrics waits for the device, so the step's kernels are queued before.
         of_step = self._step(self.optimizer, self.optim)

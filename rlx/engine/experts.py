@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlx.data.batch import EXPERTS
-from rlx.engine.micro_batch import MicroBatch
+from rlx.engine.micro_batches import MicroBatch
 from rlx.models.experts import ExpertRouting, Pass, differing_layers, expert_loads
 
 

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from rlx.data.batch import EXPERTS, SEQUENCE, Batch
 from rlx.engine.experts import ExpertOptions, Experts
-from rlx.engine.micro_batch import MicroBatch
+from rlx.engine.micro_batches import MicroBatch
 from rlx.heartbeat import beat
 from rlx.models.experts import ExpertRouting
 from rlx.models.head_log_probs import head_replaced

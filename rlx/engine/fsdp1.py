@@ -13,8 +13,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, Sha
 from torch.optim import Optimizer
 
 from rlx.config.schema import FSDPConfig
+from rlx.engine.fsdp_units import Unit, materialise, own_names, sharding_units
 from rlx.engine.sharded import Precision, Sharded, build_mesh, sum_dtype_of, trained_dtypes
-from rlx.engine.units import Unit, materialise, own_names, sharding_units
 
 
 class FSDP1Model(Sharded):

@@ -12,8 +12,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from rlx.config.schema import FSDPConfig
+from rlx.engine.fsdp_units import Unit, materialise, own_names, sharding_units, whole
 from rlx.engine.sharded import Precision, Sharded, build_mesh, casts, sum_dtype_of
-from rlx.engine.units import Unit, materialise, own_names, sharding_units, whole
 
 
 class FSDP2Model(Sharded):

@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Optimizer
 
 from rlx.config.schema import OptimConfig
+from rlx.engine.fsdp_units import local
 from rlx.engine.shard_adamw import NARROW, MasterAdamW, ShardAdamW
-from rlx.engine.units import local
 
 PART, PART_ELEMENTS = 32, 1 << 28  # most parameters and elements of a call, which may copy gradients in fp32
 

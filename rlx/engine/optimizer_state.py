@@ -13,8 +13,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from rlx.engine.host_offload import HandOverError, TensorOffload
 from rlx.engine.optimizer import state_bytes, step_in_parts, stepping_only
-from rlx.engine.residency import HandOverError, TensorOffload
 from rlx.engine.shard_adamw import ShardAdamW
 from rlx.engine.state_pieces import StatePiece, cut
 from rlx.offload import HostArena

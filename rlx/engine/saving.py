@@ -6,7 +6,7 @@ from where they are, before all others: these are the *live* bytes. Nobody waits
 
 - Each `TensorOffload` keeps its block of parameters or states until its own bytes are read. The file has them in the order of the
   optimizer's pieces, so the step follows the write. A piece whose bytes are not read yet goes to another block
-  (`rlx/engine/residency.py`, Note [a checkpoint reads the block]).
+  (`rlx/engine/host_offload.py`, Note [a checkpoint reads the block]).
 - The optimizer changes tensors of FSDP's own CPU offload where they are. Its step waits until all of them are read.
 - Frozen weights that stream from host memory never change. They are neither copied nor waited for.
 
@@ -40,9 +40,9 @@ from rlx.checkpoint.loading import load
 from rlx.checkpoint.manifest import CheckpointError, FileEntry, seal
 from rlx.checkpoint.role import Description, read_description
 from rlx.checkpoint.tensors import Piece, Source, pieces_of, shard_name, write_safetensors
-from rlx.engine.residency import NOTICEABLE_S, TensorOffload, obtainable_bytes, range_of, spare_block
+from rlx.engine.fsdp_units import local
+from rlx.engine.host_offload import NOTICEABLE_S, TensorOffload, obtainable_bytes, range_of, spare_block
 from rlx.engine.sharded import Sharded
-from rlx.engine.units import local
 from rlx.errors import ExplainedError, StorageError, storing
 from rlx.models.lora import Adapter
 from rlx.offload import Block, HostArena, trim

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 from torch.optim.adamw import adamw
 
-from rlx.engine.units import local
+from rlx.engine.fsdp_units import local
 
 
 class ShardAdamW(AdamW):

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim import Optimizer
 
 from rlx.config.schema import FSDPConfig
-from rlx.engine.units import Unit
+from rlx.engine.fsdp_units import Unit
 
 TRAINING_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 

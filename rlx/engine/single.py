@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 
+from rlx.engine.fsdp_units import Unit, materialise, own_names, sharding_units
 from rlx.engine.sharded import Precision, Sharded, casts, sum_dtype_of
-from rlx.engine.units import Unit, materialise, own_names, sharding_units
 
 
 class SingleModel(Sharded):

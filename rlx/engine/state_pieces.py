@@ -13,10 +13,10 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
+from rlx.engine.fsdp_units import local
+from rlx.engine.host_offload import HandOverError, TensorOffload, copy_on
 from rlx.engine.optimizer import stepping_only
-from rlx.engine.residency import HandOverError, TensorOffload, copy_on
 from rlx.engine.shard_adamw import ShardAdamW
-from rlx.engine.units import local
 from rlx.offload import HostArena
 
 SLICE_ALIGNMENT = 64  # elements of a slice; vector instructions then group them as in the whole parameter

@@ -18,7 +18,7 @@ from rlx.config.schema import CheckpointConfig, PPOConfig
 from rlx.config.schema.roles import has_environment, log_prob_size, reference_role, reward_role, update_size
 from rlx.data.batch import Batch
 from rlx.engine.engine import Engine
-from rlx.engine.micro_batch import MicroBatchRule
+from rlx.engine.micro_batches import MicroBatchRule
 from rlx.engine.objectives import PolicyObjective, ValueObjective
 from rlx.environments.role import ConversationSampler
 from rlx.models.lora import adapters_off

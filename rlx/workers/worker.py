@@ -14,7 +14,7 @@ import torch.distributed as dist
 from rlx.checkpoint.manifest import damaged_chunks
 from rlx.config.host_memory import host_memory
 from rlx.config.schema import PPOConfig
-from rlx.engine.residency import HostRelief, host_use
+from rlx.engine.host_offload import HostRelief, host_use
 from rlx.models.loading import load_tokenizer
 from rlx.workers.memory import MemoryLog
 from rlx.workers.roles import ActorRole, CriticRole, EngineRole, RefRole, RewardRole, Role, RolloutRole, TrainedRole

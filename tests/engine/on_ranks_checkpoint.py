@@ -14,9 +14,9 @@ from rank_tools import FP64, ROWS, SPLIT_BYTES, build, make_batch, own_share, po
 
 from rlx.checkpoint.manifest import CheckpointError
 from rlx.config.schema import FSDPConfig, LoraConfig, OptimConfig
-from rlx.engine import residency
+from rlx.engine import host_offload
+from rlx.engine.fsdp_units import local
 from rlx.engine.optimizer_state import OptimizerStateOnHost
-from rlx.engine.units import local
 from rlx.errors import StorageError
 from rlx.models.loading import load_tokenizer
 from rlx.offload import host_arena
@@ -142,13 +142,13 @@ def saved_beside_training(folder, strategy, out, offload):
     engine.checkpoint_writer._thread.submit(held_up.wait)
     engine.begin_save(out + "/beside", ALL, in_background=True)
     assert not engine.checkpoint_writer.is_written
-    least, residency.SHORT_SHARE = residency.SHORT_SHARE, 0.0
+    least, host_offload.SHORT_SHARE = host_offload.SHORT_SHARE, 0.0
     engine.log_probs(share(), ROWS, 1.0)
     engine.to_host()
     metrics = engine.update(share(), ROWS, policy())
     held_up.set()
     engine.to_host()
-    residency.SHORT_SHARE = least
+    host_offload.SHORT_SHARE = least
     assert not os.path.exists(out + "/beside"), "it appears when it is whole"
     engine.checkpoint_writer.finish()
     host = host_arena(pinned=False).holders()

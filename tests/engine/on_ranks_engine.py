@@ -11,10 +11,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlx.config.schema import FSDPConfig, MixedPrecisionConfig, ModelConfig
-from rlx.engine.micro_batch import MicroBatch, MicroBatchRule
+from rlx.engine.fsdp_units import local, whole
+from rlx.engine.micro_batches import MicroBatch, MicroBatchRule
 from rlx.engine.objectives import totals_of
 from rlx.engine.optimizer_state import OptimizerStateOnHost
-from rlx.engine.units import local, whole
 from rlx.models.loading import load_model
 from rlx.models.lora import adapters_off
 from rlx.offload import host_arena
@@ -291,8 +291,8 @@ def sums_over_micro_batches(folder: str, strategy: str, reduce_dtype: str) -> tu
     engine = build(folder, FSDPConfig(model_dtype="bf16", mixed_precision=precision), strategy)
     engine.root.train()
     objective, batch = policy(), make_batch(24)
-    totals = totals_of(batch, objective, engine.cutter.copies, engine.device)
-    parts = list(engine.cutter.micro_batches(batch, MicroBatchRule(rows=1)))
+    totals = totals_of(batch, objective, engine.batcher.copies, engine.device)
+    parts = list(engine.batcher.micro_batches(batch, MicroBatchRule(rows=1)))
 
     def gradient(chosen: list[MicroBatch]) -> torch.Tensor:
         engine._passes(chosen, objective, totals)

@@ -11,7 +11,7 @@ from rlx.config.schema import ActivationOffloadConfig, FSDPConfig, ModelConfig, 
 from rlx.config.schema.training import RouterReplayConfig
 from rlx.data.batch import Batch
 from rlx.engine.experts import ExpertOptions
-from rlx.engine.micro_batch import MicroBatchRule
+from rlx.engine.micro_batches import MicroBatchRule
 from rlx.models.loading import load_model
 from rlx.rollout.batching import generate_batch
 from rlx.rollout.factory import build_rollout

@@ -23,7 +23,7 @@ from rlx.algorithms.kl import kl_estimate
 from rlx.algorithms.losses import POLICY_LOSSES, LossSettings, value_loss
 from rlx.config.schema import AGGREGATIONS, ActivationOffloadConfig, ModelConfig, PolicyLossConfig
 from rlx.data.batch import Batch
-from rlx.engine.micro_batch import MicroBatchRule
+from rlx.engine.micro_batches import MicroBatchRule
 from rlx.models.loading import load_model
 from rlx.trainer.balancing import balance
 from rlx.trainer.forked_conversations import with_sample_tokens

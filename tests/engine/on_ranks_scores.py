@@ -2,7 +2,7 @@
 
 from rank_tools import build, make_batch, own_share
 
-from rlx.engine.micro_batch import MicroBatchRule
+from rlx.engine.micro_batches import MicroBatchRule
 
 
 def scores(folder, strategy, shares):

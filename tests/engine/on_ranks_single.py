@@ -12,7 +12,7 @@ from rank_tools import FP64, ROWS, Gradients, build, make_batch, policy, weights
 from rlx.checkpoint.loading import load_all
 from rlx.config.schema import MixedPrecisionConfig
 from rlx.engine.engine import Engine
-from rlx.engine.micro_batch import MicroBatchRule
+from rlx.engine.micro_batches import MicroBatchRule
 
 
 def both(folder: str, stored: str, compute: str, rows: int, model: dict) -> list:

@@ -4,7 +4,7 @@ import torch.distributed as dist
 from rank_tools import FP64, build, make_batch, own_share, policy, weights_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rlx.engine.micro_batch import MicroBatchRule
+from rlx.engine.micro_batches import MicroBatchRule
 
 
 class Gathers(TorchDispatchMode):

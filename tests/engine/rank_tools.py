@@ -21,9 +21,9 @@ from rlx.config.schema import (
 )
 from rlx.data.batch import Batch
 from rlx.engine.engine import Engine
-from rlx.engine.micro_batch import MicroBatchRule
+from rlx.engine.fsdp_units import whole
+from rlx.engine.micro_batches import MicroBatchRule
 from rlx.engine.objectives import PolicyObjective, ValueObjective
-from rlx.engine.units import whole
 
 P, R = 6, 7
 FP64 = FSDPConfig(model_dtype="fp64", mixed_precision=MixedPrecisionConfig(reduce_dtype="fp64"))

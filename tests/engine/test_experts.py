@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rlx.engine.micro_batch import MicroBatchRule
+from rlx.engine.micro_batches import MicroBatchRule
 
 WHOLE = MicroBatchRule(rows=8)
 ONE_PROCESS = [((8,), WHOLE), ((8,), MicroBatchRule(rows=3)), ((8,), MicroBatchRule(tokens=20))]

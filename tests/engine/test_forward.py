@@ -10,10 +10,9 @@ from torch.overrides import TorchFunctionMode
 
 from rlx.config.schema import ModelConfig
 from rlx.data.batch import Batch
-from rlx.engine.cutting import SequenceGroup
+from rlx.engine.build import build_model
 from rlx.engine.forward import Distribution, Forward
-from rlx.engine.making import make_model
-from rlx.engine.micro_batch import pack, row_lengths, take
+from rlx.engine.micro_batches import SequenceGroup, pack, row_lengths, take
 from rlx.models.loading import ModelError
 from rlx.models.packed_attention import PACKED, packed_attention
 from rlx.models.prefix_tree import NEVER
@@ -253,8 +252,8 @@ def test_frequencies_that_follow_the_longest_sequence_are_told_and_not_shared(na
     with pytest.raises(ValueError, match=rf"rope_type {kind}, .* Set ulysses_sequence_parallel_size=1$"):
         SequenceGroup(1, config)
     hf.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    make_model(ModelConfig(path=str(tmp_path)), "lm", torch.float32, seed=0, trains=False, device=torch.device("cpu"))
-    (message,) = [record.getMessage() for record in caplog.records if record.name == "rlx.engine.making"]
+    build_model(ModelConfig(path=str(tmp_path)), "lm", torch.float32, seed=0, trains=False, device=torch.device("cpu"))
+    (message,) = [record.getMessage() for record in caplog.records if record.name == "rlx.engine.build"]
     assert f"rope_type {kind}" in message and "ppo_micro_batch_size_per_gpu=1" in message
 
 

@@ -21,11 +21,11 @@ from rlx.config.schema import (
 )
 from rlx.data.batch import Batch
 from rlx.engine.engine import Engine
-from rlx.engine.micro_batch import MicroBatchRule
+from rlx.engine.fsdp_units import local
+from rlx.engine.host_offload import HandOverError, HostRelief
+from rlx.engine.micro_batches import MicroBatchRule
 from rlx.engine.objectives import PolicyObjective
 from rlx.engine.optimizer_state import OptimizerStateOnHost
-from rlx.engine.residency import HandOverError, HostRelief
-from rlx.engine.units import local
 from rlx.models.preflight import SHARDS_BYTES
 from rlx.offload import host_arena
 

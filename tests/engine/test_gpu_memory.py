@@ -15,7 +15,7 @@ from rlx.config.schema import (
 )
 from rlx.data.batch import Batch
 from rlx.engine.engine import Engine
-from rlx.engine.micro_batch import MicroBatchRule
+from rlx.engine.micro_batches import MicroBatchRule
 from rlx.engine.objectives import PolicyObjective
 
 pytestmark = [

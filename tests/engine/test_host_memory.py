@@ -6,7 +6,7 @@ import psutil
 import pytest
 
 from rlx.config.host_memory import HostMemory, all_host_bytes, host_memory
-from rlx.engine.residency import HostRelief, host_use
+from rlx.engine.host_offload import HostRelief, host_use
 from rlx.offload import host_arena
 
 SHORT, PLENTY = HostMemory(19, 100), HostMemory(20, 100)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rlx.engine.micro_batch import MicroBatchRule
+from rlx.engine.micro_batches import MicroBatchRule
 
 ROWS = [MicroBatchRule(rows=rows) for rows in (8, 4, 2, 1, 3)]
 TOKENS = [MicroBatchRule(tokens=tokens) for tokens in (30, 5)]

@@ -7,8 +7,8 @@ import torch
 from torch.optim import AdamW
 
 from rlx.config.host_memory import HostMemory
+from rlx.engine.host_offload import HandOverError
 from rlx.engine.optimizer_state import OptimizerStateOnHost
-from rlx.engine.residency import HandOverError
 from rlx.engine.shard_adamw import MasterAdamW, ShardAdamW
 from rlx.offload import HostArena
 
@@ -145,7 +145,7 @@ def test_a_host_without_room_leaves_a_whole_step_and_is_named_when_the_engine_mo
         give_gradients(each, 0)
     whole.step()
     with monkeypatch.context() as patch:
-        patch.setattr("rlx.engine.residency.host_memory", lambda: HostMemory(0, 1 << 40))
+        patch.setattr("rlx.engine.host_offload.host_memory", lambda: HostMemory(0, 1 << 40))
         state.step()
         assert same(kept, moved) and on_device_bytes(pieces) > 0
         with pytest.raises(HandOverError, match=r"state: .* to offload to host memory"):

@@ -5,7 +5,7 @@ import torch
 
 from rlx.checkpoint.tensors import pieces_of
 from rlx.config.host_memory import HostMemory
-from rlx.engine import residency, saving
+from rlx.engine import host_offload, saving
 from rlx.offload import HostArena
 
 STATE = [torch.zeros(3 << 20, dtype=torch.uint8), torch.zeros(1000)]
@@ -39,7 +39,9 @@ def test_it_takes_what_the_limit_leaves(reserved):
 
 
 def test_it_takes_nothing_where_memory_is_short(reserved, monkeypatch):
-    monkeypatch.setattr(residency, "host_memory", lambda: HostMemory(available_bytes=20 << 20, total_bytes=100 << 20))
+    monkeypatch.setattr(
+        host_offload, "host_memory", lambda: HostMemory(available_bytes=20 << 20, total_bytes=100 << 20)
+    )
     assert reserved().reserved_bytes == 0
 
 

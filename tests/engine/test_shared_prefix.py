@@ -6,7 +6,7 @@ from test_forward import LANGUAGE_MODELS, KeepsFp64, made, said
 
 from rlx.data.batch import Batch
 from rlx.engine.forward import Distribution, Forward
-from rlx.engine.micro_batch import pack, row_lengths
+from rlx.engine.micro_batches import pack, row_lengths
 from rlx.models.packed_attention import packed_attention
 from rlx.offload import OffloadOptions, enable_activation_offloading, enable_tiling, register_attention
 

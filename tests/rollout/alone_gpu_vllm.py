@@ -16,9 +16,9 @@ from rlx.config.schema import ActorConfig, FSDPConfig, ModelConfig, OptimConfig,
 from rlx.data.batch import Batch
 from rlx.engine.engine import Engine
 from rlx.engine.experts import ExpertOptions
-from rlx.engine.micro_batch import MicroBatchRule
+from rlx.engine.fsdp_units import local
+from rlx.engine.micro_batches import MicroBatchRule
 from rlx.engine.objectives import PolicyObjective
-from rlx.engine.units import local
 from rlx.rollout.batching import generate_batch
 from rlx.rollout.factory import build_rollout
 from rlx.rollout.protocol import Completion, Request, Rollout, Sampling
@@ -54,7 +54,7 @@ class Pair(NamedTuple):
     has_experts: bool
 
 
-def make_model(name: str) -> torch.nn.Module:
+def build_model(name: str) -> torch.nn.Module:
     """`dense`, with tied embeddings, or `experts`, whose experts' weights are large enough to be missed."""
     torch.manual_seed(0)
     if name == "dense":
@@ -99,7 +99,7 @@ def cudnn_attention() -> bool:
 @pytest.fixture(scope="module", params=["dense", "experts"])
 def pair(request, gpu, cudnn_attention, tmp_path_factory) -> Iterator[Pair]:
     folder = tmp_path_factory.mktemp("model")
-    make_model(request.param).save_pretrained(folder)
+    build_model(request.param).save_pretrained(folder)
     model = ModelConfig(path=str(folder))
     fsdp = FSDPConfig(param_offload=True, optimizer_offload=True)
     experts = ExpertOptions() if request.param == "experts" else None
@@ -156,7 +156,7 @@ def tokens(completions: list[Completion]) -> list[list[int]]:
 
 @pytest.mark.parametrize("eager", [True, False], ids=["eager", "graphs"])
 def test_it_takes_adapters_and_sleeps_with_its_base_in_host_memory(gpu, cudnn_attention, eager, tmp_path):
-    make_model("dense").save_pretrained(tmp_path)
+    build_model("dense").save_pretrained(tmp_path)
     model = ModelConfig(path=str(tmp_path), lora_rank=8)
     fsdp = FSDPConfig(model_dtype="bf16")
     engine = Engine(model, fsdp, strategy="fsdp2", device=gpu, optim=OptimConfig(lr=1e-3), total_steps=9)

@@ -20,7 +20,7 @@ from transformers import AutoTokenizer
 from rlx.config.schema import ActorConfig, EngineKwargsConfig, FSDPConfig, ModelConfig, OptimConfig, RolloutConfig
 from rlx.data.batch import Batch
 from rlx.engine.engine import Engine
-from rlx.engine.micro_batch import MicroBatchRule
+from rlx.engine.micro_batches import MicroBatchRule
 from rlx.engine.objectives import PolicyObjective
 from rlx.rollout import vllm_support
 from rlx.rollout.batching import generate_batch

@@ -8,7 +8,7 @@ from rlx.config.schema import EngineKwargsConfig, FSDPConfig, ModelConfig, Rollo
 from rlx.data.batch import Batch
 from rlx.engine.engine import Engine
 from rlx.engine.experts import ExpertOptions
-from rlx.engine.micro_batch import MicroBatchRule
+from rlx.engine.micro_batches import MicroBatchRule
 from rlx.rollout.batching import generate_batch
 from rlx.rollout.protocol import Sampling
 from rlx.rollout.vllm import engine_options

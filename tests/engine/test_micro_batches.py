@@ -4,10 +4,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlx.data.batch import Batch
-from rlx.engine.micro_batch import (
+from rlx.engine.micro_batches import (
     MicroBatchRule,
     RowLength,
-    cut,
+    divide,
     groups_of,
     pack,
     row_lengths,
@@ -21,7 +21,7 @@ LENGTHS = st.lists(st.builds(RowLength, st.integers(0, 20), st.integers(0, 20)),
 
 @given(LENGTHS, st.integers(1, 5), st.booleans(), st.integers(0, 15))
 def test_by_rows_each_row_comes_once_and_no_part_is_too_large(lengths, rows, packs, at_least):
-    parts = cut(lengths, MicroBatchRule(rows=rows), packs, at_least)
+    parts = divide(lengths, MicroBatchRule(rows=rows), packs, at_least)
     assert sorted(row for part in parts for row in part) == list(range(len(lengths)))
     assert max((len(part) for part in parts), default=0) <= rows
     assert len(parts) == max(at_least, -(-len(lengths) // rows))
@@ -29,7 +29,7 @@ def test_by_rows_each_row_comes_once_and_no_part_is_too_large(lengths, rows, pac
 
 @given(LENGTHS, st.integers(1, 80), st.booleans(), st.integers(0, 15))
 def test_by_tokens_no_part_computes_more_unless_it_is_one_row(lengths, tokens, packs, at_least):
-    parts = cut(lengths, MicroBatchRule(tokens=tokens), packs, at_least)
+    parts = divide(lengths, MicroBatchRule(tokens=tokens), packs, at_least)
     assert sorted(row for part in parts for row in part) == list(range(len(lengths)))
     assert len(parts) >= at_least
     for part in parts:
@@ -40,10 +40,10 @@ def test_by_tokens_no_part_computes_more_unless_it_is_one_row(lengths, tokens, p
 
 def test_packed_micro_batches_are_few_and_alike_and_the_largest_comes_first():
     lengths = [RowLength(1, n) for n in (9, 1, 5, 5, 3, 7, 1, 1)]
-    loads = [sum(sum(lengths[row]) for row in part) for part in cut(lengths, MicroBatchRule(tokens=20), packs=True)]
+    loads = [sum(sum(lengths[row]) for row in part) for part in divide(lengths, MicroBatchRule(tokens=20), packs=True)]
     assert loads == [20, 20]
-    assert [len(part) for part in cut(lengths, MicroBatchRule(rows=4), packs=True)] == [4, 4]
-    parts = cut(lengths, MicroBatchRule(tokens=100), packs=True, at_least=3)
+    assert [len(part) for part in divide(lengths, MicroBatchRule(rows=4), packs=True)] == [4, 4]
+    parts = divide(lengths, MicroBatchRule(tokens=100), packs=True, at_least=3)
     assert [sum(sum(lengths[row]) for row in part) for part in parts] == [14, 14, 12]
 
 
@@ -64,7 +64,7 @@ def computed(part, groups, lengths):
 @given(GROUPS, st.integers(1, 60), st.integers(0, 15))
 def test_of_groups_unique_tokens_count(groups, tokens, at_least):
     lengths, groups = rows_of(groups)
-    parts = cut(lengths, MicroBatchRule(tokens=tokens), True, at_least, groups)
+    parts = divide(lengths, MicroBatchRule(tokens=tokens), True, at_least, groups)
     assert sorted(row for part in parts for row in part) == list(range(len(lengths)))
     assert len(parts) >= at_least
     assert all(computed(part, groups, lengths) <= tokens or len(part) == 1 for part in parts)
@@ -73,18 +73,18 @@ def test_of_groups_unique_tokens_count(groups, tokens, at_least):
 @given(GROUPS, st.integers(1, 6), st.integers(0, 15))
 def test_of_groups_no_more_rows_are_together_than_asked_for(groups, rows, at_least):
     lengths, groups = rows_of(groups)
-    parts = cut(lengths, MicroBatchRule(rows=rows), True, at_least, groups)
+    parts = divide(lengths, MicroBatchRule(rows=rows), True, at_least, groups)
     assert sorted(row for part in parts for row in part) == list(range(len(lengths)))
     assert max((len(part) for part in parts), default=0) <= rows and len(parts) >= at_least
 
 
 def test_groups_stay_together_as_far_as_the_limit_allows():
     lengths, groups = rows_of([(50, [5] * 4), (40, [5] * 4), (10, [5] * 2)])
-    whole = cut(lengths, MicroBatchRule(tokens=90), True, 0, groups)
+    whole = divide(lengths, MicroBatchRule(tokens=90), True, 0, groups)
     assert sorted(whole) == [[0, 1, 2, 3], [4, 5, 6, 7, 8, 9]]
-    assert sorted(map(len, cut(lengths, MicroBatchRule(tokens=60), True, 0, groups))) == [2, 2, 2, 4], "50 + 2 x 5"
-    assert sorted(cut(lengths, MicroBatchRule(rows=4), True, 0, groups)) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
-    assert len(cut(lengths, MicroBatchRule(tokens=1000), True, 12, groups)) == 12, "the processes agreed on more"
+    assert sorted(map(len, divide(lengths, MicroBatchRule(tokens=60), True, 0, groups))) == [2, 2, 2, 4], "50 + 2 x 5"
+    assert sorted(divide(lengths, MicroBatchRule(rows=4), True, 0, groups)) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+    assert len(divide(lengths, MicroBatchRule(tokens=1000), True, 12, groups)) == 12, "the processes agreed on more"
 
 
 def test_rows_with_equal_prompts_are_a_group_if_that_pays():
@@ -108,8 +108,8 @@ def test_a_group_has_its_prompt_once_and_reads_its_last_token_for_each_response(
 
 
 def test_rows_with_like_prompts_are_together_and_the_end_is_ragged():
-    assert cut([RowLength(1, 1)] * 8, MicroBatchRule(rows=3), packs=False) == [[0, 1, 2], [3, 4, 5], [6, 7]]
-    assert cut([RowLength(9, 1), RowLength(2, 5), RowLength(9, 2)], MicroBatchRule(rows=2), packs=False) == [
+    assert divide([RowLength(1, 1)] * 8, MicroBatchRule(rows=3), packs=False) == [[0, 1, 2], [3, 4, 5], [6, 7]]
+    assert divide([RowLength(9, 1), RowLength(2, 5), RowLength(9, 2)], MicroBatchRule(rows=2), packs=False) == [
         [1, 0],
         [2],
     ]
@@ -117,12 +117,12 @@ def test_rows_with_like_prompts_are_together_and_the_end_is_ragged():
 
 @pytest.mark.parametrize("packs", [False, True])
 def test_a_row_longer_than_the_limit_is_alone(packs):
-    assert cut([RowLength(2, 2), RowLength(9, 9), RowLength(2, 2)], MicroBatchRule(tokens=8), packs) == [[1], [0, 2]]
-    assert cut([RowLength(9, 9)], MicroBatchRule(tokens=2), packs) == [[0]]
+    assert divide([RowLength(2, 2), RowLength(9, 9), RowLength(2, 2)], MicroBatchRule(tokens=8), packs) == [[1], [0, 2]]
+    assert divide([RowLength(9, 9)], MicroBatchRule(tokens=2), packs) == [[0]]
 
 
 def test_missing_micro_batches_come_from_the_largest_and_then_are_empty():
-    assert cut([RowLength(1, 1)] * 3, MicroBatchRule(rows=3), packs=False, at_least=5) == [[0], [1], [2], [], []]
+    assert divide([RowLength(1, 1)] * 3, MicroBatchRule(rows=3), packs=False, at_least=5) == [[0], [1], [2], [], []]
 
 
 @pytest.mark.parametrize("arguments", [{}, {"rows": 2, "tokens": 3}, {"rows": 0}, {"tokens": 0}])

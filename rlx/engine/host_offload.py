@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from rlx.config.host_memory import SHORT_SHARE, HostMemory, host_memory
-from rlx.engine.units import local
+from rlx.engine.fsdp_units import local
 from rlx.errors import ExplainedError
 from rlx.offload import Account, Block, HostArena, host_arena, trim
 

@@ -1,4 +1,4 @@
-"""Divide one process's rows into micro-batches by their lengths, and lay rows out for a forward.
+"""Divide each process's rows into micro-batches, as many on every process, and lay rows out for a forward.
 
 Shape letters as in `rlx/data/batch.py`: B rows, P prompt tokens (left padded), R response tokens (right padded), T = P + R.
 
@@ -12,17 +12,23 @@ query is left without keys, for which some kernels return NaN gradients. Respons
 of a micro-batch are a window of W columns that holds them all; `lead` tells in which column each row's response begins.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from rlx.algorithms.partition import partition
 from rlx.data.batch import EXPERTS, TENSORS, Batch
 from rlx.models.attention_kernels import to_device
+from rlx.models.loading import why_not_shared
 from rlx.models.prefix_tree import NEVER, Tree, tree_of_rows
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 
 @dataclass(frozen=True)
@@ -95,7 +101,7 @@ def unique_tokens(group: Sequence[int], lengths: Sequence[RowLength]) -> int:
     return max((lengths[row].prompt for row in group), default=0) + sum(lengths[row].response for row in group)
 
 
-def cut(
+def divide(
     lengths: Sequence[RowLength],
     rule: MicroBatchRule,
     packs: bool,
@@ -114,11 +120,11 @@ def cut(
         groups: of packed rows that stay together as far as the limit allows; None: none do.
     """
     if not packs:
-        return _cut_padded(lengths, rule, at_least)
-    return _cut_packed(lengths, rule, at_least, [[row] for row in range(len(lengths))] if groups is None else groups)
+        return _divide_padded(lengths, rule, at_least)
+    return _divide_packed(lengths, rule, at_least, [[row] for row in range(len(lengths))] if groups is None else groups)
 
 
-def _cut_packed(
+def _divide_packed(
     lengths: Sequence[RowLength], rule: MicroBatchRule, at_least: int, groups: Sequence[list[int]]
 ) -> list[list[int]]:
     """Return as few micro-batches as the limit allows, with similar numbers of tokens, the largest first."""
@@ -154,8 +160,8 @@ def _within(group: list[int], lengths: Sequence[RowLength], rule: MicroBatchRule
     return [[row] for row in group]
 
 
-def _cut_padded(lengths: Sequence[RowLength], rule: MicroBatchRule, at_least: int) -> list[list[int]]:
-    """Cut by rows or by tokens, then halve the micro-batches with most rows until there are `at_least`; add empty ones.
+def _divide_padded(lengths: Sequence[RowLength], rule: MicroBatchRule, at_least: int) -> list[list[int]]:
+    """Divide by rows or by tokens, then halve the micro-batches with most rows until there are `at_least`; add empty ones.
 
     By rows: a micro-batch takes prompts of similar length, so that the window of their responses is narrow; the last one may be
     smaller. By tokens: the longest rows come first, so that rows of similar length share their padding.
@@ -182,7 +188,7 @@ def _by_tokens(lengths: Sequence[RowLength], tokens: int) -> list[list[int]]:
     return parts
 
 
-class Packed(NamedTuple):
+class PackedRow(NamedTuple):
     """Sequences in one row, each without its last token, which predicts nothing.
 
     Args:
@@ -222,11 +228,11 @@ class MicroBatch(NamedTuple):
     rows: list[int]
     batch: Batch
     lead: Tensor
-    packed: Packed | None = None
+    packed: PackedRow | None = None
 
     def to(self, device: torch.device) -> "MicroBatch":
         """Return a copy whose columns and sequences are on the device."""
-        packed = self.packed and Packed(*(to_device(x, device) if isinstance(x, Tensor) else x for x in self.packed))
+        packed = self.packed and PackedRow(*(to_device(x, device) if isinstance(x, Tensor) else x for x in self.packed))
         return self._replace(batch=self.batch.map_tensors(lambda column: to_device(column, device)), packed=packed)
 
 
@@ -251,7 +257,7 @@ def pack(batch: Batch, rows: list[int], lengths: Sequence[RowLength], least_gain
     keys = own_tokens(token_keys(share)) if least_gain < NEVER else tokens
     tree, pieces, places = tree_of_rows([own[:-1] for own in keys], least_gain)
     experts = own_tokens(share[EXPERTS]) if EXPERTS in share else None
-    packed = Packed(
+    packed = PackedRow(
         torch.cat([tokens[row][slice(*columns)] for row, columns in pieces])[None],
         tree.positions()[None],
         torch.tensor(tree.starts, dtype=torch.int32),
@@ -324,3 +330,87 @@ def _dummy(batch: Batch) -> Batch:
 
     columns = {name: torch.zeros(shape(name, column), dtype=column.dtype) for name, column in batch.tensors.items()}
     return Batch.of(columns | {"attention_mask": torch.ones(1, 2, dtype=torch.bool)})
+
+
+class SequenceGroup:
+    """Neighbouring processes that share every row of packed sequences (Ulysses). All processes build theirs together.
+
+    Args:
+        size: processes that share a row.
+        config: of the model that reads the row.
+
+    Raises:
+        ValueError: `size` does not divide the number of processes or of query heads; or the frequencies of the model's rotary
+            embedding depend on the longest sequence, and each process would only see a part of it.
+    """
+
+    def __init__(self, size: int, config: "PreTrainedConfig"):
+        if fault := why_not_shared(size, dist.get_world_size(), config):
+            raise ValueError(fault)
+        self.size = size
+        self.processes, _ = dist.new_subgroups(group_size=size)
+
+    def own(self, packed: PackedRow) -> PackedRow:
+        """Return this process's part of the row. All parts have equally many tokens; a root of padding fills the last.
+
+        `starts` and `tree` remain those of the whole row. A part that predicts no response token still predicts
+        one token, whose figure is not used.
+        """
+        count = packed.input_ids.shape[1]
+        padding = -count % self.size
+        share = (count + padding) // self.size
+        first = dist.get_rank(self.processes) * share
+        ids = F.pad(packed.input_ids, (0, padding))[:, first : first + share]
+        positions = torch.cat([packed.position_ids, torch.arange(padding)[None]], dim=1)[:, first : first + share]
+        starts = F.pad(packed.starts, (0, 1), value=count + padding) if padding else packed.starts
+        inside = (packed.predicting >= first) & (packed.predicting < first + share)
+        predicting, targets = packed.predicting[inside] - first, packed.targets[:, inside]
+        if not inside.any():
+            predicting, targets = torch.zeros(1, dtype=torch.int64), torch.zeros(1, 1, dtype=torch.int64)
+        places = packed.places[inside]
+        return PackedRow(ids, positions, starts, packed.tree.with_padding(padding), predicting, targets, places)
+
+
+class MicroBatcher:
+    """Divides batches for one model.
+
+    Args:
+        packs: whether the model takes packed rows.
+        least_gain: see `tree_of_rows`; `NEVER` if the model cannot share prompts.
+        sequences: the processes that share each sequence, if there are several.
+        device: where the micro-batches go.
+
+    Attributes:
+        copies: number of processes that have the same rows.
+        shares_prompts: whether rows with equal prompts are computed with one copy of the prompt.
+    """
+
+    def __init__(self, packs: bool, least_gain: float, sequences: SequenceGroup | None, device: torch.device):
+        self._packs, self._least_gain, self._sequences, self._device = packs, least_gain, sequences, device
+        self.copies = 1 if sequences is None else sequences.size
+        self.shares_prompts = least_gain < NEVER
+
+    def micro_batches(self, batch: Batch, micro: MicroBatchRule) -> Iterator[MicroBatch]:
+        """Yield this process's rows on the device. All processes yield equally many micro-batches; empty ones are dummies."""
+        lengths, packs = row_lengths(batch), self._packs
+        groups = groups_of(batch, lengths, self._least_gain)
+        if micro.tokens is not None:
+            micro = MicroBatchRule(tokens=micro.tokens * self.copies)
+        count, most = 0, 1
+        while count < most:  # on all processes together
+            count = most
+            parts = divide(lengths, micro, packs, count, groups)
+            most = self._most(len(parts))
+        for rows in parts:
+            part = pack(batch, rows, lengths, self._least_gain) if packs else take(batch, rows, lengths)
+            if self._sequences is not None and part.packed is not None:
+                part = part._replace(packed=self._sequences.own(part.packed))
+            yield part.to(self._device)
+
+    def _most(self, count: int) -> int:
+        """Return the largest count of any process."""
+        if dist.get_world_size() == 1:
+            return count  # without waiting for the device
+        largest = torch.tensor(count, device=self._device)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        return int(largest)

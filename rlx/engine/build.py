@@ -11,7 +11,7 @@ from torch import nn
 from rlx.checkpoint.manifest import few
 from rlx.config.schema import ModelConfig
 from rlx.engine.forward import Head
-from rlx.engine.units import local
+from rlx.engine.fsdp_units import local
 from rlx.models.adapter_folder import load_adapters
 from rlx.models.loading import ModelError, apply_liger, load_model, load_skeleton, rope_by_length
 from rlx.models.lora import Adapter, add_lora
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class Made(NamedTuple):
+class BuiltModel(NamedTuple):
     """A model, its transformer layers, and its adapters by the name of the weight that each changes."""
 
     plain: "PreTrainedModel"
@@ -33,9 +33,9 @@ class Made(NamedTuple):
     adapters: dict[str, Adapter]
 
 
-def make_model(
+def build_model(
     model: ModelConfig, head: Head, dtype: torch.dtype, seed: int, trains: bool, device: torch.device
-) -> Made:
+) -> BuiltModel:
     """Return the model of a role. All processes call this together.
 
     Args:
@@ -75,7 +75,7 @@ def make_model(
     layers = [layer for _, layer in find_layers(plain, None)]
     if model.tiled_mlp:
         enable_tiling(plain, None if model.tiled_mlp == "auto" else int(model.tiled_mlp), layers)
-    return Made(plain, layers, adapters)
+    return BuiltModel(plain, layers, adapters)
 
 
 def require_finite(source: str, named: Iterable[tuple[str, torch.Tensor]]) -> None:

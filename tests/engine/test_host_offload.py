@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlx.config.host_memory import HostMemory
-from rlx.engine.residency import HandOverError, HostRelief, TensorOffload
+from rlx.engine.host_offload import HandOverError, HostRelief, TensorOffload
 from rlx.offload import HostArena, host_arena
 
 MIB = 1 << 20
@@ -118,13 +118,13 @@ def test_a_host_without_room_is_named_and_nothing_is_lost(monkeypatch):
             arena.limit(400 * MIB)
         else:
             arena.limit(None)
-            monkeypatch.setattr("rlx.engine.residency.host_memory", lambda: HostMemory(240 * MIB, 1 << 40))
+            monkeypatch.setattr("rlx.engine.host_offload.host_memory", lambda: HostMemory(240 * MIB, 1 << 40))
         with pytest.raises(HandOverError, match=message) as found:
             offload.offload([tensor])
         assert str(pickle.loads(pickle.dumps(found.value))) == str(found.value)
         assert not offload.is_offloaded and tensor.nbytes == tensor.untyped_storage().nbytes() and bool(tensor.all())
     assert activations.held_bytes == 160 * MIB
-    monkeypatch.setattr("rlx.engine.residency.host_memory", lambda: HostMemory(300 * MIB, 1 << 40))
+    monkeypatch.setattr("rlx.engine.host_offload.host_memory", lambda: HostMemory(300 * MIB, 1 << 40))
     offload.offload([tensor])
     assert offload.is_offloaded, "with room it goes on"
 
@@ -149,7 +149,7 @@ def test_what_is_free_in_the_arena_counts_as_room(monkeypatch):
     arena = HostArena(pinned=False)
     account = arena.account()
     account.free(account.allocate(4 * MIB))
-    monkeypatch.setattr("rlx.engine.residency.host_memory", lambda: HostMemory(0, 1 << 40))
+    monkeypatch.setattr("rlx.engine.host_offload.host_memory", lambda: HostMemory(0, 1 << 40))
     offload = TensorOffload(arena, "some")
     offload.offload(tensors(4 * MIB))
     assert offload.is_offloaded and arena.allocations == 1
@@ -167,7 +167,7 @@ def test_the_memory_of_a_forgotten_offload_is_free():
 
 @pytest.mark.parametrize("room", [True, False])
 def test_a_lent_block_keeps_its_bytes_until_the_reader_has_ended(room, monkeypatch):
-    monkeypatch.setattr("rlx.engine.residency.host_memory", lambda: HostMemory((1 << 40) * room, 1 << 40))
+    monkeypatch.setattr("rlx.engine.host_offload.host_memory", lambda: HostMemory((1 << 40) * room, 1 << 40))
     arena = HostArena(pinned=False)
     arena.limit(4 * MIB if not room else None)
     (tensor,) = tensors(3 * MIB)
