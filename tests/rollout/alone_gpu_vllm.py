@@ -163,26 +163,28 @@ def test_it_takes_adapters_and_sleeps_with_its_base_in_host_memory(gpu, cudnn_at
     rollout = RolloutConfig(name="vllm", gpu_memory_utilization=UTILIZATION, max_num_seqs=64, enforce_eager=eager)
     vllm = build_rollout(rollout, model, gpu, PROMPT + RESPONSE, seed=1)
 
-    def compared(version: int) -> list[list[int]]:
-        vllm.update_weights(engine.adapter_weights(), version)
+    def compared() -> list[list[int]]:
         batch = sampled(vllm, Sampling(RESPONSE))
         own, mask = engine.log_probs(batch, ROWS, 1.0)["log_probs"], batch["response_mask"]
         assert (batch["rollout_log_probs"] - own)[mask].abs().mean() < 0.01
         return tokens(vllm.generate(requests(GREEDY)))
 
     try:
-        first = compared(0)
+        vllm.update_weights(engine.adapter_weights(), 0)
+        first = compared()
         for name, parameter in engine.root.named_parameters():
             if ".lora_B." in name:
                 torch.nn.init.normal_(local(parameter), std=0.05)
-        second, awake = compared(1), used_bytes()
+        vllm.update_weights(engine.adapter_weights(), 1)
+        second, awake = compared(), used_bytes()
         assert second != first
         vllm.sleep()
         assert vllm.version == 1
         assert awake - used_bytes() > 0.7 * UTILIZATION * torch.cuda.mem_get_info()[1], (
             "weights and cache are given back"
         )
-        assert tokens(vllm.generate(requests(GREEDY))) == second
+        # vLLM's kernels of adapters add in no fixed order, so one row in 32 may turn at a near tie.
+        assert sum(a != b for a, b in zip(compared(), second, strict=True)) <= 2
     finally:
         vllm.close()
 
@@ -200,6 +202,25 @@ def test_log_probs_are_the_trainers_but_for_the_rounding_of_bf16(pair):
     # here; with experts, where rounding decides now and then which are asked, 0.02. Other random weights are 0.5 away.
     assert rounding <= (4e-2 if pair.has_experts else 5e-3)
     assert difference <= 1.5 * rounding
+
+
+@pytest.mark.parametrize(("temperature", "top_p", "top_k"), [(0.7, 0.9, -1), (1.4, 1.0, 20)])
+def test_log_probs_are_at_the_temperature_and_before_the_cut(gpu, cudnn_attention, tmp_path, temperature, top_p, top_k):
+    build_model("dense").save_pretrained(tmp_path)
+    model = ModelConfig(path=str(tmp_path))
+    engine = Engine(model, FSDPConfig(), strategy="fsdp2", device=gpu, optim=OptimConfig(lr=0.0), total_steps=9)
+    cut = {"temperature": temperature, "top_p": top_p, "top_k": top_k}
+    rollout = RolloutConfig(name="vllm", gpu_memory_utilization=UTILIZATION, max_num_seqs=64, enforce_eager=True, **cut)
+    vllm = build_rollout(rollout, model, gpu, PROMPT + RESPONSE, seed=1)
+    try:
+        vllm.update_weights(engine.weights(), 0)
+        batch = sampled(vllm, Sampling(RESPONSE, **cut))
+    finally:
+        vllm.close()
+    mask = batch["response_mask"]
+    for own, least, most in ((temperature, 0, 0.01), (1.0, 0.1, 1)):
+        off = (batch["rollout_log_probs"] - engine.log_probs(batch, ROWS, own)["log_probs"])[mask].abs().mean()
+        assert least <= off < most
 
 
 def test_replay_uses_the_experts_of_the_sampler(pair):
