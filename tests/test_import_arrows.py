@@ -143,7 +143,7 @@ ONLY = {
     "rlx.offload.plan": {"rlx.offload.plan"},
     "rlx.offload.runtime.options": {"rlx.offload.storage.ranges"},
     "rlx.offload.storage.ranges": set(),
-    "rlx.data.batch": {"torch"},
+    "rlx.data.batch": {"tensordict", "torch"},
     "rlx.errors": set(),
     "rlx.user_code": {"rlx.errors"},
     "rlx.algorithms": {"torch", "rlx.algorithms"},

@@ -2,14 +2,15 @@
 
 Shape letters: B samples, P prompt tokens (left padded), R response tokens (right padded), T = P + R; L decoder layers, K experts that
 process a token in a layer.
-A leaf: imports only torch.
+A leaf: imports only torch and tensordict.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
+from tensordict import TensorDict
 from torch import Tensor
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
@@ -119,31 +120,35 @@ class BatchError(ValueError):
 class Batch:
     """Tensors with B rows, and lists of length B for everything else.
 
-    Floating columns may be fp64 in tests that ask for it. Experts are uint8 if there are at most 256 in a layer.
+    Floating columns may be fp64 in tests that ask for it. Experts are uint8 if there are at most 256 in a layer. The lists are
+    no part of the TensorDict, which would keep equal values once and then has no rows to cut.
     """
 
-    tensors: dict[str, Tensor]  # keys and shapes as in TENSORS
+    tensors: TensorDict  # batch size [B]; keys and shapes as in TENSORS
     info: dict[str, list[Any]] = field(default_factory=dict)  # lists of length B; keys as in INFO
 
     @classmethod
-    def of(cls, tensors: dict[str, Tensor], info: dict[str, list[Any]] | None = None) -> "Batch":
+    def of(cls, tensors: Mapping[str, Tensor], info: dict[str, list[Any]] | None = None) -> "Batch":
         """Check the columns and wrap them. Raises BatchError."""
         rows = {name: tuple(tensor.shape[:1]) for name, tensor in tensors.items()}
         if len(set(rows.values())) != 1 or () in rows.values():
             raise BatchError(
                 f"got columns with these numbers of rows: {rows}; expected at least one column, all with the same number"
             )
-        batch = cls(dict(tensors), dict(info or {}))
+        batch = cls(TensorDict(dict(tensors), next(iter(rows.values()))), dict(info or {}))
         batch.check()
         return batch
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Batch, (self.tensors.consolidate(), self.info)  # one buffer for all columns
+
     def __len__(self) -> int:
-        return len(next(iter(self.tensors.values())))
+        return int(self.tensors.batch_size[0])
 
     def __getitem__(self, name: str) -> Tensor:
         if name not in self:
             writer = f"written by {TENSORS[name].writer}" if name in TENSORS else "no column of that name exists"
-            raise BatchError(f"the batch has no column {name!r} ({writer}); it has {sorted(self.tensors)}")
+            raise BatchError(f"the batch has no column {name!r} ({writer}); it has {sorted(self.tensors.keys())}")
         return self.tensors[name]
 
     def __contains__(self, name: str) -> bool:
@@ -181,17 +186,17 @@ class Batch:
 
     def drop(self, *names: str) -> "Batch":
         """Return the batch without these tensor columns, which need not exist."""
-        return Batch({name: x for name, x in self.tensors.items() if name not in names}, self.info)
+        return Batch(self.tensors.exclude(*names), self.info)
 
     def rows(self, index: Sequence[int]) -> "Batch":
         """Return the named rows in that order; a row may be named several times, and `index` may be empty."""
-        take = torch.tensor(list(index), dtype=torch.int64)
-        tensors = {name: x[take] for name, x in self.tensors.items()}
-        return Batch(tensors, {k: [v[i] for i in take.tolist()] for k, v in self.info.items()})
+        take = list(index)
+        tensors = self.tensors[torch.tensor(take, dtype=torch.int64)]
+        return Batch(tensors, {name: [values[row] for row in take] for name, values in self.info.items()})
 
     def map_tensors(self, change: Callable[[Tensor], Tensor]) -> "Batch":
         """Apply `change` to each column; it must keep rows and shape, as a move to a device does."""
-        return Batch({name: change(x) for name, x in self.tensors.items()}, self.info)
+        return Batch(self.tensors.apply(change), self.info)
 
     def with_prompts(self, width: int) -> "Batch":
         """Return the batch with prompts left padded to `width` tokens, at least as many as now; tokens of padding are 0."""
@@ -235,8 +240,7 @@ def concat(batches: Sequence[Batch]) -> Batch:
             raise BatchError(f"batches differ in columns or widths: {shapes} and {_shapes_of_rows(other)}")
         if other.info.keys() != info:
             raise BatchError(f"batches differ in info: {sorted(info)} and {sorted(other.info)}")
-    tensors = {name: torch.cat([b.tensors[name] for b in full]) for name in full[0].tensors}
-    return Batch(tensors, {k: [v for b in full for v in b.info[k]] for k in info})
+    return Batch(torch.cat([b.tensors for b in full]), {k: [v for b in full for v in b.info[k]] for k in info})
 
 
 def left_padded(rows: Sequence[Sequence[int]], padding: int = 0) -> tuple[Tensor, Tensor]:

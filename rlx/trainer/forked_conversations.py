@@ -30,7 +30,7 @@ def all_rows(batch: Batch) -> Batch:
     widest = max(each.prompt_length for each in (batch, *added))
     first = concat([each.with_prompts(widest) for each in added])
     of_conversation = batch.rows([row for row, count in enumerate(counts) for _ in range(count)])
-    first = Batch({**of_conversation.tensors, **first.tensors}, of_conversation.info)
+    first = of_conversation.with_(**first.tensors)
     whole = concat([first, batch.with_prompts(widest)])
     places = [*((row, branch) for row, count in enumerate(counts) for branch in range(count)), *enumerate(counts)]
     order = sorted(range(len(whole)), key=places.__getitem__)
@@ -126,12 +126,12 @@ def parted(whole: Batch, batch: Batch) -> Batch:
     places = _places(batch)
     inside, at = places.inside_BR, places.of_tokens()
     added = {}
-    for name in (name for name in whole.tensors if name not in batch):
+    for name, column in whole.tensors.exclude(*batch.tensors.keys()).items():
         if TENSORS[name].shape == "B":
-            added[name] = whole[name][places.joined_B]
+            added[name] = column[places.joined_B]
             continue
-        added[name] = whole[name].new_zeros(inside.shape)
-        added[name][inside] = whole[name][at]
+        added[name] = column.new_zeros(inside.shape)
+        added[name][inside] = column[at]
     return batch.with_(**added)
 
 

@@ -109,7 +109,7 @@ class Learner:
         """Return the batch with the columns that the role computes from the sequences, and from optional columns."""
         sent = batch.select(*SEQUENCE, *(name for name in optional if name in batch))
         answer = self._workers.split(role, method, sent)
-        return batch.with_(**dict(answer.tensors.items()))
+        return batch.with_(**answer.tensors)
 
     def _update(
         self, role: str, batch: Batch, columns: tuple[str, ...], step: int, prompts: int, epochs: int, shuffle: bool

@@ -114,7 +114,7 @@ def test_the_length_penalty_counts_the_tokens_of_all_rows():
 def test_a_batch_without_forks_stays_as_it_is():
     batch = a_batch(ONE, ONE)
     whole = forked_conversations.all_rows(batch)
-    assert whole.tensors == batch.tensors and "branch" not in whole
+    assert "branch" not in whole and (whole.tensors == batch.tensors).all()
     assert forked_conversations.joined(whole) is whole and forked_conversations.parted(batch, whole) is batch
     assert forked_conversations.conversations_of(whole) is whole
 

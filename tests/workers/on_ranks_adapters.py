@@ -25,7 +25,7 @@ def step(prompts: Batch, version: int):
     batch = rollout.generate(prompts, "train")
     sequences = batch.select(*SEQUENCE)
     for answer in (actor.log_probs(sequences), actor.ref_log_probs(sequences)):
-        batch = batch.with_(**dict(answer.tensors.items()))
+        batch = batch.with_(**answer.tensors)
     advantages = torch.linspace(-1, 1, len(batch))[:, None].expand(-1, batch.response_length).contiguous()
     actor.update(batch.select(*SEQUENCE, "old_log_probs", "ref_log_probs").with_(advantages=advantages))
     rollout.sync(version)

@@ -65,7 +65,7 @@ def train(config: PPOConfig, steps: int = 2) -> tuple[list[Any], list[dict[str, 
         batch = sequences()
         for role, method in (("actor", "log_probs"), ("ref", "log_probs"), ("critic", "values")):
             answer = worker.call(role, method, batch.select(*SEQUENCE))
-            batch = batch.with_(**dict(answer.tensors.items()))
+            batch = batch.with_(**answer.tensors)
             numbers += [tensor.tolist() for _, tensor in sorted(answer.tensors.items())]
         numbers.append(worker.call("critic", "update", batch.select(*SEQUENCE, "values", "returns")))
         columns = (*SEQUENCE, "old_log_probs", "advantages", "ref_log_probs")

@@ -32,7 +32,7 @@ def workers(ray_session, config):
 
 
 def columns(batch: Batch, answer: Batch) -> Batch:
-    return batch.with_(**dict(answer.tensors.items()))
+    return batch.with_(**answer.tensors)
 
 
 def one_step(group: WorkerGroup, prompts: Batch) -> tuple[Batch, dict[str, float]]:
