@@ -63,6 +63,8 @@ def faults_of(
         _, config = class_and_config(model, head)
         faults += _of_capped_scores(model.attn_implementation, config.get_text_config())
         faults += _of_chosen_keys(config.get_text_config())
+        if not model.trust_remote_code:  # whose code may have activations of its own
+            _require_activation(config.get_text_config())
         shared = (why_not_shared(size, processes, config.get_text_config()) for size in sorted(sizes) if size > 1)
         faults += filter(None, shared)
         # This machine may lack kernels that the workers have.
@@ -147,6 +149,17 @@ def _of_chosen_keys(config: "PreTrainedConfig") -> list[str]:
         f"highest score, expected at least {longest}: equal tokens score alike, so log-probs would depend on padding. Set "
         f"model.override_config.max_position_embeddings={kept} and train on sequences of at most that length"
     ]
+
+
+def _require_activation(config: "PreTrainedConfig") -> None:
+    """Raise ModelError for an activation that transformers does not know."""
+    from transformers.activations import ACT2FN
+
+    for key in ("hidden_act", "hidden_activation", "activation_function"):
+        name = getattr(config, key, None)
+        if isinstance(name, str) and name not in ACT2FN:
+            remedy = did_you_mean(name, ACT2FN, f"correct it in config.json, or set override_config.{key}")
+            raise ModelError(f"{key} in config.json: got {name!r}, expected an activation of transformers; {remedy}")
 
 
 def _of_attention(name: str) -> list[str]:

@@ -11,7 +11,7 @@ from rlx.checkpoint.manifest import few
 from rlx.config.faults import Fault
 from rlx.config.machine import Machine
 from rlx.config.schema import MODEL_JSON_FILES, TOKENIZER_FILES, PPOConfig
-from rlx.config.schema.roles import sharded_roles
+from rlx.config.schema.roles import ModelRole, sharded_roles
 
 POLICY, JUDGE = "actor_rollout_ref.model.path", "reward_model.model.path"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -35,6 +35,11 @@ def check_models(config: PPOConfig, broken: frozenset[str], machine: Machine) ->
                 faults += _of_tokenizer(folder) if key == POLICY else ()
                 faults += _of_weights(folder, key)
     return tuple(faults)
+
+
+def local_roles(config: PPOConfig) -> list[ModelRole]:
+    """Return the roles whose model is a folder of this machine."""
+    return [role for role in sharded_roles(config) if role.model.path and Path(role.model.path).expanduser().is_dir()]
 
 
 def _of_json(folder: Path, key: str) -> Iterator[Fault]:

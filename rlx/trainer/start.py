@@ -1,16 +1,20 @@
 """Load and check the parts of a run before any model is made, and report all faults at once."""
 
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from rlx.cluster.runtime import check_options
+from rlx.config.check.folders import is_url
+from rlx.config.faults import Fault
 from rlx.config.machine import processes
 from rlx.config.schema import PPOConfig
 from rlx.config.schema.roles import (
     TINY,
+    ModelRole,
     asks_for_experts,
     has_environment,
     has_reward_model,
@@ -40,6 +44,7 @@ from rlx.trainer.checkpoints import (
     starting_checkpoint,
 )
 from rlx.trainer.kept_settings import ChangedKey, changes
+from rlx.trainer.model_check import WEIGHTS, local_roles
 from rlx.trainer.run_lock import RunLock
 from rlx.trainer.saver import fetch
 
@@ -48,6 +53,9 @@ if TYPE_CHECKING:
 
 HEADS: dict[str, Head] = {"actor": "lm", "critic": "value", "reward": "score"}
 """The heads of the roles' models; the reference has the actor's."""
+CHECKED_ROWS = 1000  # of a file's first rows, by `rlx check`; the start of the run reads them all
+REMEDY = re.compile(r"(.*?)(?:(?:; |\n\s*remedy: )((?:(?!; |\n\s*remedy: ).)*))?\Z", re.DOTALL)
+"""An error's text and, after the last semicolon or in a line of its own, its remedy."""
 T = TypeVar("T")
 
 
@@ -139,24 +147,15 @@ def prepare(config: PPOConfig, yaml: str = "") -> Prepared:
     trial = _Trials()
     trial(check_options, config)
     lock, changed = None, None
-    train = val = sampler = rewards = None
+    sampler = None
     with ExitStack() as until_it_fails:
         checkpoint, passed_over = trial(_checkpoint, config) or Choice(None, [])
         if checkpoint is not None:
             lock = until_it_fails.enter_context(RunLock(checkpoint.parent.parent))
             changed = trial(_changes, config, checkpoint, yaml)
-        trial.faults += map(ModelError, _faults_of_models(config))
-        tokenizer = trial(policy_tokenizer, config)
-        if tokenizer is not None:
-            trial(try_saving, tokenizer)
-            train = trial(load_prompts, config.data, tokenizer, "train")
-            val = trial(load_prompts, config.data, tokenizer, "val") if validates(config) else None
-            rewards = trial(_rewards, config, tokenizer)
-            if has_environment(config):
-                trial(require_usable_template, config, tokenizer)
-                trial(_check_tools, train, val)
-        if tokenizer is not None:
-            trial(_check_tokens, config, tokenizer, train, val)
+        trial.faults += map(ModelError, _faults_of_models(config, sharded_roles(config)))
+        tokenizer, train, val = _prompts(trial, config)
+        rewards = trial(_rewards, config, tokenizer) if tokenizer is not None else None
         if train is not None:
             sampler = trial(_sampler, config, train, checkpoint)
         if rewards is not None:
@@ -167,6 +166,43 @@ def prepare(config: PPOConfig, yaml: str = "") -> Prepared:
         assert tokenizer and train is not None and sampler and rewards, "there was no fault"
         held = until_it_fails.pop_all()
     return Prepared(checkpoint, lock, changed or [], tokenizer, train, val, sampler, rewards, passed_over, held)
+
+
+def faults_at_start(config: PPOConfig, is_here: bool) -> tuple[Fault, ...]:
+    """Return what the start of the run would report of model folders and of the first rows, for `rlx check`.
+
+    A folder without weights is enough to plan, or for another machine (not `is_here`), so its tokenizer and the rows are not read.
+    Models of the hub are left to the run.
+    """
+    trial, policy, data = _Trials(), Path(config.actor_rollout_ref.model.path or "").expanduser(), config.data
+    trial.faults += map(ModelError, _faults_of_models(config, local_roles(config)))
+    reads_rows = data.custom_cls.path is None and not any(map(is_url, (*data.train_files, *data.val_files)))
+    if is_here and reads_rows and any((policy / name).exists() for name in WEIGHTS):
+        both = (data.train_max_samples, data.val_max_samples)
+        train, val = (CHECKED_ROWS if most < 0 else min(most, CHECKED_ROWS) for most in both)
+        _prompts(trial, replace(config, data=replace(data, train_max_samples=train, val_max_samples=val)))
+    faults = []
+    for text in map(str, trial.faults):
+        got, remedy = REMEDY.match(text).groups()  # type: ignore[union-attr]  # it always matches
+        remedy = remedy or "correct the model's folder or the rows"
+        faults.append(Fault("the run would end at its start", got, "models and rows that the run can use", remedy))
+    return tuple(faults)
+
+
+def _prompts(
+    trial: _Trials, config: PPOConfig
+) -> tuple["PreTrainedTokenizerBase | None", PromptDataset | None, PromptDataset | None]:
+    """Load the policy's tokenizer, the training rows and the validation rows, as far as they can be."""
+    tokenizer, train, val = trial(policy_tokenizer, config), None, None
+    if tokenizer is not None:
+        trial(try_saving, tokenizer)
+        train = trial(load_prompts, config.data, tokenizer, "train")
+        val = trial(load_prompts, config.data, tokenizer, "val") if validates(config) else None
+        if has_environment(config):
+            trial(require_usable_template, config, tokenizer)
+            trial(_check_tools, train, val)
+        trial(_check_tokens, config, tokenizer, train, val)
+    return tokenizer, train, val
 
 
 def policy_tokenizer(config: PPOConfig) -> "PreTrainedTokenizerBase":
@@ -251,10 +287,10 @@ def _changes(config: PPOConfig, checkpoint: Path, yaml: str) -> list[ChangedKey]
     return changes(checkpoint.parent.parent, require_step(checkpoint), yaml, knows_rows)
 
 
-def _faults_of_models(config: PPOConfig) -> Iterator[str]:
+def _faults_of_models(config: PPOConfig, judged: Iterable[ModelRole]) -> Iterator[str]:
     """Yield faults by role. A built-in critic has the policy's shape, and the reference is the policy."""
     policy, roles, count = config.actor_rollout_ref.model, sharded_roles(config), processes(config)
-    for role in roles:
+    for role in judged:
         if role.name in HEADS:
             model = replace(role.model, tiny=policy.tiny) if role.model.path == TINY else role.model
             sizes = {each.sequence_parallel_size for each in roles if each.model_key == role.model_key}

@@ -1,11 +1,13 @@
 """The look at model folders before anything starts."""
 
 import json
+import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy
 import pytest
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 from rlx.config.compose.command_line import compose
 from rlx.config.machine import Machine, named_machine
@@ -93,3 +95,41 @@ def test_the_command_lists_them(folder, capsys):
     cut(folder / "a.safetensors")
     assert main(["--check", f"{KEY}={folder}"]) == 2
     assert "the model's weights cannot be read" in capsys.readouterr().err
+
+
+@pytest.fixture
+def model(tmp_path, untrained) -> Path:
+    """A folder of the built-in model that a test may change."""
+    return Path(shutil.copytree(untrained, tmp_path / "model"))
+
+
+def change(folder: Path, file: str = "config.json", **values: Any) -> None:
+    (folder / file).write_text(json.dumps(json.loads((folder / file).read_text()) | values))
+
+
+def head_of_its_own(folder: Path) -> None:
+    weights = load_file(folder / SINGLE)
+    save_file(weights | {"lm_head.weight": weights["model.embed_tokens.weight"] + 1}, folder / SINGLE, {"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("harm", "told"),
+    [
+        (lambda f: change(f, hidden_act="__import__"), "hidden_act in config.json: got '__import__'"),
+        (lambda f: change(f, model_type="no_such_model"), "model type `no_such_model`"),
+        (head_of_its_own, "set override_config.tie_word_embeddings=False"),
+        (lambda f: change(f, "tokenizer_config.json", eos_token=None), "it has no EOS token"),
+        (lambda f: change(f, vocab_size=200), "expected ids below 200, the number of rows of the model's embedding"),
+        (lambda f: change(f, vocab_size=1), "the EOS token '</s>' has id 1, expected an id below 1"),
+    ],
+)
+def test_the_check_finds_what_would_end_the_run_at_its_start(model, tmp_path, capsys, harm, told):
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1", "answer": "1"}\n')
+    files = [f"data.{split}_files={tmp_path}/rows.jsonl" for split in ("train", "val")]
+    command = ["--check", f"{KEY}={model}", *files, "data.answer_key=answer", "actor_rollout_ref.rollout.name=hf"]
+    command += ["trainer.device=cpu", f"custom_reward_function.path={tmp_path}/reward.py"]
+    (tmp_path / "reward.py").write_text("def compute_score(**_): return 1.0")
+    assert main(command) == 0, capsys.readouterr().err
+    harm(model)
+    assert main(command) == 2
+    assert told in " ".join(capsys.readouterr().err.split())

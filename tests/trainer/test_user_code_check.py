@@ -7,7 +7,7 @@ import pytest
 
 from rlx.config.compose.command_line import compose
 from rlx.config.machine import Machine
-from rlx.trainer.user_code_check import check_user_code
+from rlx.trainer.user_code_check import SILENT_S, check_user_code
 
 CODE = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None): ...
@@ -159,3 +159,11 @@ def test_a_driver_without_gpu_only_warns_of_a_loss_that_needs_one(tried):
     assert not faults and "a_package_for_gpus" in warning and "no GPU" in warning
     assert len(tried("", *overrides, machine=driver).faults) == 1
     assert len(tried("import a_package_for_gpus", *overrides, machine=replace(CPU, gpus=1)).faults) == 1
+
+
+@pytest.mark.slow
+def test_a_long_import_is_not_silent(tried, capsys):
+    slow = f"import time; time.sleep({SILENT_S + 1})"
+    assert tried(f"{slow}\n{CODE}", f"{REWARD}.name=compute_score").faults == ()
+    (line,) = capsys.readouterr().err.splitlines()[:1]
+    assert "the import of the reward function of your own is not done yet" in line
