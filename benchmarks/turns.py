@@ -22,7 +22,7 @@ import benchmarks.waiting_tool
 from benchmarks.common import benchmark_parser, cell, title, write_json, write_random_model
 from rlx.config.schema import EngineKwargsConfig, ModelConfig, RolloutConfig
 from rlx.environments.chat import Chat
-from rlx.environments.pool import EnvironmentPool
+from rlx.environments.environment_pool import EnvironmentPool
 from rlx.environments.running import ConversationBounds, ConversationOptions, ConversationRow, run_conversations
 from rlx.environments.spec import EnvironmentSpec
 from rlx.models.loading import load_model

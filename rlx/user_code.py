@@ -10,6 +10,7 @@ import threading
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple, TypeVar
 
 from rlx.errors import ExplainedError, did_you_mean
@@ -73,6 +74,16 @@ def load_name(path: str, name: str, key: str) -> Any:
     Errors refer to `path` and `name` of the configuration group `key`. Raises UserCodeError if there is no such file, the
     import fails (ImportFailed), or the file lacks the name.
     """
+    module = load_module(path, key)
+    if not hasattr(module, name):
+        public = sorted(known for known, value in vars(module).items() if _is_own(known, value, module.__name__))
+        remedy = did_you_mean(name, public, f"correct {key}.name")
+        raise UserCodeError(f"{key}.name: {module.__file__} has no {name!r}, it has {public}; {remedy}")
+    return getattr(module, name)
+
+
+def load_module(path: str, key: str) -> ModuleType:
+    """Import the Python file at `path` as a module of its own. Raises UserCodeError as `load_name`."""
     file = Path(path).expanduser().absolute()
     if not file.is_file() or file.suffix != ".py":
         raise UserCodeError(f"{key}.path: got {path!r}, expected an existing Python file (looked for {file})")
@@ -91,11 +102,7 @@ def load_name(path: str, name: str, key: str) -> Any:
         raise ImportFailed(
             f"{key}.path: importing {file} failed with {type(fault).__name__}: {fault}{where}"
         ) from fault
-    if not hasattr(module, name):
-        public = sorted(known for known, value in vars(module).items() if _is_own(known, value, module_name))
-        remedy = did_you_mean(name, public, f"correct {key}.name")
-        raise UserCodeError(f"{key}.name: {file} has no {name!r}, it has {public}; {remedy}")
-    return getattr(module, name)
+    return module
 
 
 def line_in(path: str, fault: BaseException) -> int | None:

@@ -37,7 +37,7 @@ MAY_IMPORT = {
     "config": set(),
     "row_files": set(),
     "data": {"user_code"},
-    "processes": set(),
+    "processes": {"user_code"},
     "rewards": {"processes", "user_code"},
     "environments": {"data", "processes", "rollout", "user_code"},
     "algorithms": set(),

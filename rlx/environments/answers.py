@@ -11,6 +11,7 @@ LONGEST_ANSWER = 2**20  # bytes
 LARGEST_REWARD = 1e30
 """Rewards are stored, added and compared in fp32."""
 LONGEST_REASON, LONGEST_TRACEBACK = 2000, 4000  # characters
+Answer = Reset | Observation | Failure
 KINDS = ("error", "timeout", "memory", "crash", "nonsense")
 
 
@@ -94,7 +95,7 @@ def plain(value: Any) -> Any:
     return value
 
 
-def encode(number: int, answer: Reset | Observation | Failure) -> bytes:
+def encode(number: int, answer: Answer) -> bytes:
     """Return the line of an answer to the conversation of this number. Raises Nonsense."""
     match answer:
         case Reset(messages, tools):
@@ -120,7 +121,7 @@ def _default(value: Any) -> Any:
     return found
 
 
-def decode(record: Any, expected: dict[int, str]) -> tuple[int, Reset | Observation | Failure]:
+def decode(record: Any, expected: dict[int, str]) -> tuple[int, Answer]:
     """Read an answer.
 
     Args:

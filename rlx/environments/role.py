@@ -9,7 +9,7 @@ from rlx.config.schema import PPOConfig
 from rlx.data.batch import Batch
 from rlx.environments.chat import Chat, UnusableTemplate
 from rlx.environments.conversation import Conversation
-from rlx.environments.pool import EnvironmentPool
+from rlx.environments.environment_pool import EnvironmentPool
 from rlx.environments.rows import batch_of, rows_of
 from rlx.environments.running import ConversationBounds, ConversationOptions, run_conversations
 from rlx.environments.settings import environment_spec

@@ -1,1 +1,1 @@
-"""Processes that run code of a user or a model, with limits. Their owner believes nothing that they send."""
+"""One pool of isolated processes for code of users and models. Their owner checks all that they send and unpickles none of it."""

@@ -1,4 +1,4 @@
-"""Messages of a process to its owner: lines of JSON.
+"""Messages between a process and its owner: lines of JSON.
 
 The process may run what a model wrote, so it is not trusted. Its owner unpickles nothing from it, and checks the form and the length
 of each message.
@@ -16,35 +16,40 @@ class BadAnswer(OSError):
     """A process sent a message that no process of rlx sends."""
 
 
-def send(descriptor: int, message: Any) -> None:
-    """Write a message; NaN is allowed. Blocks while the owner does not read."""
-    left = memoryview(json.dumps(message).encode() + b"\n")
+def line_of(message: Any) -> bytes:
+    """Return a message as a line; NaN is allowed."""
+    return json.dumps(message).encode() + b"\n"
+
+
+def send(descriptor: int, lines: bytes) -> None:
+    """Write lines. Blocks while the other side does not read."""
+    left = memoryview(lines)
     while left:
         left = left[os.write(descriptor, left) :]
 
 
 class Lines:
-    """Collects the messages from a descriptor."""
+    """Collects the messages from a descriptor; lines may be `longest` bytes."""
 
-    def __init__(self, descriptor: int):
-        self._descriptor, self._rest = descriptor, bytearray()
+    def __init__(self, descriptor: int, longest: float = LONGEST_LINE):
+        self._descriptor, self._longest, self._rest = descriptor, longest, bytearray()
 
     def read(self) -> list[Any]:
         """Return the messages that are complete now; wait only until there is anything to read.
 
         Raises:
-            EOFError, OSError: the process has ended, or sent no JSON (BadAnswer).
+            EOFError, OSError: the other side has ended, or sent no JSON (BadAnswer).
         """
         data = os.read(self._descriptor, READ_AT_ONCE)
         if not data:
             raise EOFError
         self._rest += data
-        if b"\n" not in data and len(self._rest) <= LONGEST_LINE:
+        if b"\n" not in data and len(self._rest) <= self._longest:
             return []
         *whole, rest = self._rest.split(b"\n")
         self._rest = bytearray(rest)
         try:
-            if any(len(each) > LONGEST_LINE for each in (*whole, rest)):
+            if any(len(each) > self._longest for each in (*whole, rest)):
                 raise ValueError
             return [json.loads(each) for each in whole]
         except (ValueError, RecursionError):

@@ -11,9 +11,9 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from numbers import Real
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from rlx.processes.faults import own_traceback
+from rlx.processes.calls import LONGEST_TEXT, own_traceback
 from rlx.user_code import UserCodeError, load_name, misfit
 
 if TYPE_CHECKING:
@@ -26,23 +26,8 @@ BATCHED = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
 
 LARGEST_SCORE = 3.4e38
 """Scores are stored in fp32."""
-LONGEST_TEXT = 10_000
-"""Longest description of a failure to keep [characters]; a function's message may have any length."""
 _shown = reprlib.Repr()
 _shown.maxstring = _shown.maxother = 200
-
-
-class Loadable(Protocol):
-    """An object that a reward process can load; the driver sends it pickled."""
-
-    @property
-    def source(self) -> str:
-        """Path of the file to import, for messages."""
-        ...
-
-    def load(self) -> Callable[..., Any]:
-        """Import it. Raises UserCodeError."""
-        ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,11 +81,6 @@ def own_function(reward: "RewardConfig", custom: "CustomRewardConfig") -> Functi
     return Function(path, custom.name, reward.timeout_s, reward.reward_manager.name == "batch", custom.reward_kwargs)
 
 
-def is_async(function: Callable[..., Any]) -> bool:
-    """Whether a call returns an awaitable, also for an object with an async `__call__`."""
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
-
-
 Numbers = dict[str, float]
 Kind = Literal["", "error", "timeout", "crash"]
 
@@ -119,7 +99,7 @@ class Outcome(NamedTuple):
 def raised(fault: BaseException, callers: Collection[str] = ()) -> Outcome:
     """Return the outcome of a call that raised; frames of the files `callers` are not in its traceback."""
     what = f"raised {type(fault).__name__}: {fault}"
-    return Outcome([], "error", what[:LONGEST_TEXT], own_traceback(fault, callers, LONGEST_TEXT))
+    return Outcome([], "error", what[:LONGEST_TEXT], own_traceback(fault, callers))
 
 
 def outcome_of(function: Function, result: Any, samples: int) -> Outcome:

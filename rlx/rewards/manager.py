@@ -17,9 +17,9 @@ from rlx.config.schema import CustomRewardConfig, RewardConfig
 from rlx.data.batch import Batch
 from rlx.errors import ExplainedError, cause_of, storing
 from rlx.rewards import gsm8k
-from rlx.rewards.conversations import Conversations
 from rlx.rewards.function import BATCHED, SINGLE, Function, Numbers, Outcome, outcome_of, own_function, raised
-from rlx.rewards.pool import NotSendable, ProcessPool, RewardCall
+from rlx.rewards.judge_inputs import Conversations
+from rlx.rewards.scoring_pool import NotSendable, RewardCall, ScoringPool
 from rlx.rewards.sources import MATH_SOURCES, no_function_for, remedy_for, scored_sources
 
 logger = logging.getLogger(__name__)
@@ -93,7 +93,7 @@ class RewardManager:
         self._config, self._custom, self._model = reward, custom, model
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         size = reward.num_workers or min(MOST_WORKERS, cores)
-        self._pool = ProcessPool(size, reward.memory_limit_gb, reward.max_concurrent)
+        self._pool = ScoringPool(size, reward.memory_limit_gb, reward.max_concurrent)
         limit_s, options = reward.timeout_s, {"format_score": reward.format_score}
         grade_number = Function("rlx.rewards.gsm8k", "compute_score", limit_s, options=options)
         grade_maths = Function(

@@ -23,8 +23,8 @@ from rlx.data.files import DataError
 from rlx.environments.settings import environment_spec
 from rlx.errors import wrapped
 from rlx.program import program
-from rlx.rewards.function import BATCHED, KEY, SINGLE, Function, Loadable, own_function
-from rlx.rewards.pool import LOAD_LIMIT_S, NotSendable, ProcessPool, RewardCall
+from rlx.rewards.function import BATCHED, KEY, SINGLE, Function, own_function
+from rlx.rewards.scoring_pool import LOAD_LIMIT_S, Loadable, NotSendable, RewardCall, ScoringPool
 from rlx.trainer.data_check import first_training_prompt
 from rlx.user_code import DATASET, POLICY_LOSS, ImportFailed, Interface, UserCodeError, load_callable
 
@@ -73,7 +73,7 @@ def check_user_code(config: PPOConfig, broken: frozenset[str], machine: Machine)
         if not broken.isdisjoint(own.keys):
             continue
         try:
-            with ProcessPool(1, own.memory_limit_gb, at_once=1) as pool:
+            with ScoringPool(1, own.memory_limit_gb, at_once=1) as pool:
                 with _told_after(SILENT_S, f"{program('check')}: the import of {own.what} is not done yet"):
                     pool.check(own.code)
                 failure = None if own.trial is None else _failure(pool, own.trial)
@@ -147,7 +147,7 @@ def _trial(config: PPOConfig, function: Function) -> RewardCall | None:
     return RewardCall(function, dict(zip(SINGLE, values, strict=True)))
 
 
-def _failure(pool: ProcessPool, call: RewardCall) -> tuple[str, str] | None:
+def _failure(pool: ScoringPool, call: RewardCall) -> tuple[str, str] | None:
     """Return the kind of a failure (`Kind`) and what happened; None if the call returns a score."""
     try:
         (outcome,), _ = pool.run([call])

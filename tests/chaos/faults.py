@@ -26,7 +26,7 @@ PROCESSES = {
     "gcs_server": "gcs/gcs_server",
     "dashboard agent": "ray::DashboardAgent",
     "runtime agent": "ray::RuntimeEnvAgent",
-    "reward process": "rlx.rewards.process",
+    "reward process": "rlx.rewards.scoring_process",
 }
 MOMENTS = ("start", "rollout", "update", "inside a save", "between files", "resume")
 POLL_S = 0.01

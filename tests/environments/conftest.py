@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from rlx.environments.pool import EnvironmentPool
+from rlx.environments.environment_pool import EnvironmentPool
 from rlx.environments.spec import EnvironmentSpec
 from rlx.models.tiny import make_tiny_tokenizer
 

@@ -7,7 +7,7 @@ import pytest
 from in_this_process import Sampler
 
 from rlx.environments.chat import Chat
-from rlx.environments.pool import EnvironmentPool
+from rlx.environments.environment_pool import EnvironmentPool
 from rlx.environments.running import ConversationBounds, ConversationOptions, ConversationRow, run_conversations
 from rlx.environments.spec import EnvironmentSpec
 from rlx.rollout.protocol import Sampling

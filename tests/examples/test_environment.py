@@ -8,7 +8,7 @@ import pytest
 from rlx.config.compose.command_line import compose
 from rlx.driver import main
 from rlx.environments.answers import checked_observation
-from rlx.environments.pool import EnvironmentPool
+from rlx.environments.environment_pool import EnvironmentPool
 from rlx.environments.protocol import Observation, Reset, Turn
 from rlx.environments.settings import environment_spec
 from rlx.environments.spec import EnvironmentSpec

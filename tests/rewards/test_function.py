@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from rlx.rewards.function import Function, is_async, outcome_of, raised
+from rlx.processes.calls import is_async
+from rlx.rewards.function import Function, outcome_of, raised
 from rlx.user_code import UserCodeError
 
 

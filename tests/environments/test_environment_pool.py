@@ -11,9 +11,7 @@ import numpy as np
 import psutil
 import pytest
 
-import rlx.environments.owned_process
-import rlx.environments.pool
-from rlx.environments import process
+import rlx.environments.environment_pool
 from rlx.environments.protocol import Failure, Observation, Turn
 from rlx.user_code import UserCodeError
 
@@ -156,14 +154,11 @@ def test_environments_work_before_the_next_poll_once_requests_are_flushed(make_p
 
 
 def test_a_full_disk_stops_no_environment(make_pool, answers, monkeypatch, tmp_path):
-    """The note of whose code is at work lies in memory; without it a run goes on."""
+    """The note of whose code is at work is kept in memory."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "none"))
     pool = make_pool("Table", ENVIRONMENT)
     begin(pool, answers, [0])
     assert step(pool, answers, "ok").messages[0]["content"] == "ok 1"
-    with open("/dev/full", "wb") as full:
-        monkeypatch.setattr(process, "_note", full.fileno())
-        process._write(1)
 
 
 def test_a_call_that_fails_costs_its_own_conversation_alone(make_pool, answers, capfd):
@@ -208,7 +203,7 @@ def test_a_call_that_fails_costs_its_own_conversation_alone(make_pool, answers, 
 def test_a_process_that_ends_costs_the_conversation_at_work_and_no_other(make_pool, answers, monkeypatch, text):
     """Conversations beside it begin again, with their turns so far: one at its next step, one whose step was open."""
     if text == "hang in C":  # its end is waited for
-        monkeypatch.setattr(rlx.environments.owned_process, "ANSWER_SLACK_S", 1.0)
+        monkeypatch.setattr(rlx.environments.environment_pool, "SLACK_S", 1.0)
     pool = make_pool("Table", ENVIRONMENT, limit_s=2.0)
     begin(pool, answers, range(3))
     assert [step(pool, answers, "ok", key).messages[0]["content"] for key in (1, 2)] == ["ok 1"] * 2
@@ -234,7 +229,7 @@ def test_a_conversation_begins_again_as_often_as_others_end_its_process(make_poo
 
 
 def test_a_conversation_does_not_begin_again_for_ever(make_pool, answers, monkeypatch):
-    monkeypatch.setattr(rlx.environments.pool, "MOST_LOSSES", 2)
+    monkeypatch.setattr(rlx.environments.environment_pool, "MOST_LOSSES", 2)
     pool = make_pool("Table", ENVIRONMENT)
     begin(pool, answers, range(5))
     for key in range(3):
@@ -292,7 +287,7 @@ def test_a_reset_that_was_open_beside_another_is_tried_once_more(make_pool, answ
 
 
 def test_nothing_waits_for_a_process_that_does_not_read(make_pool, answers, monkeypatch):
-    monkeypatch.setattr(rlx.environments.owned_process, "ANSWER_SLACK_S", 1.0)
+    monkeypatch.setattr(rlx.environments.environment_pool, "SLACK_S", 1.0)
     pool = make_pool("Table", ENVIRONMENT, limit_s=3)
     begin(pool, answers, range(8))
     pool.step(0, Turn("hang in C", 0))
@@ -318,7 +313,11 @@ def test_processes_end_with_the_pool(make_pool, answers):
     begin(pool, answers, range(3))
     pool.step(0, Turn("stubborn", 0))
     assert pool.poll() == []
-    mine = [each for each in psutil.Process(os.getpid()).children() if "rlx.environments.process" in command_of(each)]
+    mine = [
+        each
+        for each in psutil.Process(os.getpid()).children()
+        if "rlx.environments.environment_process" in command_of(each)
+    ]
     assert len(mine) == 2
     pool.close()
     assert not any(each.is_running() for each in mine)

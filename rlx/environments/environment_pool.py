@@ -11,20 +11,17 @@ Note [one answer each]: every `reset` and `step` gets exactly one answer from `p
 
 import itertools
 import json
-import math
-import selectors
 import time
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rlx.environments.answers import plain
-from rlx.environments.owned_process import Answer, EnvironmentProcess
+from rlx.environments.answers import Answer, decode, plain
 from rlx.environments.protocol import Failure, Observation, Turn
 from rlx.environments.spec import EnvironmentSpec
-from rlx.processes.lines import BadAnswer
-from rlx.processes.parent import LOAD_LIMIT_S
-from rlx.user_code import UserCodeError
+from rlx.processes.pool import Loaded, Lost, Worker, WorkerPool
 
+SLACK_S = 5.0
+"""See WorkerPool. A call that takes too long in Python ends in its process, so this is for code in C alone."""
 FAREWELL_S = 2.0
 """Environments have this long to close with the pool [s]."""
 MOST_LOSSES = 8
@@ -52,7 +49,7 @@ class _Conversation:
     key: int
     lines: list[str] = field(default_factory=list)
     answers: list[Answer] = field(default_factory=list)
-    home: EnvironmentProcess | None = None
+    home: Worker | None = None
     taken: int = 0
     losses: int = 0
     is_suspect: bool = False
@@ -72,8 +69,12 @@ class EnvironmentPool:
     """
 
     def __init__(self, spec: EnvironmentSpec, processes: int, memory_limit_gb: float | None = None):
-        self._spec, self._size, self._memory_bytes = spec, processes, int((memory_limit_gb or 0) * 1e9)
-        self._processes: set[EnvironmentProcess] = set()
+        self._spec, self._size = spec, processes
+        self._workers = WorkerPool(
+            "rlx.environments.environment_process", memory_limit_gb, "environment.memory_limit_gb", SLACK_S, decode
+        )
+        self._lives: dict[Worker, set[int]] = {}  # numbers of the conversations in each process
+        self._retiring: set[Worker] = set()  # get no further conversations, because they ran out of memory once
         self._numbers = itertools.count(1)
         self._of_number: dict[int, _Conversation] = {}
         self._of_key: dict[int, _Conversation] = {}
@@ -96,7 +97,7 @@ class EnvironmentPool:
         own = _Conversation(next(self._numbers), key)
         self._of_number[own.number] = self._of_key[key] = own
         try:
-            own.lines.append(json.dumps([own.number, "reset", row], default=_sendable))
+            own.lines.append(json.dumps(["reset", own.number, row], default=_sendable))
         except (TypeError, ValueError) as fault:
             self._finish(own, Failure(f"its row cannot be sent to the environment: {fault}", "error"))
             return
@@ -107,13 +108,13 @@ class EnvironmentPool:
         own = self._of_key[key]
         if own.has_failed:
             raise ValueError(f"conversation {key} has failed, expected one that goes on; begin it again with reset")
-        own.lines.append(json.dumps([own.number, "step", list(turn)]))
+        own.lines.append(json.dumps(["step", own.number, list(turn)]))
         if own.failure is not None:
             self._finish(own, own.failure)
         elif own.home is None:
             self._begin(own)
         else:
-            own.home.ask(own.number, "step", own.lines[-1])
+            own.home.ask({own.number: "step"}, own.lines[-1], self._spec.limit_s)
 
     def poll(self, timeout_s: float = 0.0) -> list[tuple[int, Answer]]:
         """Return the answers that are there by key; wait for the first one at most this long [seconds].
@@ -123,18 +124,16 @@ class EnvironmentPool:
         """
         until = time.monotonic() + timeout_s
         while True:
-            earliest = min((process.deadline for process in self._processes), default=math.inf)
-            wait_s = 0.0 if self._ready else max(0.0, min(until, earliest) - time.monotonic())
-            self._exchange(wait_s)
+            wait_s = 0.0 if self._ready else max(0.0, until - time.monotonic())
+            for event in self._workers.exchange(wait_s):
+                self._take(*event)
             if self._ready or time.monotonic() >= until:
                 ready, self._ready = self._ready, []
                 return ready
 
     def flush(self) -> None:
         """Write the requests that wait, so that environments work before the next `poll`; return at once."""
-        for process in self._processes:
-            if process.unsent:
-                process.flush()
+        self._workers.flush()
 
     def end(self, key: int) -> None:
         """Forget a conversation, in whatever state it is; its environment is closed."""
@@ -149,101 +148,81 @@ class EnvironmentPool:
         """End all conversations and processes."""
         for key in list(self._of_key):
             self.end(key)
-        for process in self._processes:
-            process.let_go()
-        until = time.monotonic() + FAREWELL_S
-        for process in list(self._processes):
-            self._remove(process, until - time.monotonic())
+        self._workers.close(FAREWELL_S)
+        self._lives.clear()
 
     def _begin(self, own: _Conversation) -> None:
         """Send the reset; the other requests follow when it is answered."""
-        open_ones = [process for process in self._processes if not process.retiring]
-        home = min(open_ones, key=lambda process: len(process.lives), default=None)
-        if home is None or (home.lives and len(open_ones) < self._size):
-            home = EnvironmentProcess(self._spec, self._memory_bytes)
-            self._processes.add(home)
+        open_ones = self._lives.keys() - self._retiring
+        home = min(open_ones, key=lambda worker: len(self._lives[worker]), default=None)
+        if home is None or (self._lives[home] and len(open_ones) < self._size):
+            home = self._workers.start()
+            self._lives[home] = set()
+            home.load(self._spec)
         own.home, own.taken = home, 0
-        home.ask(own.number, "reset", own.lines[0])
+        self._lives[home].add(own.number)
+        home.ask({own.number: "reset"}, own.lines[0], self._spec.limit_s)
 
     def _leave_home(self, own: _Conversation) -> None:
         home, own.home = own.home, None
-        if home in self._processes and own.number in home.lives:
-            home.send(json.dumps([own.number, "end", None]))
-            home.lives.discard(own.number)
-            if not home.lives:  # the owner may poll again only after a training step
-                home.flush()
-            self._retire(home)
-
-    def _exchange(self, wait_s: float) -> None:
-        """Write and read what can be, and end processes that were silent for too long."""
-        self.flush()
-        with selectors.DefaultSelector() as selector:
-            for process in self._processes:
-                selector.register(process.connection, process.wants, process)
-            events = selector.select(wait_s) if self._processes else []
-            if not self._processes and wait_s:
-                time.sleep(wait_s)
-        for entry, event in events:
-            process = entry.data
-            if event & selectors.EVENT_WRITE:
-                process.flush()
-            if event & selectors.EVENT_READ:
-                self._receive(process)
-        for process in [each for each in self._processes if time.monotonic() > each.deadline]:
-            self._remove(process)
-            if not process.loaded:
-                raise UserCodeError(f"the import of {self._spec.source} takes longer than {LOAD_LIMIT_S:g} s")
-            self._lose(process, Failure("hung in code that cannot be interrupted; its process was ended", "timeout"))
-
-    def _receive(self, process: EnvironmentProcess) -> None:
-        try:
-            answers = process.receive()
-        except UserCodeError:
-            self._remove(process)
-            raise
-        except (EOFError, OSError) as fault:
-            how = self._remove(process)
-            if not process.loaded:
-                raise UserCodeError(
-                    f"the import of {self._spec.source} {how}; expected one that comes to its end"
-                ) from None
-            kind = "memory" if "out of memory" in how else "crash"
-            self._lose(process, Failure(str(fault) if isinstance(fault, BadAnswer) else how, kind))
+        if home is None or own.number not in self._lives.get(home, ()):
             return
-        for number, answer in answers:
-            if number in self._of_number:
-                self._take(self._of_number[number], answer)
-        self._retire(process)
+        self._lives[home].discard(own.number)
+        home.send(json.dumps(["end", own.number, None]))
+        if not self._lives[home]:  # the owner may poll again only after a training step
+            home.flush()
+        self._retire(home)
 
-    def _take(self, own: _Conversation, answer: Answer) -> None:
-        if isinstance(answer, Failure):
-            self._finish(own, answer)
+    def _retire(self, worker: Worker) -> None:
+        if worker in self._retiring & self._workers.workers and not self._lives[worker]:
+            self._retiring.discard(worker)
+            del self._lives[worker]
+            self._workers.end(worker)
+
+    def _take(self, worker: Worker, number: int, what: Answer | Loaded | Lost) -> None:
+        """Handle what came from a process."""
+        if isinstance(what, Loaded | Lost):
+            if what.fault is not None:
+                self.close()
+                raise what.fault
+            if isinstance(what, Lost):
+                self._lose(worker, what)
+            return
+        if isinstance(what, Failure) and what.kind == "memory":
+            self._retiring.add(worker)
+            self._retire(worker)
+        own = self._of_number.get(number)
+        if own is None:
+            return
+        if isinstance(what, Failure):
+            self._finish(own, what)
             return
         if own.taken == len(own.answers):
-            own.answers.append(answer)
-            self._ready.append((own.key, answer))
-        elif _without_info(answer) != _without_info(own.answers[own.taken]):
+            own.answers.append(what)
+            self._ready.append((own.key, what))
+        elif _without_info(what) != _without_info(own.answers[own.taken]):
             reason = "was lost with its process; begun again it answered otherwise than before, expected the same"
             self._finish(own, Failure(f"{reason}. Draw random numbers from row['seed']", "crash"))
             return
         own.taken += 1
         if own.taken < len(own.lines):
-            assert own.home is not None, "it has just answered"
-            own.home.ask(own.number, "step", own.lines[own.taken])
+            worker.ask({own.number: "step"}, own.lines[own.taken], self._spec.limit_s)
 
     def _finish(self, own: _Conversation, failure: Failure) -> None:
         own.has_failed = True
         self._leave_home(own)
         self._ready.append((own.key, failure))
 
-    def _lose(self, process: EnvironmentProcess, failure: Failure) -> None:
+    def _lose(self, worker: Worker, lost: Lost) -> None:
         """Answer for a process that has ended, or begin again. See Note [whose fault it is]."""
+        failure = Failure(lost.how, lost.kind)
         beside = Failure(f"another conversation's call {failure.reason}, in the same process, too often", "crash")
-        is_known = process.at_work != 0  # whose fault it is
-        for number in sorted(process.lives & self._of_number.keys()):
+        is_known = lost.at_work != 0  # whose fault it is
+        self._retiring.discard(worker)
+        for number in sorted(self._lives.pop(worker, ())):
             own = self._of_number[number]
-            own.home, is_open, fault = None, number in process.expected, None
-            if number == process.at_work or (own.is_suspect and not is_known):
+            own.home, is_open, fault = None, number in worker.open, None
+            if number == lost.at_work or (own.is_suspect and not is_known):
                 fault = failure
             elif is_known:
                 own.losses += 1
@@ -256,14 +235,6 @@ class EnvironmentPool:
                 own.failure = fault
             elif is_open:
                 self._begin(own)
-
-    def _retire(self, process: EnvironmentProcess) -> None:
-        if process.retiring and not process.lives and process in self._processes:
-            self._remove(process)
-
-    def _remove(self, process: EnvironmentProcess, patience_s: float = 0.0) -> str:
-        self._processes.discard(process)
-        return process.end(patience_s)
 
 
 def _without_info(answer: Answer) -> Answer:

@@ -1,5 +1,6 @@
 """What reward functions can do to a run: nothing. And what they may rely on."""
 
+import math
 import os
 import signal
 import subprocess
@@ -10,8 +11,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rlx.rewards.function import Function
-from rlx.rewards.pool import NotSendable, ProcessPool, RewardCall
+from rlx.processes.lines import BadAnswer
+from rlx.rewards.function import Function, Outcome
+from rlx.rewards.scoring_pool import NotSendable, RewardCall, ScoringPool, to_outcome
 from rlx.user_code import UserCodeError
 
 FUNCTIONS = """
@@ -76,7 +78,7 @@ def path(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def pool():
-    with ProcessPool(size=2, memory_limit_gb=2.0, at_once=5) as pool:
+    with ScoringPool(size=2, memory_limit_gb=2.0, at_once=5) as pool:
         yield pool
 
 
@@ -188,7 +190,7 @@ def test_arguments_that_cannot_be_sent(pool, score):
     ],
 )
 def test_a_file_that_cannot_be_loaded_is_told_before_the_first_call(write_module, text, what):
-    with ProcessPool(1, None, 1) as pool, pytest.raises(UserCodeError, match=what):
+    with ScoringPool(1, None, 1) as pool, pytest.raises(UserCodeError, match=what):
         pool.check(Function(write_module(text), "compute_score", LIMIT_S))
 
 
@@ -203,11 +205,11 @@ def assert_ended(processes):
 DRIVER = """
 import signal, sys
 from rlx.rewards.function import Function
-from rlx.rewards.pool import RewardCall, ProcessPool
+from rlx.rewards.scoring_pool import RewardCall, ScoringPool
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell starts in the background ignores it
 sample = {"data_source": "d", "solution_str": "hang in C", "ground_truth": None, "extra_info": {}}
-with ProcessPool(2, None, 1) as pool:
+with ScoringPool(2, None, 1) as pool:
     function = Function(sys.argv[1], "compute_score", 1000.0)
     pool.check(function)
     print("ready", flush=True)
@@ -232,6 +234,93 @@ def test_no_process_outlives_its_driver_however_that_ends(path, stop):
 
 
 def test_a_process_imports_little():
-    code = "import sys, rlx.rewards.process; print([m for m in ('torch', 'numpy', 'math_verify') if m in sys.modules])"
+    code = "import sys, rlx.rewards.scoring_process; print([m for m in ('torch', 'numpy', 'math_verify') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=Path.home())
     assert done.stdout == "[]\n"
+
+
+HOSTILE = """
+import json, os, pickle, sys
+from pathlib import Path
+
+class Runs:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (Path(self.path),)
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    if solution_str == "pickle":
+        os.write(int(sys.argv[1]), pickle.dumps(Runs(ground_truth)) + b"\\n")
+    elif solution_str == "forged":
+        os.write(int(sys.argv[1]), json.dumps([[0, [{"score": 9.0}], "", "", ""], [7, [], "error", "", ""]]).encode() + b"\\n")
+    return 1.0
+"""
+RIGHT = [0, [{"score": 1.0, "acc": math.nan}], "", "", ""]
+
+
+def test_a_pickle_and_a_forged_answer_lose_only_their_sample(write_module, tmp_path: Path):
+    function = Function(write_module(HOSTILE), "compute_score", 30.0)
+    texts = ["a", "pickle", "b", "forged", "c"]
+    arguments = {"data_source": "d", "ground_truth": str(tmp_path / "ran"), "extra_info": {}}
+    with ScoringPool(2, None, 1) as pool:
+        outcomes, _ = pool.run([RewardCall(function, {**arguments, "solution_str": text}) for text in texts])
+    assert [outcome.kind for outcome in outcomes] == ["", "crash", "", "crash", ""]
+    assert outcomes[1].fault == "sent an answer that is no JSON, or too long"
+    assert outcomes[3].fault == "sent an answer of another form than rlx's"
+    assert not (tmp_path / "ran").exists(), "the driver has run what a reward process sent"
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        *(None, 7, {}, [None], [0], ["0", *RIGHT[1:]], [1, *RIGHT[1:]], [5, *RIGHT[1:]]),
+        *([0, [], "", "", ""], [0, RIGHT[1] * 2, "", "", ""], [0, RIGHT[1], "error", "", ""]),
+        *([0, [], "nonsense", "", ""], [0, [], "error", None, ""], [0, [{"acc": 1.0}], "", "", ""]),
+        *([0, [{"score": "1"}], "", "", ""], [0, [{"score": True}], "", "", ""], [0, [[]], "", "", ""]),
+        *([0, [{"score": math.nan}], "", "", ""], [0, [{"score": 1e39}], "", "", ""]),
+    ],
+)
+def test_an_answer_of_another_form_is_rejected(wrong):
+    with pytest.raises(BadAnswer):
+        to_outcome(wrong, {0: 1})
+
+
+def test_right_answers_are_read():
+    assert to_outcome([1, ["no number", {"score": 2.0}], "", "", ""], {0: 1, 1: 2}) == (
+        1,
+        Outcome(["no number", {"score": 2.0}]),
+    )
+    assert to_outcome([0, [], "error", "raised", "tb"], {0: 1}) == (0, Outcome([], "error", "raised", "tb"))
+
+
+def test_hostile_mathematics_costs_its_time_and_no_process():
+    hostile = ["9^{9^{9^{9}}}", "10^{9}!", "\\binom{10^{9}}{5\\cdot 10^{8}}", "\\prod_{k=1}^{10000} (x+k)"] * 2
+    function = Function("rlx.rewards.math", "compute_score", 30.0, cpu_limit_s=0.3)
+    arguments = {"data_source": "math", "ground_truth": "7", "extra_info": {}}
+    texts = [*hostile, "7"]
+    with ScoringPool(2, None, 1) as pool:
+        calls = [RewardCall(function, {**arguments, "solution_str": f"\\boxed{{{text}}}"}) for text in texts]
+        outcomes, counts = pool.run(calls)
+    assert [outcome.kind for outcome in outcomes] == ["timeout"] * 8 + [""] and outcomes[8].answers == [{"score": 1.0}]
+    assert counts == (0, 0)
+
+
+SPAWNS = """
+import multiprocessing
+
+def size(text):
+    return len(text)
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    with multiprocessing.get_context(ground_truth).Pool(1) as pool:
+        return pool.map(size, [solution_str])[0]
+"""
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_a_function_may_use_multiprocessing(write_module, method):
+    function = Function(write_module(SPAWNS), "compute_score", AMPLE_S)
+    with ScoringPool(1, None, 1) as pool:
+        assert scores(pool.run([call(function, "abc", method)])[0]) == [3.0]

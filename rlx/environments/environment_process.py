@@ -1,0 +1,108 @@
+"""An environment process: many conversations live in it. `rlx.environments.environment_pool` starts it, by `rlx.processes`.
+
+Besides ["load", …] it gets ["reset", number of the conversation, row], ["step", number, turn] and ["end", number, null]. It replies to
+each reset and step with a line of `rlx.environments.answers`.
+"""
+
+import asyncio
+import json
+import socket
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+from rlx.environments.answers import LONGEST_TRACEBACK, Nonsense, checked_observation, checked_reset, encode
+from rlx.environments.protocol import Environment, Failure, Observation, Reset, Turn
+from rlx.environments.spec import EnvironmentSpec, Factory
+from rlx.processes.calls import TooLong, limited, loaded, number_at_work, own_traceback, unwrapped
+from rlx.processes.lines import line_of
+from rlx.user_code import line_in
+
+LONGEST_REQUEST = 2**40  # bytes; asyncio wants a limit, and the worker is trusted
+
+
+def serve(descriptor: int) -> None:
+    """Handle requests until the worker closes the connection."""
+    asyncio.run(_serve(socket.socket(fileno=descriptor)))
+
+
+async def _serve(connection: socket.socket) -> None:
+    reader, writer = await asyncio.open_connection(sock=connection, limit=LONGEST_REQUEST)
+    _, number, content = json.loads(await reader.readline())
+    spec, make, reply = loaded(number, content)
+    writer.write(line_of(reply))
+    if make is None:
+        await reader.read()
+        return
+    server, running = _Server(writer, spec, make), set()
+    while line := await reader.readline():
+        task = asyncio.ensure_future(server.reply(*json.loads(line)))
+        running.add(task)
+        task.add_done_callback(running.discard)
+    await server.close()
+
+
+class _Server:
+    """The environments of a process.
+
+    Args:
+        writer: to the worker.
+        spec: of the environments.
+        make: makes one.
+    """
+
+    def __init__(self, writer: asyncio.StreamWriter, spec: EnvironmentSpec, make: Factory):
+        self._writer, self._spec, self._make = writer, spec, make
+        self._environments: dict[int, Environment] = {}
+
+    async def reply(self, kind: str, number: int, content: Any) -> None:
+        """Handle one request and write its answer at once."""
+        number_at_work.set(number)
+        if kind == "end":
+            await self._end(number)
+            return
+        try:
+            answer = await (self._reset(number, content) if kind == "reset" else self._step(number, content))
+            self._writer.write(encode(number, answer))
+        except BaseException as fault:
+            self._writer.write(encode(number, self._failure(fault)))  # before `close`, which may take long
+            await self._end(number)
+
+    async def close(self) -> None:
+        """Close what lives here."""
+        for number in list(self._environments):
+            await self._end(number)
+
+    async def _reset(self, number: int, row: dict[str, Any]) -> Reset:
+        until = time.monotonic() + self._spec.limit_s  # for both: the worker waits no longer
+        environment = await limited(self._spec.limit_s, True, self._make)
+        self._environments[number] = environment
+        messages = await limited(max(until - time.monotonic(), 0.01), True, environment.reset, row)
+        return checked_reset(messages, list(getattr(environment, "tools", None) or []))
+
+    async def _step(self, number: int, turn: list[Any]) -> Observation:
+        step = self._environments[number].step
+        return checked_observation(await limited(self._spec.limit_s, True, step, Turn(*turn)))
+
+    def _failure(self, fault: BaseException) -> Failure:
+        if isinstance(fault, Nonsense):  # raised by rlx, and its text says all
+            return Failure(str(fault), "nonsense")
+        fault = unwrapped(fault)
+        trace = own_traceback(fault, (__file__,), LONGEST_TRACEBACK)
+        match fault:
+            case TooLong():
+                return Failure(f"took longer than {self._spec.limit_s:g} s", "timeout", trace)
+            case MemoryError():
+                return Failure("ran out of memory", "memory", trace)
+        line = line_in(self._spec.path, fault) if self._spec.path else None
+        where = f" ({Path(self._spec.path or '').name}:{line})" if line else ""
+        return Failure(f"raised {type(fault).__name__}{where}: {fault}", "error", trace)
+
+    async def _end(self, number: int) -> None:
+        close = getattr(self._environments.pop(number, None), "close", None)
+        if close is not None:
+            try:
+                await limited(self._spec.limit_s, True, close)
+            except BaseException as fault:  # the conversation has its answer
+                traceback.print_exception(fault)

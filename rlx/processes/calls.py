@@ -1,0 +1,155 @@
+"""User code inside its process: load it, limit its calls, note whose call is at work, and shorten tracebacks."""
+
+import asyncio
+import base64
+import inspect
+import os
+import pickle
+import signal
+import traceback
+import types
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Generator, Iterator
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any
+
+from rlx.user_code import IMPORTING, UserCodeError
+
+LONGEST_TEXT = 10_000
+"""Longest description or traceback of a failure to keep [characters]; the end of a traceback remains."""
+USER_FILES = "RLX_USER_FILES"
+"""Environment variable: the loaded files, which processes started by multiprocessing need; see `rlx.processes.main`."""
+number_at_work: ContextVar[int] = ContextVar("number_at_work", default=0)
+"""Number of the request that a task works for; 0: none."""
+_note = -1  # descriptor of the file in which the owner reads whose code was at work when this process ended
+
+
+def keep_note_in(descriptor: int) -> None:
+    """Write the number of the request at work to this file."""
+    global _note  # set once, before any user code runs
+    _note = descriptor
+
+
+def loaded(number: int, content: str) -> tuple[Any, Any, list[Any]]:
+    """Load what the owner's `Worker.load` sent; return its name, the code (None if it cannot be loaded) and the reply."""
+    code = pickle.loads(base64.b64decode(content))
+    try:
+        made = code.load()
+    except UserCodeError as fault:
+        trace = own_traceback(fault.__cause__, IMPORTING) if fault.__cause__ else ""
+        return code, None, ["loaded", number, False, [type(fault).__name__, str(fault)], trace]
+    file = Path(code.source).expanduser().absolute()
+    if file.is_file():
+        known = filter(None, os.environ.get(USER_FILES, "").split(os.pathsep))
+        os.environ[USER_FILES] = os.pathsep.join(dict.fromkeys((*known, str(file))))
+    return code, made, ["loaded", number, is_async(made), None, ""]
+
+
+def is_async(function: Any) -> bool:
+    """Whether a call returns an awaitable, also for an object with an async `__call__`."""
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+
+
+class TooLong(BaseException):
+    """A call has used its time. No Exception, so that libraries do not catch it."""
+
+
+@contextmanager
+def at_work(limit_s: float = 0.0, waiting_counts: bool = False) -> Iterator[None]:
+    """Note whose code runs. Raise TooLong if it uses the processor, or with `waiting_counts` takes, longer; 0: never.
+
+    The signal comes again until the block ends, because an exception in a callback of C code is lost. Code in C that never
+    returns to Python is not interrupted. The limit works in the main thread alone.
+    """
+    _write(number_at_work.get())
+    signal_number, timer = (
+        (signal.SIGALRM, signal.ITIMER_REAL) if waiting_counts else (signal.SIGPROF, signal.ITIMER_PROF)
+    )
+    try:
+        if limit_s:
+            signal.signal(signal_number, _interrupt)
+            signal.setitimer(timer, limit_s, 0.1)
+        yield
+    finally:
+        if limit_s:
+            signal.setitimer(timer, 0)
+        _write(0)
+
+
+def _interrupt(*_: object) -> None:
+    raise TooLong
+
+
+def _write(number: int) -> None:
+    if _note >= 0:
+        with suppress(OSError):  # a full disk; without a note no call is to blame
+            os.pwrite(_note, number.to_bytes(8, "little"), 0)
+
+
+class Raised(Exception):
+    """Its cause takes another way than SystemExit and the like, which would end the event loop."""
+
+
+async def limited(limit_s: float, interrupts: bool, call: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+    """Call a function, async or not. Raises TooLong after this time, also where the call swallows its cancellation.
+
+    With `interrupts` it also interrupts Python code that computes for so long.
+    """
+    busy_s = limit_s if interrupts else 0.0
+    with at_work(busy_s, waiting_counts=True):
+        result = call(*arguments, **named)
+    if not inspect.isawaitable(result):
+        return result
+    coroutine = result if inspect.iscoroutine(result) else _awaited(result)
+    task = asyncio.ensure_future(_noted(coroutine, busy_s))
+    done, _ = await asyncio.wait({task}, timeout=limit_s)
+    if not done:
+        task.cancel()
+        raise TooLong
+    return task.result()
+
+
+async def _awaited(waiting: Awaitable[Any]) -> Any:
+    return await waiting
+
+
+@types.coroutine
+def _noted(coroutine: Coroutine[Any, Any, Any], limit_s: float) -> Generator[Any, Any, Any]:
+    """Await a coroutine; each of its steps is `at_work`."""
+    resume: Callable[[Any], Any] = coroutine.send
+    value: Any = None
+    while True:
+        with at_work(limit_s, waiting_counts=True):
+            try:
+                waits_for = resume(value)
+            except StopIteration as end:
+                return end.value
+            except (KeyboardInterrupt, SystemExit) as fault:
+                raise Raised from fault
+        try:
+            value = yield waits_for
+            resume = coroutine.send
+        except BaseException as fault:
+            resume, value = coroutine.throw, fault
+
+
+def unwrapped(fault: BaseException) -> BaseException:
+    """Return the error that the code itself raised."""
+    return fault.__cause__ if isinstance(fault, Raised) and fault.__cause__ is not None else fault
+
+
+def own_traceback(fault: BaseException, callers: Collection[str] = (), longest: int = LONGEST_TEXT) -> str:
+    """Return the traceback of an error as Python prints it, without the frames of this file and of the files `callers`.
+
+    It is empty if no frame is left, as with a call whose arguments do not fit.
+    """
+    whole = traceback.TracebackException.from_exception(fault)
+    open_ones, frames = [whole], 0
+    while open_ones:
+        told = open_ones.pop()
+        own = [each for each in told.stack if each.filename not in (__file__, *callers)]
+        told.stack = traceback.StackSummary.from_list(own)
+        frames += len(own)
+        open_ones += filter(None, (told.__cause__, told.__context__, *(told.exceptions or ())))
+    return "".join(whole.format())[-longest:] if frames else ""

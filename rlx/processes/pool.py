@@ -1,0 +1,292 @@
+"""The owner's side: start isolated processes, talk to them without waiting for any of them, and notice how they end.
+
+Note [what a process costs]: a process sends something within the limit of the calls it has, plus the pool's slack. If it is silent
+for longer, it hangs in code that cannot be interrupted, and the owner kills it with all processes that it started. A process
+notes the number of the request whose code is at work, so its end tells which request is to blame.
+"""
+
+import base64
+import contextlib
+import json
+import math
+import os
+import pickle
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, BinaryIO, Literal, NamedTuple, Protocol
+
+from rlx.errors import cause_of
+from rlx.processes.child import OUT_OF_MEMORY
+from rlx.processes.lines import BadAnswer, Lines
+from rlx.user_code import ImportFailed, UserCodeError
+
+LOAD_LIMIT_S = 300.0  # to import a user's code
+WRITE_BYTES = 1 << 15
+"""Requests wait for each other up to this size, or until `flush`: one write for many lines costs as much as one for each."""
+_ERRORS = {each.__name__: each for each in (UserCodeError, ImportFailed)}
+
+
+class Loadable(Protocol):
+    """An object that a process can load; the owner sends it pickled."""
+
+    @property
+    def source(self) -> str:
+        """Path of the file to import, for messages."""
+        ...
+
+    def load(self) -> Callable[..., Any]:
+        """Import it. Raises UserCodeError."""
+        ...
+
+
+class Loaded(NamedTuple):
+    """A reply to `Worker.load`."""
+
+    is_async: bool
+    fault: UserCodeError | None = None  # why the code cannot be loaded
+
+
+class Lost(NamedTuple):
+    """A process has ended, or hung and was ended."""
+
+    kind: Literal["timeout", "memory", "crash"]
+    how: str  # in words
+    at_work: int  # number of the request whose code ran then; 0: none's
+    fault: UserCodeError | None = None  # if it ended while it imported code
+
+
+class Worker:
+    """One process.
+
+    Attributes:
+        open: what was asked, by the numbers of requests without a reply.
+        loading: code that is being imported, by its number.
+        unsent: lines that wait for `flush`.
+    """
+
+    def __init__(self, pool: "WorkerPool"):
+        self.connection, theirs = socket.socketpair()
+        self.connection.setblocking(False)  # nothing that a process does holds the owner
+        self._note = _note_file()
+        # The process gets the owner's whole import path. Processes share the cores, so each uses one thread.
+        path = os.pathsep.join(folder or os.getcwd() for folder in sys.path)
+        environment = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
+        inherited = theirs.fileno(), self._note.fileno()
+        arguments = (inherited[0], os.getpid(), pool.memory_bytes, inherited[1], pool.module, *pool.arguments)
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "rlx.processes.main", *map(str, arguments)],
+                stdin=subprocess.DEVNULL,
+                stdout=2,  # the owner's output must not contain what user code prints
+                env=environment,
+                pass_fds=inherited,
+                start_new_session=True,  # the owner handles Ctrl-C, and processes that it starts can be killed too
+            )
+        self._lines, self.unsent = Lines(self.connection.fileno()), bytearray()
+        self.open: dict[int, Any] = {}
+        self._limit_s, self._heard = math.inf, time.monotonic()
+        self._codes: dict[Loadable, int] = {}
+        self.loading: dict[int, Loadable] = {}
+        self._slack_s, self._memory_key = pool.slack_s, pool.memory_key
+
+    @property
+    def deadline(self) -> float:
+        """The time at which it has been silent for too long."""
+        if self.loading:
+            return self._heard + LOAD_LIMIT_S
+        return self._heard + self._limit_s + self._slack_s if self.open else math.inf
+
+    def load(self, code: Loadable) -> int:
+        """Request the import of code that is not there or on its way; return its number."""
+        if code not in self._codes:
+            self._begin()
+            number = self._codes[code] = len(self._codes) + 1
+            self.loading[number] = code
+            self.send(json.dumps(["load", number, base64.b64encode(pickle.dumps(code)).decode()]))
+        return self._codes[code]
+
+    def ask(self, asked: Mapping[int, Any], line: str, limit_s: float) -> None:
+        """Send requests that get replies, in one line; each call has a limit."""
+        self._begin()
+        self._limit_s = limit_s
+        self.open |= asked
+        self.send(line)
+
+    def _begin(self) -> None:
+        if not self.loading and not self.open:
+            self._heard = time.monotonic()
+
+    def send(self, line: str) -> None:
+        """Write a line, at the latest with the next `flush`."""
+        self.unsent += line.encode() + b"\n"
+        if len(self.unsent) > WRITE_BYTES:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what waits, or as much of it as the process takes now."""
+        # It may not read now (BlockingIOError), or have ended: then `receive` raises
+        with contextlib.suppress(OSError):
+            while self.unsent:
+                sent = self.connection.send(self.unsent)
+                del self.unsent[:sent]
+                self._heard = time.monotonic()  # it reads, so it lives
+
+    def receive(self) -> list[Any]:
+        """Return the messages that are there. Raises EOFError or OSError if it has ended, or sent no JSON."""
+        messages = self._lines.read()
+        self._heard = time.monotonic()
+        return messages
+
+    def loaded(self, message: list[Any]) -> Loaded:
+        """Read the reply to `load`. Raises BadAnswer."""
+        match message:
+            case [_, int(number), bool(is_async), None, str()] if number in self.loading:
+                del self.loading[number]
+                return Loaded(is_async)
+            case [_, int(number), False, [str(name), str(text)], str(trace)] if number in self.loading:
+                del self.loading[number]
+                fault = _ERRORS.get(name, UserCodeError)(text)
+                fault.__cause__ = cause_of(trace)
+                return Loaded(False, fault)
+        raise BadAnswer("sent a wrong answer to a request to load")
+
+    def let_go(self) -> None:
+        """Say that no more requests come."""
+        self.flush()
+        with contextlib.suppress(OSError):
+            self.connection.shutdown(socket.SHUT_WR)
+
+    def end(self, patience_s: float = 0.0) -> Lost:
+        """Kill it after this time, with all processes that it started; return how it ended if it had ended before."""
+        if patience_s > 0:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(patience_s)
+        if self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+        code = self._process.wait()
+        self.connection.close()
+        with self._note:
+            self._note.seek(0)
+            at_work = int.from_bytes(self._note.read(8), "little")
+        if code == OUT_OF_MEMORY:
+            return Lost("memory", f"ran out of memory ({self._memory_key})", at_work)
+        how = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
+        return Lost("crash", f"ended its process ({how})", at_work)
+
+    def while_loading(self, lost: Lost) -> Lost:
+        """Return it with the fault if code was being imported."""
+        if not self.loading:
+            return lost
+        source = next(iter(self.loading.values())).source
+        how = f"takes longer than {LOAD_LIMIT_S:g} s" if lost.kind == "timeout" else lost.how
+        return lost._replace(fault=UserCodeError(f"the import of {source} {how}; expected one that comes to its end"))
+
+
+class WorkerPool:
+    """Processes that serve one kind of requests. They end with the thread that starts them, so one thread uses the pool.
+
+    Args:
+        module: its `serve` handles requests, see `rlx.processes.main`.
+        memory_limit_gb: memory that each process may allocate [10^9 bytes]; None: no limit.
+        memory_key: key of the configuration that limits memory, for messages.
+        slack_s: a process replies at most this long after a call's limit, also on a busy machine [s].
+        decode: returns number and content of a reply, given what was asked by number. Raises BadAnswer.
+        arguments: further whole numbers for `serve`.
+    """
+
+    def __init__(
+        self,
+        module: str,
+        memory_limit_gb: float | None,
+        memory_key: str,
+        slack_s: float,
+        decode: Callable[[Any, dict[int, Any]], tuple[int, Any]],
+        arguments: tuple[int, ...] = (),
+    ):
+        self.module, self.memory_bytes, self.memory_key = module, int((memory_limit_gb or 0) * 1e9), memory_key
+        self.slack_s, self.arguments, self._decode = slack_s, arguments, decode
+        self.workers: set[Worker] = set()
+
+    def start(self) -> Worker:
+        """Return a new process."""
+        worker = Worker(self)
+        self.workers.add(worker)
+        return worker
+
+    def flush(self) -> None:
+        """Write the requests that wait; return at once."""
+        for worker in self.workers:
+            if worker.unsent:
+                worker.flush()
+
+    def exchange(self, wait_s: float = math.inf) -> list[tuple[Worker, int, Any]]:
+        """Write and read what can be; wait for the first message or a deadline at most this long.
+
+        Returns:
+            Per event its process, the number of the request, and the reply; or 0, and `Loaded` or `Lost`. Nothing comes from a
+            lost process after that.
+        """
+        self.flush()
+        earliest = min((worker.deadline for worker in self.workers), default=math.inf) - time.monotonic()
+        wait_s = max(0.0, min(wait_s, earliest))
+        if not self.workers:
+            time.sleep(wait_s)
+            return []
+        found: list[tuple[Worker, int, Any]] = []
+        with selectors.DefaultSelector() as selector:
+            for worker in self.workers:
+                writes = selectors.EVENT_WRITE if worker.unsent else 0
+                selector.register(worker.connection, selectors.EVENT_READ | writes, worker)
+            events = selector.select(None if wait_s == math.inf else wait_s)
+        for entry, event in events:
+            if event & selectors.EVENT_WRITE:
+                entry.data.flush()
+            if event & selectors.EVENT_READ:
+                self._receive(entry.data, found)
+        for worker in [each for each in self.workers if time.monotonic() > each.deadline]:
+            at_work = self.end(worker).at_work
+            lost = Lost("timeout", "hung in code that cannot be interrupted; its process was ended", at_work)
+            found.append((worker, 0, worker.while_loading(lost)))
+        return found
+
+    def _receive(self, worker: Worker, found: list[tuple[Worker, int, Any]]) -> None:
+        try:
+            for message in worker.receive():
+                if isinstance(message, list) and message[:1] == ["loaded"]:
+                    found.append((worker, 0, worker.loaded(message)))
+                else:
+                    number, reply = self._decode(message, worker.open)
+                    del worker.open[number]
+                    found.append((worker, number, reply))
+        except (EOFError, OSError) as fault:
+            lost = self.end(worker)
+            if isinstance(fault, BadAnswer):
+                lost = Lost("crash", str(fault), lost.at_work)
+            found.append((worker, 0, worker.while_loading(lost)))
+
+    def end(self, worker: Worker, patience_s: float = 0.0) -> Lost:
+        """End a process of the pool, see `Worker.end`."""
+        self.workers.remove(worker)
+        return worker.end(patience_s)
+
+    def close(self, patience_s: float = 0.0) -> None:
+        """End all processes; those that hear of it in time end by themselves."""
+        for worker in self.workers if patience_s else ():
+            worker.let_go()
+        until = time.monotonic() + patience_s
+        for worker in list(self.workers):
+            self.end(worker, until - time.monotonic())
+
+
+def _note_file() -> BinaryIO:
+    """Return a file in memory, or else a temporary one; so a full disk does not matter on Linux."""
+    if hasattr(os, "memfd_create"):
+        return open(os.memfd_create("rlx-note"), "r+b", buffering=0)
+    return tempfile.TemporaryFile(buffering=0)

@@ -1,0 +1,223 @@
+"""Call reward functions in isolated processes, so that none can stop or hang the run.
+
+rlx has its own pool, because `concurrent.futures` gives up a whole pool when one process dies, and `multiprocessing` runs the
+driver's main module again in each process. Neither of them runs async functions concurrently, or ends a process that hangs in C
+code after its driver was killed. No library above them does so either.
+
+Note [once more]: if a process ends, the driver sends its calls without an outcome again. The call that was at work is to blame. If
+it took too long it is lost. If it ended the process the driver sends it once more, alone; the second time it is lost. If no call
+was at work, as when a thread crashes, each is sent again alone.
+"""
+
+import base64
+import json
+import math
+import pickle
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, NamedTuple, get_args
+
+from rlx.processes.lines import BadAnswer
+from rlx.processes.pool import LOAD_LIMIT_S as LOAD_LIMIT_S
+from rlx.processes.pool import Loadable as Loadable
+from rlx.processes.pool import Loaded, Lost, Worker, WorkerPool
+from rlx.rewards.function import LARGEST_SCORE, Function, Kind, Outcome
+
+SLACK_S = 1.0
+"""Longer than a scoring process's FLUSH_S and than the delay of a message on a busy machine [s]."""
+MESSAGES_PER_PROCESS = 4
+"""The driver sends a process's calls in about this many messages, so that all processes end together."""
+CALLS_PER_MESSAGE = 256
+HOPELESS = 4
+"""If this many calls per process are lost before the first one gets a reply, the others are not tried."""
+
+
+class NotSendable(TypeError):
+    """Arguments of a call cannot be sent to another process."""
+
+
+class RewardCall(NamedTuple):
+    """One call of a function: its arguments by name, and the number of samples in them."""
+
+    function: Function
+    arguments: dict[str, Any]
+    samples: int = 1
+
+
+class Counts(NamedTuple):
+    """The cost of the outcomes: calls sent again, and processes that ended in a call, by themselves or killed."""
+
+    retries: int = 0
+    processes: int = 0
+
+
+class ScoringPool:
+    """Calls reward functions in processes. A context; processes start when they are needed and are reused.
+
+    Args:
+        size: largest number of processes.
+        memory_limit_gb: memory that each may allocate [10^9 bytes]; None: no limit.
+        at_once: calls of an async function that each process runs concurrently.
+    """
+
+    def __init__(self, size: int, memory_limit_gb: float | None, at_once: int):
+        self.size = size
+        self._workers = WorkerPool(
+            "rlx.rewards.scoring_process", memory_limit_gb, "reward.memory_limit_gb", SLACK_S, to_outcome, (at_once,)
+        )
+        self._async: set[Loadable] = set()
+
+    def __enter__(self) -> "ScoringPool":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the processes. A later call starts new ones."""
+        self._workers.close()
+
+    def check(self, function: Loadable) -> None:
+        """Load a function, or other user code, in one process, so that errors show before the first call.
+
+        Raises:
+            UserCodeError: it cannot be loaded.
+        """
+        worker = next(iter(self._workers.workers), None) or self._workers.start()
+        worker.load(function)
+        while worker.loading:
+            for _, _, what in self._workers.exchange():
+                if isinstance(what, Loaded | Lost) and what.fault is not None:
+                    self._workers.close()
+                    raise what.fault
+                if isinstance(what, Loaded) and what.is_async:
+                    self._async.add(function)
+
+    def run(self, calls: Sequence[RewardCall]) -> tuple[list[Outcome], Counts]:
+        """Return the outcome of each call, in order. See Note [once more].
+
+        Raises:
+            NotSendable: pickle rejects the arguments.
+        """
+        run = _Run(self._workers, calls, deque(self._parts(calls)), self.size)
+        try:
+            run.to_the_end()
+        finally:
+            for worker in run.busy.keys() & self._workers.workers:
+                self._workers.end(worker)
+        return [run.outcomes[place] for place in range(len(calls))], Counts(run.retries, run.processes)
+
+    def _parts(self, calls: Sequence[RewardCall]) -> list[list[int]]:
+        """Return the indices of the calls that are sent together."""
+        places: dict[Function, list[int]] = {}
+        for place, call in enumerate(calls):
+            places.setdefault(call.function, []).append(place)
+        parts = []
+        for function, own in places.items():
+            # Concurrent calls of an async function must be in one process.
+            messages = self.size if function in self._async else self.size * MESSAGES_PER_PROCESS
+            most = len(own) if function in self._async else CALLS_PER_MESSAGE
+            length = min(most, -(-len(own) // messages))
+            parts += [own[first : first + length] for first in range(0, len(own), length)]
+        return parts
+
+
+class _Run:
+    """The calls of one batch: waiting ones, those in processes, and outcomes by index. A request's number is its index + 1."""
+
+    def __init__(self, workers: WorkerPool, calls: Sequence[RewardCall], waiting: deque[list[int]], size: int):
+        self._workers, self._calls, self._waiting, self._size = workers, calls, waiting, size
+        self.busy: dict[Worker, Function] = {}
+        self.outcomes: dict[int, Outcome] = {}
+        self.retries = self.processes = 0
+        self._ended_with = [0] * len(calls)
+        self._answered = False
+
+    def to_the_end(self) -> None:
+        """Run until each call has its outcome."""
+        while self._waiting or self.busy:
+            while self._waiting and len(self.busy) < self._size:
+                self._start(self._waiting.popleft())
+            for worker, number, what in self._workers.exchange():
+                if worker in self.busy:
+                    self._take(worker, number, what)
+            for worker in [each for each in self.busy if not each.open]:
+                del self.busy[worker]
+            if not self._answered and len(self.outcomes) >= HOPELESS * self._size:
+                example = next(iter(self.outcomes.values()))
+                self.outcomes = dict.fromkeys(range(len(self._calls)), example) | self.outcomes
+                return
+
+    def _start(self, places: list[int]) -> None:
+        chosen = [self._calls[place] for place in places]
+        function = chosen[0].function
+        try:
+            arguments = pickle.dumps([call.arguments for call in chosen], pickle.HIGHEST_PROTOCOL)
+        except (TypeError, AttributeError, pickle.PicklingError) as fault:
+            raise NotSendable(str(fault)) from fault
+        idle = self._workers.workers - self.busy.keys()
+        worker = idle.pop() if idle else self._workers.start()
+        self.busy[worker] = function
+        asked = {place + 1: call.samples for place, call in zip(places, chosen, strict=True)}
+        request = [worker.load(function), [*asked], [*asked.values()], base64.b64encode(arguments).decode()]
+        worker.ask(asked, json.dumps(["call", *request]), function.limit_s)
+
+    def _take(self, worker: Worker, number: int, what: Any) -> None:
+        if isinstance(what, Lost):
+            del self.busy[worker]
+            self._lose(worker, what)
+        elif isinstance(what, Outcome):
+            self.outcomes[number - 1] = what
+            self._answered |= what.kind in ("", "error")
+        elif what.fault is not None:
+            failed = Outcome([], "error", str(what.fault), str(what.fault.__cause__ or "").lstrip())
+            self.outcomes |= {number - 1: failed for number in worker.open}
+            self._answered = True
+            worker.open.clear()
+            self._workers.end(worker)
+
+    def _lose(self, worker: Worker, lost: Lost) -> None:
+        """Handle the end of a process, see Note [once more]."""
+        self.processes += 1
+        kind = "timeout" if lost.kind == "timeout" else "crash"
+        places = sorted(number - 1 for number in worker.open)
+        blamed = [place for place in places if place == lost.at_work - 1 or len(places) == 1]
+        again = [[place for place in places if place not in blamed]] if blamed else [[place] for place in places]
+        for place in blamed or places:
+            self._ended_with[place] += 1
+        for place in blamed:
+            if kind == "timeout" or self._ended_with[place] > 1:
+                self.outcomes[place] = Outcome([], kind, "" if kind == "timeout" else lost.how)
+            else:
+                again.append([place])
+        for part in filter(None, again):
+            self.retries += len(part)
+            self._waiting.appendleft(part)
+
+
+def to_outcome(message: Any, asked: dict[int, int]) -> tuple[int, Outcome]:
+    """Read [number of the call, *Outcome].
+
+    Args:
+        message: from a process.
+        asked: number of samples of each call without a reply.
+
+    Raises:
+        BadAnswer: another form; or a reply to a call that was not made or has one already.
+    """
+    match message:
+        case [int(number), list(answers), str(kind), str(fault), str(traceback)] if (
+            number in asked
+            and kind in get_args(Kind)
+            and len(answers) == (0 if kind else asked[number])
+            and all(map(_is_answer, answers))
+        ):
+            return number, Outcome(answers, kind, fault, traceback)  # type: ignore[arg-type]
+    raise BadAnswer("sent an answer of another form than rlx's")
+
+
+def _is_answer(answer: Any) -> bool:
+    if isinstance(answer, str):
+        return True
+    numbers = answer.values() if isinstance(answer, dict) else [None]
+    return all(type(each) is float for each in numbers) and abs(answer.get("score", math.nan)) <= LARGEST_SCORE
