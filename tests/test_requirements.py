@@ -1,14 +1,17 @@
-"""What pip makes of the requirements for machines without a GPU: torch's build for the CPU, with any index."""
+"""What pip makes of the requirements: torch's build for the CPU with any index, and the lock of the GPU image."""
 
 import json
 import os
 import re
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 pytestmark = pytest.mark.slow
 
@@ -66,6 +69,18 @@ def test_the_plain_index_brings_no_cuda_after_torchs_own(tmp_path: Path):
     pip("--no-deps", "-r", f"{tmp_path}/first.txt", python=fresh)
     assert list(tmp_path.glob(f"fresh/lib/*/site-packages/torch-{PIN}+cpu.dist-info"))
     assert pip(*report, python=fresh) == {}
+
+
+def test_the_lock_of_the_gpu_image_holds_its_pins_and_all_that_rlx_needs():
+    lines = (REQUIREMENTS / "gpu.lock").read_text().splitlines()
+    found = [re.fullmatch(r"([\w.-]+)==(\S+) --hash=sha256:[0-9a-f]{64}", line) for line in lines[1:]]
+    assert all(found), "a version and a hash for each"
+    locked = {canonicalize_name(each[1]): each[2] for each in found}
+    project = tomllib.loads((REQUIREMENTS.parent / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    pins = [line for line in (REQUIREMENTS / "gpu.txt").read_text().splitlines() if line[0] not in "#-"]
+    for need in map(Requirement, [*pins, *project["dependencies"], *extras["train"], *extras["lora"]]):
+        assert need.name == "rlx" or need.specifier.contains(locked[canonicalize_name(need.name)]), need
 
 
 def test_a_local_index_with_builds_for_the_cpu_is_taken():
