@@ -12,7 +12,7 @@ from rlx.environments.conversation import Conversation
 from rlx.environments.environment_pool import EnvironmentPool
 from rlx.environments.rows import batch_of, rows_of
 from rlx.environments.running import ConversationBounds, ConversationOptions, run_conversations
-from rlx.environments.settings import environment_spec
+from rlx.environments.spec import environment_spec
 from rlx.rollout.flight import FirstRank
 from rlx.rollout.protocol import Rollout, Sampling
 

@@ -1,21 +1,26 @@
-"""Name an environment in the worker, and load it in an environment process. Every such process loads this module: it imports little."""
+"""Name the configured environment, and load it in an environment process. Every such process loads this module: it imports little."""
 
 import importlib
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlx.environments.protocol import Environment
 from rlx.errors import did_you_mean
 from rlx.user_code import UserCodeError, load_name, misfit
 
+if TYPE_CHECKING:
+    from rlx.config.schema import PPOConfig
+
 ENVIRONMENT_KEY = "environment"
+OWN_NAME = "Environment"
+"""The class in `environment.path` if `environment.name` names none."""
 BUILT_IN = {
-    "calculator": ("rlx.environments.calculator", "Calculator"),
+    "calculator": ("rlx.environments.built_in_tools", "Calculator"),
     "guessing": ("rlx.environments.guessing", "Guessing"),
-    "python": ("rlx.environments.python_tool", "PythonTool"),
+    "python": ("rlx.environments.built_in_tools", "PythonTool"),
     "verifiers": ("rlx.environments.verifiers_adapter", "Verifiers"),
 }
 """Modules and classes of rlx's own environments, by the name in `environment.name`."""
@@ -104,3 +109,9 @@ class EnvironmentSpec:
                 f"{ENVIRONMENT_KEY}.kwargs: {self.name}{inspect.signature(made)} cannot take {kwargs} ({fault}); correct the arguments"
             )
         return partial(made, **kwargs)
+
+
+def environment_spec(config: "PPOConfig") -> EnvironmentSpec:
+    """Return the environment that the configuration names."""
+    own, turns = config.environment, config.actor_rollout_ref.rollout.multi_turn
+    return EnvironmentSpec(own.name or OWN_NAME, own.path, own.kwargs, own.timeout_s, turns.format)

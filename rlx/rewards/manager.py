@@ -19,8 +19,8 @@ from rlx.errors import ExplainedError, cause_of, storing
 from rlx.rewards import gsm8k
 from rlx.rewards.function import BATCHED, SINGLE, Function, Numbers, Outcome, outcome_of, own_function, raised
 from rlx.rewards.judge_inputs import Conversations
+from rlx.rewards.rules import MATH_SOURCES, no_function_for, remedy_for, scored_sources
 from rlx.rewards.scoring_pool import NotSendable, RewardCall, ScoringPool
-from rlx.rewards.sources import MATH_SOURCES, no_function_for, remedy_for, scored_sources
 
 logger = logging.getLogger(__name__)
 
@@ -105,7 +105,7 @@ class RewardManager:
         self._form = self._all = None
         self._taken: Counter[str] = Counter()
         if reward.format is not None:
-            self._form = Function("rlx.rewards.form", "compute_score", limit_s, options={"form": reward.format})
+            self._form = Function("rlx.rewards.rules", "score_form", limit_s, options={"form": reward.format})
         own = own_function(reward, custom)
         if own is not None:
             self._pool.check(own)

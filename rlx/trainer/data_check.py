@@ -18,7 +18,7 @@ from rlx.config.schema.roles import (
 )
 from rlx.data.files import DataError, FormError, RowFault, RowFaults, parts_of, peek
 from rlx.data.forms import Prompt, form_of, prompts_of, require_prompts, to_prompt
-from rlx.rewards.sources import no_function_for, remedy_for, scored_sources
+from rlx.rewards.rules import no_function_for, remedy_for, scored_sources
 from rlx.row_files import DATA_KINDS, SAVED, data_kind, data_parts
 
 SPLITS = {"train": "data.train_files", "val": "data.val_files"}

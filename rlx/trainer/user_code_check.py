@@ -20,7 +20,7 @@ from rlx.config.machine import Machine, on_accelerator
 from rlx.config.schema import PPOConfig
 from rlx.config.schema.roles import has_environment, model_scores_alone
 from rlx.data.files import DataError
-from rlx.environments.settings import environment_spec
+from rlx.environments.spec import environment_spec
 from rlx.errors import wrapped
 from rlx.program import program
 from rlx.rewards.function import BATCHED, KEY, SINGLE, Function, own_function

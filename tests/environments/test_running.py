@@ -1,5 +1,6 @@
 """The running of conversations: bounds, failures, seeds, order."""
 
+import gc
 import time
 from dataclasses import replace
 
@@ -10,10 +11,12 @@ from rlx.data.seeding import seed_for
 from rlx.environments.chat import Chat
 from rlx.environments.protocol import Observation
 from rlx.environments.running import (
+    YOUNG_OBJECTS,
     ConversationBounds,
     ConversationOptions,
     ConversationRow,
     EnvironmentFailed,
+    rare_collections,
     run_conversations,
 )
 from rlx.rollout.protocol import EngineError, Sampling
@@ -271,3 +274,16 @@ def test_a_turn_that_a_stop_string_ended_keeps_its_tokens_and_shows_its_text_wit
         text = f"<|user|>go<|assistant|>hi!</s><|user|>{shown}<|assistant|>hi!"
         assert tokenizer.decode(conversation.prompt_ids + conversation.token_ids) == text
         assert told[-2:] == [shown, shown] and sum(conversation.sampled) == 6
+
+
+@pytest.mark.parametrize(("before", "inside"), [(700, YOUNG_OBJECTS), (10**6, 10**6), (0, 0)])
+def test_collections_are_rare_for_a_while(before, inside):
+    usual = gc.get_threshold()
+    gc.set_threshold(before, 10, 10)
+    try:
+        with pytest.raises(ValueError, match="fails"), rare_collections():
+            assert gc.get_threshold() == (inside, 10, 10)
+            raise ValueError("fails")
+        assert gc.get_threshold() == (before, 10, 10)
+    finally:
+        gc.set_threshold(*usual)

@@ -22,8 +22,8 @@ from sandbox_attacks import LIMITS as ATTACKED
 
 import rlx
 from rlx.environments import sandbox
+from rlx.environments.built_in_tools import PythonTool
 from rlx.environments.protocol import Turn
-from rlx.environments.python_tool import PythonTool
 from rlx.environments.sandbox import SandboxLimits, check_isolation, isolation_fault, run_python
 from rlx.user_code import UserCodeError
 

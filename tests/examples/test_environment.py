@@ -10,8 +10,7 @@ from rlx.driver import main
 from rlx.environments.answers import checked_observation
 from rlx.environments.environment_pool import EnvironmentPool
 from rlx.environments.protocol import Observation, Reset, Turn
-from rlx.environments.settings import environment_spec
-from rlx.environments.spec import EnvironmentSpec
+from rlx.environments.spec import EnvironmentSpec, environment_spec
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "environment.py"
 PROMPT = [{"role": "user", "content": "3 + 4?"}]

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from rlx.config.schema import CustomRewardConfig, RewardConfig, RewardManagerConfig
-from rlx.rewards.form import FORM_PATTERNS
 from rlx.rewards.manager import RewardManager
+from rlx.rewards.rules import FORM_PATTERNS
 
 PAGE = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)

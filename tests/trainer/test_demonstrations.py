@@ -6,7 +6,7 @@ import pytest
 
 from rlx.config.schema import ArithmeticConfig, EnvironmentConfig
 from rlx.data.arithmetic import make_problems
-from rlx.environments.calculator import Calculator
+from rlx.environments.built_in_tools import Calculator
 from rlx.environments.guessing import Guessing
 from rlx.environments.protocol import Turn
 from rlx.trainer.demonstrations import CALLS, demonstration

@@ -1,6 +1,11 @@
-"""The data sources that have a reward function. `rlx check` imports this module, so it loads neither torch nor math-verify."""
+"""rlx's own rules: the data sources that have one, and the score of a response's form.
 
+`rlx check` imports this module, so it loads neither torch nor math-verify.
+"""
+
+import re
 from collections.abc import Collection
+from typing import Any
 
 from rlx.config.schema import PLAIN_SOURCE, CustomRewardConfig
 from rlx.rewards import gsm8k
@@ -39,3 +44,25 @@ def no_function_for(unknown: Collection[str]) -> str:
 
 def _listed(sources: Collection[str]) -> str:
     return ", ".join(sorted(map(repr, sources)))
+
+
+FORM_PATTERNS = {
+    "tags": r"\s*<think>(?:(?!</?(?:think|answer)>).)*</think>\s*<answer>(?:(?!</?(?:think|answer)>).)+</answer>\s*",
+    "hashes": r".*####[ \t]*\S[^\n#]*\s*",
+    "boxed": r".*\\boxed\{\s*[^\s}].*\}.*",
+}
+"""Regular expressions by the names in `reward.format`."""
+
+
+def score_form(
+    data_source: str,
+    solution_str: str,
+    ground_truth: Any,
+    extra_info: dict[str, Any] | None = None,
+    form: str = "hashes",
+) -> float:
+    """Return 1.0 if the whole response matches, else 0.0; the other arguments of reward functions are not used.
+
+    The form is a name in FORM_PATTERNS, or a regular expression in which `.` also matches line ends.
+    """
+    return float(re.fullmatch(FORM_PATTERNS.get(form, form), solution_str, re.DOTALL) is not None)

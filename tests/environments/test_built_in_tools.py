@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from rlx.environments.calculator import calc
+from rlx.environments.built_in_tools import calc
 
 
 @pytest.mark.parametrize(

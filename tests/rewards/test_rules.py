@@ -1,6 +1,6 @@
 import pytest
 
-from rlx.rewards.form import FORM_PATTERNS, compute_score
+from rlx.rewards.rules import FORM_PATTERNS, score_form
 
 RIGHT = {
     "tags": ["<think>a\nb</think>\n<answer>7</answer>", " <think></think><answer>x</answer>\n"],
@@ -21,8 +21,8 @@ WRONG = {
 
 @pytest.mark.parametrize("form", RIGHT)
 def test_forms(form):
-    assert [compute_score("", text, None, form=form) for text in RIGHT[form]] == [1.0] * len(RIGHT[form])
-    assert [compute_score("", text, None, form=form) for text in WRONG[form]] == [0.0] * len(WRONG[form])
+    assert [score_form("", text, None, form=form) for text in RIGHT[form]] == [1.0] * len(RIGHT[form])
+    assert [score_form("", text, None, form=form) for text in WRONG[form]] == [0.0] * len(WRONG[form])
 
 
 def test_every_named_form_has_a_case():
