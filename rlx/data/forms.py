@@ -7,11 +7,14 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
-from typing import Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from rlx.config.schema import PLAIN_SOURCE, DataConfig
 from rlx.data import gsm8k
 from rlx.data.files import FormError, Row, RowFault, RowFaults, Rows
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 COMPLETION = "completion"
 ANSWERS = (
@@ -237,3 +240,14 @@ def _checked_content(content: Any, key: str) -> Content:
         raise RowFault(f"{key} is {content!r:.120}, expected {expected}")
     # Arrow sets fields that only other rows' messages have to None, and templates would use them.
     return [{name: value for name, value in message.items() if value is not None} for message in content]
+
+
+def text_ids(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str]) -> list[list[int]]:
+    """Tokenise texts behind the tokens that the tokenizer adds before, unless the text has them, and without those behind.
+
+    After an EOS that the tokenizer adds a model would generate nothing. One that is part of the text stays.
+    """
+    whole, bare = (tokenizer("a", add_special_tokens=added)["input_ids"] for added in (True, False))
+    before = next((whole[:at] for at in range(len(whole)) if bare and whole[at : at + len(bare)] == bare), [])
+    found = tokenizer([*texts], add_special_tokens=False)["input_ids"] if texts else []
+    return [ids if ids[: len(before)] == before else [*before, *ids] for ids in found]

@@ -15,7 +15,7 @@ from rlx.config.schema import ARITHMETIC, DataConfig
 from rlx.data.arithmetic import make_problems
 from rlx.data.batch import Batch, left_padded
 from rlx.data.files import DataError, ListRows, RowFault, RowFaults, Rows, parts_of
-from rlx.data.forms import Prompt, ToPrompt, form_of, from_verl, prompts_of, to_prompt
+from rlx.data.forms import Prompt, ToPrompt, form_of, from_verl, prompts_of, text_ids, to_prompt
 from rlx.user_code import DATASET, TEMPLATE_CHAT_S, TEMPLATE_LIMIT_S, UserCodeError, call_within, load_callable
 
 INTERFACE = ("__len__", "batch", "report")
@@ -67,7 +67,6 @@ class PromptDataset:
         self._config, self._tokenizer, self._split = config, tokenizer, split
         self._pad_token_id = _pad_token_id(tokenizer)
         self._look_until = 0.0  # not yet: no row was refused
-        self._prefix = self._added_before()
         self._files = [part for file in files for part in self._open(file)]
         self._ends = np.cumsum([len(file.rows) for file in self._files])
         self.has_tools = False
@@ -222,7 +221,9 @@ class PromptDataset:
         for place, prompt in enumerate(prompts):
             if not isinstance(prompt.content, str):
                 chats.setdefault(json.dumps(prompt.tools), []).append(place)
-        found = dict(zip(texts, self._tokenise_texts([str(prompts[place].content) for place in texts]), strict=True))
+        found = dict(
+            zip(texts, text_ids(self._tokenizer, [str(prompts[place].content) for place in texts]), strict=True)
+        )
         for places in chats.values():
             contents, tools = [prompts[place].content for place in places], list(prompts[places[0]].tools) or None
             # A template is a program that came with the model
@@ -230,21 +231,6 @@ class PromptDataset:
             ids = call_within(limit_s, template, contents, tools=tools, add_generation_prompt=True, return_dict=False)
             found |= zip(places, ids, strict=True)
         return [found[place] for place in range(len(prompts))]
-
-    def _tokenise_texts(self, texts: list[str]) -> list[list[int]]:
-        """Tokenise texts behind the tokens that the tokenizer adds before, unless the text has them, and without those behind.
-
-        After an EOS that the tokenizer adds a model would generate nothing. One that is part of the text stays.
-        """
-        found = self._tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
-        before = self._prefix
-        return [ids if ids[: len(before)] == before else [*before, *ids] for ids in found]
-
-    def _added_before(self) -> list[int]:
-        """Return the tokens that the tokenizer adds before a text, such as BOS."""
-        probe = "a"
-        whole, bare = (self._tokenizer(probe, add_special_tokens=added)["input_ids"] for added in (True, False))
-        return next((whole[:at] for at in range(len(whole)) if bare and whole[at : at + len(bare)] == bare), [])
 
     def _cut(self, tokens: list[int]) -> list[int]:
         limit = self._config.max_prompt_length

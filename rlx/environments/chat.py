@@ -6,6 +6,7 @@ from itertools import groupby
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+from rlx.data.forms import text_ids
 from rlx.environments.protocol import Message
 from rlx.errors import ExplainedError
 from rlx.heartbeat import beat
@@ -116,9 +117,7 @@ class Chat:
 
     def _first(self, chats: Sequence[tuple[list[Message], Tools]]) -> list[Written]:
         if self._tokenizer.chat_template is None:
-            found = self._tokenizer([contents_of(messages) for messages, _ in chats])["input_ids"]
-            end = [self._tokenizer.eos_token_id]
-            return [Written(ids[:-1] if ids[-1:] == end else ids, "") for ids in found]
+            return [Written(ids, "") for ids in text_ids(self._tokenizer, [contents_of(each) for each, _ in chats])]
         texts = self._prompts(chats)
         different = [*dict.fromkeys(texts)]  # the samples of a group have one prompt
         found = dict(zip(different, self._tokens(different), strict=True))

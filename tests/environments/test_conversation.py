@@ -139,6 +139,9 @@ def test_without_a_template_contents_follow_one_another(tokenizer):
         "gohi", add_special_tokens=False
     )
     assert between(tokenizer, [USER, SAID], [USER]) == tokenizer.encode("go", add_special_tokens=False)
+    ended = {"role": "user", "content": f"go{tokenizer.eos_token}"}
+    (written,) = Chat(tokenizer).first([([ended], [])])
+    assert written.token_ids == tokenizer.encode(ended["content"], add_special_tokens=False)
 
 
 @pytest.mark.parametrize(
