@@ -27,8 +27,8 @@ from rlx.environments.running import ConversationBounds, ConversationOptions, Co
 from rlx.environments.spec import EnvironmentSpec
 from rlx.models.loading import load_model
 from rlx.offload.plan.shapes import SHAPES
-from rlx.rollout.factory import build_rollout
 from rlx.rollout.protocol import Completion, Request, Rollout, Sampling
+from rlx.rollout.sampler import build_rollout
 from rlx.workers.worker import join_process_group
 
 if TYPE_CHECKING:

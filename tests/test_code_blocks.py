@@ -41,7 +41,7 @@ RUN_BY = {  # tests that run the Python of a page
     "docs/layer_offloading.md": "tests/test_code_blocks.py",
     "docs/planning.md": "tests/offload/plan/test_planning_docs.py",
     "docs/rewards.md": "tests/rewards/test_page.py",
-    "docs/rollout.md": "tests/rollout/test_flight.py",
+    "docs/rollout.md": "tests/rollout/test_protocol.py",
     "docs/start.md": "tests/test_start_page.py",
 }
 

@@ -13,8 +13,7 @@ from rlx.environments.environment_pool import EnvironmentPool
 from rlx.environments.rows import batch_of, rows_of
 from rlx.environments.running import ConversationBounds, ConversationOptions, run_conversations
 from rlx.environments.spec import environment_spec
-from rlx.rollout.flight import FirstRank
-from rlx.rollout.protocol import Rollout, Sampling
+from rlx.rollout.protocol import FirstRank, Rollout, Sampling
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

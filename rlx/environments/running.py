@@ -18,8 +18,7 @@ from rlx.environments.conversation import Conversation
 from rlx.environments.protocol import Failure, Message, Observation, Reset, Turn
 from rlx.errors import ExplainedError, cause_of
 from rlx.heartbeat import beat
-from rlx.rollout.flight import FirstRank, aborting
-from rlx.rollout.protocol import Completion, PrefixMemory, Request, Rollout, Sampling
+from rlx.rollout.protocol import Completion, FirstRank, PrefixMemory, Request, Rollout, Sampling, aborting
 
 IDLE_WAIT_S = 0.2  # for environments while nothing is sampled; then the process shows that it lives, and waits again
 TEMPLATE_REASON = "template"

@@ -1,8 +1,9 @@
 """Sample with a transformers model: batched decoding with a KV cache."""
 
 import copy
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,17 +14,23 @@ from rlx.heartbeat import beat
 from rlx.models.experts import ExpertRouting
 from rlx.models.loading import load_model
 from rlx.models.lora import Adapter, adapter_weights, add_lora
-from rlx.rollout.change_check import sample_of
-from rlx.rollout.flight import RequestsInFlight
-from rlx.rollout.hf_decoder import BatchDecoder, experts_by_row, inputs_of
-from rlx.rollout.protocol import Completion, Request, Sampling
-from rlx.rollout.sampling import StopStrings, bad_word_tokens, changed_logits, choose_tokens, request_uniforms
+from rlx.rollout.hf_decoder import (
+    BatchDecoder,
+    StopStrings,
+    bad_word_tokens,
+    changed_logits,
+    choose_tokens,
+    experts_by_row,
+    inputs_of,
+    request_uniforms,
+)
+from rlx.rollout.protocol import Completion, Request, Rollout, evenly_spaced, on_cpu
 
 # Finished sequences leave the batch once they are this share of it, because removing them copies the KV cache.
 COMPACT_SHARE = 1 / 8
 
 
-class HFRollout(RequestsInFlight):
+class HFRollout(Rollout):
     """A `Rollout` on a transformers causal language model.
 
     The model is built from its config; its weights only come through `update_weights`.
@@ -62,8 +69,7 @@ class HFRollout(RequestsInFlight):
         self._model.requires_grad_(False).eval()
         self._inputs = inputs_of(self._model)
         self._routing = ExpertRouting(self._model, self._read_five, tokens=5) if with_experts else None
-        self._tokenizer = tokenizer
-        self._version: int | None = None
+        self._tokenizer: Any = tokenizer  # `_fault` asks for one where a request needs it
         self._adapters: dict[str, Adapter] = {}
 
     def add_adapters(self, config: ModelConfig) -> None:
@@ -77,36 +83,25 @@ class HFRollout(RequestsInFlight):
         """
         dtype = self._model.dtype
         self.update_weights(load_model(config, "lm", dtype).state_dict().items(), version=0)
-        self._version = None
+        self.version = None
         with self._device:
             self._adapters = add_lora(self._model, config)
         self._model.requires_grad_(False).eval()
         for parameter in self._targets().values():
             parameter.data = parameter.data.to(dtype)
 
-    @property
-    def version(self) -> int | None:
-        """Version of the weights in use; None until a complete set has arrived."""
-        return self._version
-
     def _read_five(self) -> None:
         self._model(input_ids=torch.arange(5, device=self._device)[None], use_cache=False)
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Copy a complete set of weights into the model, or after `add_adapters` of those of the adapters.
-
-        Args:
-            weights: (name in the model's state dict, full tensor) in any order, dtype and device. Of tied weights one
-                name is enough.
-            version: number that `version` returns from now on.
+        """See Rollout. The weights may come in any order, dtype and device; of tied weights one name is enough.
 
         Raises:
             ValueError: a name is unknown, missing or sent twice, a shape differs, or tied weights disagree. The model is then
-                half written, and requests are refused until a complete set has arrived. Or requests are in flight; the weights
-                are then as before.
+                half written and takes no requests until a complete set has arrived. Or requests are in flight.
         """
-        self._refuse_in_flight("update_weights")
-        self._version = None
+        self._require_idle("update_weights")
+        self.version = None
         targets = self._targets()
         sent: set[str] = set()
         written: set[int] = set()
@@ -132,7 +127,7 @@ class HFRollout(RequestsInFlight):
         missing = [name for name, target in targets.items() if id(target) not in written]
         if missing:
             raise ValueError(f"{len(missing)} of {len(targets)} weights did not arrive: {_some(missing)}")
-        self._version = version
+        self.version = version
 
     def _targets(self) -> dict[str, Tensor]:
         """Return the weights that an update replaces, by name."""
@@ -141,18 +136,11 @@ class HFRollout(RequestsInFlight):
 
     def probe(self) -> Tensor:
         """See Rollout."""
-        return sample_of(self._targets().values())
-
-    def sleep(self) -> None:
-        """See Rollout: the weights stay on the device."""
-        self._refuse_in_flight("sleep")
-
-    def wake(self) -> None:
-        """See Rollout: the weights are on the device."""
+        return on_cpu([evenly_spaced(each) for each in self._targets().values()])
 
     def close(self) -> None:
         """Free the memory of the weights."""
-        self._version = None
+        self.version = None
         self._requests.clear()
         self._model.to("meta")
 
@@ -193,11 +181,16 @@ class HFRollout(RequestsInFlight):
         stopped = torch.zeros(len(batch), dtype=torch.bool, device=self._device)
 
         prompts = [request.prompt_ids for request in batch]
-        ends_text, change = self._watch_text(sampling), self._changes(sampling, prompts)
-        said: list[list[int]] = [[] for _ in batch]
+        stop_texts = StopStrings(self._tokenizer, sampling.stop) if sampling.stop else None
+        bad_words = bad_word_tokens(self._tokenizer, sampling.bad_words)
         stop_strings: list[str | None] = [None] * len(batch)
         routing = self._routing if sampling.with_experts else None
         decoder = BatchDecoder(self._model, self._inputs, prompts, longest, self._device, routing)
+        in_prompts = None
+        if sampling.changes_logits:
+            in_prompts = torch.zeros(len(batch), decoder.logits_BV.shape[1], dtype=torch.bool, device=self._device)
+            for row, prompt in enumerate(prompts):
+                in_prompts[row, list(prompt)] = True
         # Of the last tokens that the decoder has read, with the rows that they belong to.
         experts: list[tuple[Tensor, Tensor | None]] = []
         rows = torch.arange(len(batch), device=self._device)  # rows of the batch that the decoder still works on
@@ -205,16 +198,18 @@ class HFRollout(RequestsInFlight):
         for step in range(longest):
             beat()
             experts.append((rows, decoder.experts))
-            changed = None if change is None else change(decoder.logits_BV, rows, tokens[rows, :step])
+            changed = None
+            if in_prompts is not None:
+                said = tokens[rows, :step]
+                changed = changed_logits(decoder.logits_BV, sampling, in_prompts[rows], said, bad_words)
             chosen, chosen_log_probs = choose_tokens(decoder.logits_BV, uniforms[rows, step], sampling, changed)
             tokens[rows, step] = chosen
             log_probs[rows, step] = chosen_log_probs
             ends = torch.isin(chosen, stops) & running
-            if ends_text is not None:
+            if stop_texts is not None:
                 for place in (running & ~ends).nonzero().flatten().tolist():
                     row = int(rows[place])
-                    said[row].append(int(chosen[place]))
-                    stop_strings[row] = ends_text(said[row])
+                    stop_strings[row] = stop_texts.completed_by_last(tokens[row, : step + 1])
                     ends[place] |= stop_strings[row] is not None
             lengths[rows[ends]] = step + 1
             stopped[rows[ends]] = True
@@ -228,55 +223,18 @@ class HFRollout(RequestsInFlight):
                 decoder.keep(keep)
                 rows, chosen, running = rows[keep], chosen[keep], running[keep]
             decoder.feed(chosen)
+        tokens, log_probs, stopped = tokens.cpu(), log_probs.cpu(), stopped.cpu()
         routed = experts_by_row(experts, [len(prompt) for prompt in prompts], lengths.tolist())
         return [
             Completion(
-                ids[:length],
-                values[:length] if sampling.with_log_probs else None,
-                "stop" if stop else "length",
-                own,
-                said,
+                tokens[row, :length].tolist(),
+                log_probs[row, :length].tolist() if sampling.with_log_probs else None,
+                "stop" if stopped[row] else "length",
+                routed[row],
+                stop_strings[row],
             )
-            for ids, values, length, stop, own, said in zip(
-                tokens.tolist(),
-                log_probs.tolist(),
-                lengths.tolist(),
-                stopped.tolist(),
-                routed,
-                stop_strings,
-                strict=True,
-            )
+            for row, length in enumerate(lengths.tolist())
         ]
-
-    def _watch_text(self, sampling: Sampling) -> Callable[[list[int]], str | None] | None:
-        """Return what finds the stop string that the last token completes; None without stop strings."""
-        if not sampling.stop:
-            return None
-        assert self._tokenizer is not None
-        return StopStrings(self._tokenizer, sampling.stop).completed_by_last
-
-    def _changes(
-        self, sampling: Sampling, prompts: list[tuple[int, ...]]
-    ) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
-        """Return what changes logits (B, V) of these rows of the batch, given their tokens so far; None if nothing does."""
-        penalties = (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty)
-        if penalties == (0, 0, 1) and not sampling.bad_words and not sampling.logit_bias:
-            return None
-        words: list[list[int]] = []
-        if sampling.bad_words:
-            assert self._tokenizer is not None
-            words = bad_word_tokens(self._tokenizer, sampling.bad_words)
-        in_prompts: Tensor | None = None
-
-        def change(logits_BV: Tensor, rows: Tensor, said_BT: Tensor) -> Tensor:
-            nonlocal in_prompts
-            if in_prompts is None:
-                in_prompts = torch.zeros(len(prompts), logits_BV.shape[1], dtype=torch.bool, device=self._device)
-                for row, prompt in enumerate(prompts):
-                    in_prompts[row, list(prompt)] = True
-            return changed_logits(logits_BV, sampling, in_prompts[rows], said_BT, words)
-
-        return change
 
 
 def _some(names: Iterable[str], shown: int = 3) -> str:

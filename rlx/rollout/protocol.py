@@ -1,10 +1,22 @@
-"""The interface between trainer and sampler: requests, completions and weight updates."""
+"""The protocol between a worker and its sampler: requests in flight, weights, sleep. `Rollout` is the base of all samplers.
 
-from collections.abc import Iterable, Sequence
+One sampler in this process, several engine processes or a server: clients see requests go in and completions come out.
+"""
+
+import contextlib
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, Protocol
+from itertools import count
+from typing import Any, Literal, NamedTuple, TypeVar, cast
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
+
+T = TypeVar("T")
+SAMPLED_PER_TENSOR = 1024
 
 
 @dataclass(frozen=True)
@@ -27,9 +39,6 @@ class Sampling:
         frequency_penalty: subtracted from a token's logit for each time that the completion has it.
         bad_words: texts that are not sampled: after all tokens of one but its last, the last is not.
         logit_bias: tokens, and what is added to their logits.
-
-    Raises:
-        ValueError: a value is out of its range.
     """
 
     max_tokens: int
@@ -48,17 +57,11 @@ class Sampling:
     bad_words: tuple[str, ...] = ()
     logit_bias: tuple[tuple[int, float], ...] = ()
 
-    def __post_init__(self):
-        if self.max_tokens < 1:
-            raise ValueError(f"sampling: max_tokens is {self.max_tokens}, expected at least 1")
-        if not 0 <= self.temperature < float("inf"):
-            raise ValueError(
-                f"sampling: temperature is {self.temperature}, expected a finite number, 0 (greedy) or more"
-            )
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"sampling: top_p is {self.top_p}, expected more than 0 and at most 1; 1 keeps all tokens")
-        if self.top_k < 1 and self.top_k != -1:
-            raise ValueError(f"sampling: top_k is {self.top_k}, expected at least 1, or -1 to keep all tokens")
+    @property
+    def changes_logits(self) -> bool:
+        """Whether penalties, biases or bad words change what is sampled."""
+        penalties = (self.presence_penalty, self.frequency_penalty, self.repetition_penalty)
+        return penalties != (0, 0, 1) or bool(self.bad_words or self.logit_bias)
 
     @property
     def needs_tokenizer(self) -> bool:
@@ -76,23 +79,21 @@ class Sampling:
         return self.temperature or 1.0
 
 
+@dataclass(slots=True, eq=False)
 class PrefixMemory:
     """What a sampler knows of a conversation's tokens from one turn to the next. Only the sampler reads and fills it.
 
     The conversation holds it, so that it goes with the conversation. It decides how fast a prompt is read, never what is sampled.
 
-    Attributes:
+    Args:
         tokens: prompt and completion of the last request that had it.
         block_hashes: of their whole blocks.
         era: the object that the sampler had then; its hashes hold as long as it has the same.
     """
 
-    __slots__ = ("block_hashes", "era", "tokens")
-
-    def __init__(self) -> None:
-        self.tokens: Sequence[int] = ()
-        self.block_hashes: Sequence[Any] = ()
-        self.era: object = None
+    tokens: Sequence[int] = ()
+    block_hashes: Sequence[Any] = ()
+    era: object = None
 
 
 @dataclass(frozen=True)
@@ -136,7 +137,7 @@ class Completion(NamedTuple):
     stop_string: str | None = None
 
 
-class Rollout(Protocol):
+class Rollout(ABC):
     """A sampler with its own copy of the weights, and the requests that it works on.
 
     A request is *in flight* from `add_request` until `step` returns its completion or `abort` ends it. More may be added
@@ -147,20 +148,29 @@ class Rollout(Protocol):
             for number, completion in rollout.step():
                 ...  # may add the next turn's request
 
-    The processes of a tensor-parallel group call all methods with the same arguments in the same order; see
-    `rlx.rollout.flight.FirstRank`. With `ModelConfig.sends_adapters` the sampler loads the base by itself, and
-    `update_weights` brings the adapters alone.
+    The processes of a tensor-parallel group call all methods with the same arguments in the same order; see `FirstRank`. With
+    `ModelConfig.sends_adapters` the sampler loads the base by itself, and `update_weights` brings the adapters alone.
+
+    This class numbers and counts the requests; a sampler implements the methods below `take_load`.
+
+    Args:
+        max_num_seqs: requests that are decoded at once; more wait.
+
+    Attributes:
+        version: of the weights in use; None until a complete set has arrived, and after a `sleep` that loses them.
     """
 
-    @property
-    def version(self) -> int | None:
-        """Version of the weights in use; None until a complete set has arrived, and after a `sleep` that loses them."""
-        ...
+    def __init__(self, max_num_seqs: int) -> None:
+        self.max_num_seqs = max_num_seqs
+        self.version: int | None = None
+        self._requests: dict[int, Request] = {}  # those in flight by number, oldest first
+        self._numbers = count()
+        self._load = SamplerLoad(max_num_seqs)
 
     @property
     def running(self) -> int:
         """Number of requests in flight, those that wait for a place among `max_num_seqs` included."""
-        ...
+        return len(self._requests)
 
     def add_request(self, request: Request) -> int:
         """Take a request and return its number, which no other request of this sampler has; wakes up if needed.
@@ -169,7 +179,10 @@ class Rollout(Protocol):
             ValueError: there are no weights, or the request cannot be completed.
             EngineError: the sampler failed; build another.
         """
-        ...
+        self._require_weights("add_request")
+        if fault := self._fault(request):
+            raise ValueError(f"add_request: the request {fault}")
+        return self._add(request)
 
     def step(self) -> list[tuple[int, Completion]]:
         """Work on the requests in flight and return those that stopped, by number; [] if none did or none is in flight.
@@ -179,7 +192,17 @@ class Rollout(Protocol):
         Raises:
             EngineError: the sampler failed and all its requests are lost; build another.
         """
-        ...
+        if not self._requests:
+            return []
+        try:
+            stopped = self._advance(self._requests)
+        except EngineError:
+            self._requests.clear()  # the failed engine has lost them
+            raise
+        for number, _ in stopped:
+            del self._requests[number]
+        self._load.note(self.running, has_stopped=bool(stopped))
+        return stopped
 
     def abort(self, numbers: Iterable[int] | None = None) -> None:
         """End requests in flight, all of them if no numbers are given, and free all that they hold; they get no completion.
@@ -187,7 +210,17 @@ class Rollout(Protocol):
         Raises:
             ValueError: a number is of no request in flight; none is ended then.
         """
-        ...
+        ended = list(self._requests if numbers is None else dict.fromkeys(numbers))
+        unknown = [number for number in ended if number not in self._requests]
+        if unknown:
+            raise ValueError(
+                f"abort: got {unknown[0]}, expected the number of one of {self.running} requests in flight; a request that has "
+                "stopped is no longer in flight"
+            )
+        self._leave(ended)
+        for number in ended:
+            del self._requests[number]
+        self._load.note(self.running)
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """Complete every request and return completions in the order given: `add_request` and `step` until none runs.
@@ -196,12 +229,25 @@ class Rollout(Protocol):
             ValueError: there are no weights, a request cannot be completed, or others are in flight.
             EngineError: the sampler failed; build another.
         """
-        ...
+        self._require_weights("generate")
+        self._require_idle("generate")
+        for index, request in enumerate(requests):
+            if fault := self._fault(request):
+                raise ValueError(f"generate: request {index} {fault}")
+        completions: dict[int, Completion] = {}
+        with aborting(self):
+            numbers = [self._add(request) for request in requests]
+            while self._requests:
+                completions.update(self.step())
+        return [completions[number] for number in numbers]
 
     def take_load(self) -> dict[str, float]:
-        """Return how busy the sampler was since the last call, see `rlx.rollout.flight.SamplerLoad`; {} if it had no request."""
-        ...
+        """Return how busy the sampler was since the last call, see `SamplerLoad`; {} if it had no request."""
+        load, self._load = self._load, SamplerLoad(self.max_num_seqs)
+        self._load.note(self.running)
+        return load.figures()
 
+    @abstractmethod
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Replace all weights by `weights` (names as in the transformers model), asleep or not.
 
@@ -210,11 +256,10 @@ class Rollout(Protocol):
         Raises:
             ValueError: they do not fit the model, or requests are in flight: a completion has one policy.
         """
-        ...
 
+    @abstractmethod
     def probe(self) -> Tensor:
         """Return a sample (N,) of the weights in use in fp32 on the CPU, from the same elements at each call while awake."""
-        ...
 
     def sleep(self) -> None:
         """Free the device memory that the sampler can take back at the next call; if weights are lost, `version` becomes None.
@@ -222,12 +267,166 @@ class Rollout(Protocol):
         Raises:
             ValueError: requests are in flight.
         """
-        ...
+        self._require_idle("sleep")
 
-    def wake(self) -> None:
+    def wake(self) -> None:  # noqa: B027
         """Take back the device memory that `update_weights` writes to, which it else does itself."""
-        ...
 
+    @abstractmethod
     def close(self) -> None:
         """End the sampler and free everything it holds; requests in flight are lost."""
-        ...
+
+    @abstractmethod
+    def _fault(self, request: Request) -> str | None:
+        """Return why the request cannot be completed, as a continuation of "the request …"; None if it can."""
+
+    @abstractmethod
+    def _advance(self, requests: Mapping[int, Request]) -> list[tuple[int, Completion]]:
+        """Do one step on the requests in flight, at least one; see `step`."""
+
+    def _enter(self, number: int, request: Request) -> None:  # noqa: B027
+        """Hear of a new request; the sampler has weights."""
+
+    def _leave(self, numbers: Sequence[int]) -> None:  # noqa: B027
+        """Free all that requests hold, because they are aborted."""
+
+    def _add(self, request: Request) -> int:
+        number = next(self._numbers)
+        self._enter(number, request)
+        self._requests[number] = request
+        self._load.note(self.running)
+        return number
+
+    def _require_weights(self, method: str) -> None:
+        if self.version is None:
+            raise ValueError(f"{method}: no complete set of weights has arrived; call update_weights first")
+
+    def _require_idle(self, method: str) -> None:
+        if self._requests:
+            raise ValueError(
+                f"{method}: got {self.running} requests in flight, expected none; call step until they have stopped, or abort them"
+            )
+
+
+@contextlib.contextmanager
+def aborting(rollout: Rollout) -> Iterator[None]:
+    """Abort what is still in flight at the end, also after an error: a sampler with requests neither sleeps nor takes weights."""
+    try:
+        yield
+    finally:
+        if rollout.running:
+            rollout.abort()
+
+
+class SamplerLoad:
+    """How busy a sampler was, from the times at which the number of its requests in flight changed.
+
+    Args:
+        max_num_seqs: requests that it decodes at once; those beyond wait and are not counted as running.
+    """
+
+    def __init__(self, max_num_seqs: int) -> None:
+        self._places = max_num_seqs
+        self._running = self._most = 0
+        self._request_seconds = 0.0
+        self._start: float | None = None  # of the first request
+        self._last = 0.0
+        self._stops: tuple[float, float] | None = None  # the first and the last
+
+    def note(self, in_flight: int, has_stopped: bool = False) -> None:
+        """Note the number of requests in flight from now on, and whether one of them has just been completed."""
+        now = time.monotonic()
+        if self._start is None:
+            if not in_flight:
+                return
+            self._start = self._last = now
+        self._request_seconds += self._running * (now - self._last)
+        self._running, self._last = min(in_flight, self._places), now
+        self._most = max(self._most, self._running)
+        if has_stopped:
+            self._stops = (self._stops[0] if self._stops else now, now)
+
+    def figures(self) -> dict[str, float]:
+        """Return the load from the first request to the last change; {} without requests.
+
+        Returns:
+            running_mean: requests that were decoded, averaged over time. Moments without any count as 0.
+            running_max: the most at any time.
+            busy_share: running_mean / max_num_seqs.
+            tail_s: from the first completion to the last [s].
+        """
+        if self._start is None:
+            return {}
+        mean = self._request_seconds / max(self._last - self._start, 1e-9)
+        first, last = self._stops or (0.0, 0.0)
+        return {
+            "running_mean": mean,
+            "running_max": float(self._most),
+            "busy_share": mean / self._places,
+            "tail_s": last - first,
+        }
+
+
+def joined_loads(loads: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Return one load for several calls or processes: means of running_mean and busy_share, the largest of the others."""
+    known = [load for load in loads if load]
+    return {
+        name: sum(load[name] for load in known) / len(known)
+        if name in ("running_mean", "busy_share")
+        else max(load[name] for load in known)
+        for name in (known[0] if known else ())
+    }
+
+
+class FirstRank:
+    """Lets the ranks of a tensor-parallel group see one order of events.
+
+    The ranks run the same program, but an event outside, such as a tool's answer, comes at other times on each. So the first
+    rank alone looks at the outside, and the others take over what it saw:
+
+        arrived = first_rank.decide(lambda: pool.poll(0.1))
+
+    Args:
+        size: ranks in a group, which are neighbours; all processes of the run build theirs together.
+    """
+
+    def __init__(self, size: int = 1) -> None:
+        self._group = dist.new_subgroups(size, backend="gloo")[0] if size > 1 else None
+
+    @property
+    def is_this(self) -> bool:
+        """Whether this process decides; the others need nothing that only `function` uses."""
+        return self._group is None or dist.get_rank(self._group) == 0
+
+    def decide(self, function: Callable[[], T]) -> T:
+        """Call a function on the first rank and return its result on all of them; it is sent pickled.
+
+        Raises:
+            Exception: the function's error, on all ranks: RuntimeError with its class and message on the others.
+        """
+        if self._group is None:
+            return function()
+        answer: list[Any] = [None, None]
+        error: Exception | None = None
+        if self.is_this:
+            try:
+                answer[0] = function()
+            except Exception as raised:
+                error, answer[1] = raised, f"{type(raised).__name__}: {raised}"
+        dist.broadcast_object_list(answer, group=self._group, group_src=0)
+        if error is not None:
+            raise error
+        if answer[1] is not None:
+            raise RuntimeError(f"on the first rank of the group: {answer[1]}")
+        return cast(T, answer[0])
+
+
+def evenly_spaced(tensor: Tensor) -> Tensor:
+    """Return at most SAMPLED_PER_TENSOR elements of a tensor in fp32, on its device."""
+    flat = tensor.detach().reshape(-1)
+    return flat[:: max(1, -(-len(flat) // SAMPLED_PER_TENSOR))].to(torch.float32, copy=True)
+
+
+def on_cpu(samples: Sequence[Tensor]) -> Tensor:
+    """Return samples as one tensor (N,) on the CPU: one copy from the device, because each waits for it."""
+    return torch.cat(list(samples)).cpu() if samples else torch.empty(0)

@@ -1,104 +1,436 @@
-"""Sample with vLLM in the process that trains and on the same device."""
+"""Sample with vLLM in the process that trains and on the same device. Only this file imports vLLM and knows its versions.
 
+Importing this module imports vLLM, with the settings that let it run in a process that trains.
+"""
+
+import contextlib
+import copy
+import dataclasses
+import functools
+import gc
+import inspect
+import itertools
 import logging
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from rlx.config.schema import ModelConfig, RolloutConfig
-from rlx.config.vllm_range import LORA_RANKS
-from rlx.errors import storing
+from rlx.config.vllm_range import supported_vllm
+from rlx.errors import did_you_mean, storing
+from rlx.heartbeat import beat
 from rlx.models.adapter_folder import AdapterKind, peft_name, write_config
 from rlx.models.loading import load_config, load_skeleton
-from rlx.rollout.flight import RequestsInFlight
-from rlx.rollout.protocol import Completion, EngineError, Request, Sampling
-from rlx.rollout.vllm_api import VLLMEngine, unknown_options
-from rlx.rollout.vllm_models import (
-    carries_states,
-    fault_of,
-    runs_on_transformers,
-    with_needs,
-    with_own_class,
-    zeros_of,
-)
+from rlx.rollout import vllm_support as support
+from rlx.rollout.protocol import Completion, EngineError, Request, Rollout, Sampling
+from rlx.rollout.vllm_support import USE_HF, DeviceMemory, restored_process_state
 from rlx.scratch import scratch_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+T = TypeVar("T")
+_version = supported_vllm()
+# In this process instead of one of its own, because the weights come from here.
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+# On CPU vLLM would pin its threads, and these are the threads that train too.
+os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+
+with restored_process_state():
+    from vllm import LLM, ModelRegistry, SamplingParams
+    from vllm.distributed import destroy_model_parallel, get_tp_group
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.inputs import TokensPrompt, tokens_input
+    from vllm.lora.lora_model import LoRAModel
+    from vllm.lora.request import LoRARequest
+    from vllm.lora.utils import parse_fine_tuned_lora_name
+    from vllm.sampling_params import RequestOutputKind
+
 logger = logging.getLogger(__name__)
-# On CPU vLLM would take a share of the whole machine's memory in each process.
-CPU_KV_CACHE_BYTES = 1 << 30
 _MERGE = "actor_rollout_ref.model.lora.merge=True to send merged weights, or actor_rollout_ref.rollout.name=hf"
-VLLM_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+_ADAPTER_OPTIONS = inspect.signature(LoRAModel.from_lora_tensors).parameters
+support.hush()
 
 
-class DeviceMemory(NamedTuple):
-    """Bytes of a device: in total, free, and reserved by torch in this process."""
+def unknown_options(names: Iterable[str]) -> list[str]:
+    """Return one line for each name that is no option of this version's engine."""
+    known = sorted(field.name for field in dataclasses.fields(EngineArgs))
+    return [
+        f"{name} is no option of vLLM {_version}; {did_you_mean(name, known, 'remove it', most=3)}"
+        for name in names
+        if name not in known
+    ]
 
-    total: int
-    free: int
-    held: int
+
+def models_of(architectures: Sequence[str]) -> list[type]:
+    """Import and return the models that this version has for these architectures; raises ImportError.
+
+    They are registered as imported. Else vLLM would start a process that imports vLLM again, which takes 8 s on 2 cores: a
+    model's module might initialize CUDA, which matters only to engines that fork their workers.
+    """
+    found = []
+    with restored_process_state():  # modules of models set environment variables
+        for name in ModelRegistry.get_supported_archs() & set(architectures):
+            found.append(ModelRegistry.models[name].load_model_cls())
+            ModelRegistry.register_model(name, found[-1])
+    return found
 
 
-def engine_options(
-    rollout: RolloutConfig, model: ModelConfig, device: torch.device, context_length: int, seed: int
-) -> dict[str, Any]:
-    """Return vLLM's engine arguments for a configuration; those in `engine_kwargs.vllm` take precedence.
+class VLLMEngine:
+    """One vLLM engine in this process, with random weights until `load` brings real ones.
+
+    All processes of the run build theirs together, because vLLM makes its groups from all of them.
 
     Args:
-        rollout, model: the configuration.
-        device: where it decodes.
-        context_length: longest prompt and response together [tokens].
-        seed: of the engine; requests bring their own.
+        options: vLLM's engine arguments.
+        on_cpu: run functions uncompiled, because a compiler may be missing and takes longer than it saves.
+        sampling: of most requests. Kernels for it are compiled now, those of others at their first request. Log-probs are those
+            at its temperature.
+
+    Raises:
+        ValueError: vLLM refuses the options or the model; the message holds its reason.
     """
-    on_cpu = device.type == "cpu"
-    # vLLM draws a request's random numbers again if its prompt comes in chunks, and cannot rewind a generator on CPU.
-    is_chunked = rollout.enable_chunked_prefill and (not on_cpu or rollout.seed_requests is False)
-    own: dict[str, Any] = {
-        "model": model.path,
-        "trust_remote_code": model.trust_remote_code,
-        "hf_overrides": dict(model.override_config),
-        "load_format": "dummy",  # weights come from the trainer
-        "skip_tokenizer_init": True,
-        "generation_config": "vllm",
-        "model_impl": "vllm",  # the alternative patches transformers' model class, which the trainer uses too
-        "dtype": VLLM_DTYPES.get(rollout.dtype, "float32" if on_cpu else "bfloat16"),
-        "max_model_len": context_length,
-        "max_num_seqs": rollout.max_num_seqs,
-        "max_num_batched_tokens": max(rollout.max_num_batched_tokens, rollout.max_num_seqs),
-        "tensor_parallel_size": rollout.tensor_model_parallel_size,
-        # Each process runs an engine of its own in the trainer's process group.
-        "distributed_executor_backend": "external_launcher",
-        "enforce_eager": rollout.enforce_eager or on_cpu,
-        "enable_chunked_prefill": is_chunked,
-        "enable_prefix_caching": rollout.enable_prefix_caching,
-        # Before top_k and top_p; the model divides its logits by the temperature, see `divide_logits`.
-        "logprobs_mode": "raw_logprobs",
-        "enable_return_routed_experts": rollout.enable_rollout_routing_replay,
-        "disable_log_stats": True,
-        "seed": seed,
-    }
-    if not is_chunked:
-        own["max_num_batched_tokens"] = max(own["max_num_batched_tokens"], context_length)
-    if model.sends_adapters:
-        rank = min((rank for rank in LORA_RANKS if rank >= model.lora_rank), default=max(LORA_RANKS))
-        own |= {"load_format": "auto", "enable_lora": True, "max_lora_rank": rank, "max_loras": 1}
-    if on_cpu:
-        own["kv_cache_memory_bytes"] = CPU_KV_CACHE_BYTES
-    else:
-        own["gpu_memory_utilization"] = rollout.gpu_memory_utilization
-        own["enable_sleep_mode"] = rollout.free_cache_engine
-        # It would look up the devices of other ranks, which a process under Ray does not see. NCCL does not need them.
-        own["disable_custom_all_reduce"] = True
-    return {**own, **rollout.engine_kwargs.vllm}
+
+    def __init__(self, options: Mapping[str, Any], on_cpu: bool, sampling: Sampling) -> None:
+        self._stance = "force_eager" if on_cpu else "default"
+        self._temperature = sampling.temperature
+        self._adapters: LoRARequest | None = None
+        self._numbers = itertools.count(1)  # of sets of adapters
+        self._random, self._has_unseeded = support.OwnRandomState(), False
+        shares_memory = on_cpu and options["tensor_parallel_size"] > 1
+        memory = support.shared_memory() if shares_memory else contextlib.nullcontext()
+        with restored_process_state(), memory, _warming_up(sampling):
+            try:
+                self._llm: LLM | None = LLM(**options)
+            except Exception as error:
+                raise ValueError(
+                    f"vLLM {_version} could not start: {_reason(error)}. Its options were {dict(options)}. Change them by engine_kwargs.vllm, "
+                    "or set actor_rollout_ref.rollout.name=hf"
+                ) from error
+            if options["tensor_parallel_size"] > 1:
+                support.remove_names(get_tp_group().mq_broadcaster)
+            if self._temperature != 1.0:
+                self._llm.collective_rpc(support.divide_logits, args=(self._temperature,))
+        # Newer versions destroy the default process group, which is the trainer's, together with the engine.
+        finalizer = getattr(self._client, "_finalizer", None)
+        if finalizer is not None:
+            finalizer.detach()
+        self._hashes = support.ContinuedHashes(getattr(self._client, "engine_core", None))
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest prompt and response together [tokens]."""
+        return int(self._engine.model_config.max_model_len)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of the weights."""
+        return cast(torch.dtype, self._engine.model_config.dtype)
+
+    @property
+    def has_free_seeds(self) -> bool:
+        """Return whether one kernel draws for all requests from a hash of seed and position: vLLM's second model runner.
+
+        The first one has a generator for each request with a seed, and calls one after the other for each token.
+        """
+        return bool(getattr(self._engine.llm_engine.vllm_config, "use_v2_model_runner", False))
+
+    @property
+    def _client(self) -> Any:
+        return self._engine.llm_engine.engine_core
+
+    @property
+    def _engine(self) -> LLM:
+        if self._llm is None:
+            raise EngineError("vLLM: the engine has been closed")
+        return self._llm
+
+    def seed(self, seed: int) -> None:
+        """Seed the stream that requests without a seed of their own draw from.
+
+        It must be the same in all processes of a tensor-parallel group: if samples differ, one process finishes while the
+        others wait for it.
+        """
+        self._random.seed(seed)
+
+    def add(self, number: int, request: Request, seeded: bool) -> None:
+        """Take a request; the next step works on it if there is room. Raises EngineError if the engine fails.
+
+        Args:
+            number: in digits, vLLM's name of it.
+            request: to be completed.
+            seeded: whether it draws from its own seed instead of the stream of all.
+        """
+        self._has_unseeded |= not seeded
+        prompt = tokens_input(list(request.prompt_ids))  # vLLM would render a `TokensPrompt` to it, at a cost
+        self._hashes.expect(request.memory)
+        with _failing():
+            self._engine.llm_engine.add_request(
+                str(number), prompt, _sampling_params(request, seeded, self._temperature), lora_request=self._adapters
+            )
+
+    def step(self, requests: Mapping[int, Request]) -> list[tuple[int, Completion]]:
+        """Decode a token of each request that has a place, and return those that stopped; raises EngineError.
+
+        Args:
+            requests: those in flight by number.
+        """
+        beat()
+        # The second model runner draws seeds for requests that have none from numpy; nothing else in a step uses it.
+        own = self._random.in_use(with_numpy=self._has_unseeded)
+        with _failing(), own, torch.compiler.set_stance(self._stance):
+            answers: list[Any] = self._engine.llm_engine.step()
+        stopped = {int(answer.request_id): answer.outputs[0] for answer in answers if answer.finished}
+        return [(number, support.completion_of(requests[number], output)) for number, output in stopped.items()]
+
+    def abort(self, numbers: Iterable[int]) -> None:
+        """End requests and free their cache."""
+        with _failing():
+            self._engine.llm_engine.abort_request([str(number) for number in numbers])
+
+    def direct(self, requests: Sequence[Request], seeded: bool) -> Callable[[], list[Any]]:
+        """Return a function that calls vLLM's own `generate` and returns its objects, to compare with; it may be called repeatedly."""
+        prompts = [TokensPrompt(prompt_token_ids=list(request.prompt_ids)) for request in requests]
+        params = [_sampling_params(request, seeded, self._temperature) for request in requests]
+
+        def call() -> list[Any]:
+            with support.OwnRandomState(requests[0].seed).in_use(), torch.compiler.set_stance(self._stance):
+                return self._engine.generate(prompts, params, use_tqdm=False, lora_request=self._adapters)
+
+        return call
+
+    def ask(self, function: Callable[..., T]) -> T:
+        """Return what a function of vLLM's worker finds in this process."""
+        return cast(T, self._engine.collective_rpc(function)[0])
+
+    def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Load a complete set of weights as from a checkpoint, and drop cached prefixes.
+
+        Raises:
+            ValueError: vLLM's model has other weights. The engine cannot be used any more.
+        """
+        engine, stream = self._engine, support.Stream(weights)
+        with restored_process_state():
+            try:
+                engine.collective_rpc(support.reload, args=(stream,))
+            except Exception as error:
+                if stream.has_failed or isinstance(error, torch.OutOfMemoryError):
+                    raise
+                raise ValueError(
+                    f"vLLM {_version} cannot take this model's weights ({_reason(error)[:300]}); set actor_rollout_ref.rollout.name=hf"
+                ) from error
+        self._drop_prefixes()
+
+    def _drop_prefixes(self) -> None:
+        self._hashes.forget()
+        if not self._engine.reset_prefix_cache():
+            raise EngineError("vLLM kept the prefix cache of the old weights because requests are still running")
+
+    def load_adapters(self, tensors: dict[str, Tensor], folder: str) -> int:
+        """Load adapters in place of those before, and return how many layers have one now.
+
+        Each set has a name of its own, because vLLM's prefix cache tells adapters apart by their names.
+
+        Args:
+            tensors: by peft's names; vLLM overwrites them.
+            folder: with peft's configuration of these adapters.
+
+        Raises:
+            ValueError: vLLM cannot take these adapters.
+        """
+        number = next(self._numbers)
+        request = LoRARequest(f"version {number}", number, folder)
+        with restored_process_state(), _adapters_in_memory(tensors):
+            try:
+                self._engine.llm_engine.add_lora(request)
+            except Exception as error:
+                if isinstance(error, torch.OutOfMemoryError):
+                    raise
+                raise ValueError(
+                    f"vLLM {_version} cannot take these adapters ({_reason(error)}); set actor_rollout_ref.model.lora.merge=True"
+                ) from error
+        self._adapters = request
+        self._drop_prefixes()
+        return self.ask(support.count_adapters)
+
+    def sleep(self, keeps_weights: bool) -> None:
+        """Free the device memory of weights and cache; the weights are moved to host memory, or lost."""
+        self._drop_prefixes()
+        self._engine.sleep(level=1 if keeps_weights else 2)
+
+    def wake(self, part: str) -> None:
+        """Allocate the device memory of `weights` or `kv_cache` again, with the weights that `sleep` kept."""
+        self._engine.wake_up(tags=[part])
+
+    def close(self) -> None:
+        """End an awake engine and free its memory, without destroying the process group as vLLM's own shutdown does."""
+        if self._llm is not None:
+            core, self._llm = self._client.engine_core, None
+            # vLLM's outer objects hold the model and must go first: when the engine ends, so does the allocator that frees
+            # the model's memory.
+            _collect()
+            _end(core)
+            del core
+        _collect()
+        if torch.accelerator.is_available():
+            torch.accelerator.empty_cache()
 
 
-class VLLMRollout(RequestsInFlight):
+@contextlib.contextmanager
+def _warming_up(sampling: Sampling) -> Iterator[None]:
+    """Let vLLM warm up for this sampling alone.
+
+    Its own warm-up takes penalties, forbidden words, min_p and more besides, which no request here has, and compiles kernels for
+    each. All of it took 15 s on an H200 whose caches were empty.
+    """
+    name = "for_sampler_warmup"  # of the second model runner
+    everything = vars(SamplingParams).get(name)
+    if everything is None:
+        yield
+        return
+    request = Request((0,), seed=0, sampling=sampling)
+    setattr(
+        SamplingParams,
+        name,
+        staticmethod(lambda: _sampling_params(request, seeded=True, divided_by=sampling.temperature)),
+    )
+    try:
+        yield
+    finally:
+        setattr(SamplingParams, name, everything)
+
+
+@contextlib.contextmanager
+def _adapters_in_memory(tensors: dict[str, Tensor]) -> Iterator[None]:
+    """Let vLLM take adapters from here in place of a file, which it would read into page-locked memory, tensor by tensor.
+
+    Afterwards the layers have them in slots, and vLLM's own copy is dropped. It would read that one again for another request's
+    adapters alone, and there are no others.
+    """
+    from_file, made = vars(LoRAModel)["from_local_checkpoint"], []
+
+    def from_memory(_folder: str, known: set[str], weights_mapper: Any = None, **options: Any) -> LoRAModel:
+        layers = {parse_fine_tuned_lora_name(name, weights_mapper)[0] for name in tensors}
+        if unknown := sorted(layer for layer in layers if layer.rpartition(".")[2] not in known):
+            raise ValueError(f"got adapters of {unknown}, expected those of {sorted(known)} alone")
+        taken = {name: value for name, value in options.items() if name in _ADAPTER_OPTIONS}
+        taken |= {"device": next(iter(tensors.values())).device, "weights_mapper": weights_mapper}
+        made.append(LoRAModel.from_lora_tensors(tensors=tensors, **taken))
+        return made[0]
+
+    LoRAModel.from_local_checkpoint = from_memory
+    try:
+        yield
+    finally:
+        LoRAModel.from_local_checkpoint = from_file
+        for layer in (layer for model in made for layer in model.loras.values()):
+            layer.lora_a = layer.lora_b = None
+
+
+def _reason(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())
+
+
+@contextlib.contextmanager
+def _failing() -> Iterator[None]:
+    """Raise EngineError in place of any error."""
+    try:
+        yield
+    except Exception as error:
+        raise EngineError(f"vLLM failed while generating: {type(error).__name__}: {error}") from error
+
+
+def _end(core: Any) -> None:
+    """End the parts of an engine. If a part of a failed engine raises, the other parts are still ended."""
+
+    def give_back() -> None:
+        core.model_executor.collective_rpc(_give_back)
+
+    # The last one, because another engine makes groups of its own.
+    for part in (give_back, core.model_executor.shutdown, core.scheduler.shutdown, destroy_model_parallel):
+        try:
+            part()
+        except Exception as error:
+            logger.warning("vLLM: %s of an engine that ends: %s: %s", part.__qualname__, type(error).__name__, error)
+
+
+def _give_back(worker: Any) -> None:
+    """Empty weights and cache even if others refer to them: compiled code keeps its examples, an error its frames.
+
+    vLLM cannot start a second engine in a process while a byte of them is left.
+    """
+    from vllm.model_executor.layers.rotary_embedding import _ROPE_DICT
+    from vllm.model_executor.model_loader.reload.layerwise import LAYERWISE_INFO
+
+    _ROPE_DICT.clear()  # else the next engine would reuse its rotary tables, which are now empty
+    for layer in worker.get_model().modules():
+        LAYERWISE_INFO.pop(layer, None)  # kept for reloading, and refers to the layer
+        for value in vars(layer).values():
+            for tensor in support.tensors_of(value):
+                storage = tensor.untyped_storage()
+                if storage.resizable():
+                    storage.resize_(0)
+
+
+def _collect() -> None:
+    gc.unfreeze()  # vLLM freezes all objects that exist at its start, including its own
+    gc.collect()
+
+
+def _sampling_params(request: Request, seeded: bool, divided_by: float) -> SamplingParams:
+    """Return parameters of the request's own: vLLM changes them when it takes the request.
+
+    Args:
+        request: to be completed.
+        seeded: whether it draws from its own seed.
+        divided_by: what the model divides its logits by, see `divide_logits`.
+    """
+    usual, changeable = _usual_params(request.sampling, divided_by)
+    params = copy.copy(usual)  # 0.3 µs; making them takes 6, most of it for checks
+    for name in changeable:
+        setattr(params, name, getattr(usual, name).copy())
+    params.seed = request.seed if seeded else None
+    return params
+
+
+@functools.lru_cache(maxsize=256)
+def _usual_params(sampling: Sampling, divided_by: float) -> tuple[SamplingParams, list[str]]:
+    """Return parameters to be copied, without a seed, and the names of their lists and sets."""
+    params = SamplingParams(
+        temperature=1.0 if sampling.temperature else 0.0,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        stop_token_ids=list(sampling.stop_token_ids),
+        ignore_eos=True,  # stop_token_ids holds it already, if it is to end responses
+        stop=list(sampling.stop),
+        include_stop_str_in_output=sampling.include_stop_str_in_output,
+        skip_special_tokens=False,  # a stop string may have some
+        min_p=sampling.min_p,
+        repetition_penalty=sampling.repetition_penalty,
+        bad_words=list(sampling.bad_words),
+        max_tokens=sampling.max_tokens,
+        logprobs=0 if sampling.with_log_probs else None,  # only that of the chosen token
+        flat_logprobs=True,
+        detokenize=bool(sampling.stop),
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        skip_clone=True,  # each request has a copy
+    )
+    # Set afterwards, because vLLM's limits are those of values that nothing was divided by.
+    params.temperature = sampling.temperature / divided_by
+    params.presence_penalty = sampling.presence_penalty / divided_by
+    params.frequency_penalty = sampling.frequency_penalty / divided_by
+    params.logit_bias = {token: bias / divided_by for token, bias in sampling.logit_bias} or None
+    names = params.__struct_fields__
+    return params, [name for name in names if isinstance(getattr(params, name), list | set | dict)]
+
+
+class VLLMRollout(Rollout):
     """A `Rollout` on a vLLM engine in this process.
 
     Weights only come through `update_weights`. `sleep` frees the device memory of weights and cache, and both are lost; on CPU
@@ -133,17 +465,20 @@ class VLLMRollout(RequestsInFlight):
         if unknown:
             raise ValueError(f"actor_rollout_ref.rollout.engine_kwargs.vllm: {'; '.join(unknown)}")
         config = load_config(model)
-        architectures = config.architectures or ()
-        if fault := fault_of(config, device):
+        if fault := support.fault_of(config, models_of, device):
             raise ValueError(f"{model.path}: {fault}")
-        options = with_needs(engine_options(rollout, model, device, context_length, seed), config, device)
+        options = support.with_needs(
+            support.engine_options(rollout, model, device, context_length, seed), config, device
+        )
         self._has_texts = tokenizer is not None and bool(rollout.stop or rollout.val_kwargs.bad_words)
         if tokenizer is not None and self._has_texts:
             options |= {"skip_tokenizer_init": False, "tokenizer": tokenizer.name_or_path}
         super().__init__(options["max_num_seqs"])
         self._aliases: dict[str, list[str]] = {}
         parameters: dict[str, Tensor] = {}
-        self._adapters = _Adapters(AdapterKind.of(model), model.path) if model.sends_adapters else None
+        self._adapters, self._base = AdapterKind.of(model) if model.sends_adapters else None, model.path
+        if self._adapters is not None:
+            self._folder = scratch_folder("adapters")  # vLLM wants peft's configuration as a file
         if device.type == "cpu" and self._adapters is None:
             parameters = load_skeleton(model, "lm", torch.float32).state_dict(keep_vars=True)
             if any(".experts." in name for name in parameters):
@@ -152,20 +487,21 @@ class VLLMRollout(RequestsInFlight):
                     "actor_rollout_ref.rollout.name=hf for a mixture of experts"
                 )
             # On CPU vLLM packs the head's weight into a copy of its own, which new weights of the embedding do not reach.
-            self._aliases = tied_names(parameters)
+            self._aliases = support.tied_names(parameters)
             if self._aliases:
                 options["hf_overrides"] = {**options["hf_overrides"], "tie_word_embeddings": False}
-        if carries_states(architectures) and not options["enable_chunked_prefill"]:
+        models = models_of(config.architectures or ())
+        has_states = any(getattr(each, "has_inner_state", False) for each in models)  # as Mamba's and Falcon-H1's
+        if has_states and not options["enable_chunked_prefill"]:
             options["enable_prefix_caching"] = False  # vLLM caches states at the ends of chunks
-        if runs_on_transformers(architectures):
-            options["hf_overrides"] = with_own_class(options["hf_overrides"])
+        if models and all(".transformers" in each.__module__ for each in models):  # such as OLMo 2 since 0.32
+            options["hf_overrides"] = support.with_own_class(options["hf_overrides"])
         if device.type != "cpu":
-            require_memory(memory_of(device), options["gpu_memory_utilization"])
+            DeviceMemory.of(device).require(options["gpu_memory_utilization"])
             if options["enable_sleep_mode"]:
-                refuse_expandable_segments()
+                support.reject_expandable_segments()
         self._device = device
         self._temperature = rollout.temperature
-        self._version: int | None = None
         self._asleep: set[str] = set()  # parts whose memory is free
         try:
             usual = Sampling(2, rollout.temperature, rollout.top_p, rollout.top_k or -1)
@@ -188,25 +524,22 @@ class VLLMRollout(RequestsInFlight):
         Args:
             parameters: of the trainer's model, if ties have been undone.
         """
-        hf = "set actor_rollout_ref.rollout.name=hf"
-        if self._aliases and not self.engine.has_head():
+        if self._aliases and not self.engine.ask(support.has_head):
             raise ValueError(
                 "on CPU vLLM keeps the first values of a head that is tied to the embedding, and its model of this type has no "
-                f"other head (Gemma's, for example); {hf}"
+                f"other head (Gemma's, for example); {USE_HF}"
             )
-        if rounded := self.engine.rounded_parameters():
+        if rounded := self.engine.ask(support.rounded_parameters):
             raise ValueError(
                 f"vLLM rounds {rounded[0]} and {len(rounded) - 1} other parameters to fewer bits than {self.engine.dtype}, expected "
-                f"all weights in it; set actor_rollout_ref.rollout.dtype=bf16, or {hf}"
+                f"all weights in it; set actor_rollout_ref.rollout.dtype=bf16, or {USE_HF}"
             )
         if self._aliases:  # some models, such as Bloom's, refuse a head of their own
-            self.update_weights(zeros_of(parameters), version=0)
-            self._version = None
-
-    @property
-    def version(self) -> int | None:
-        """Version of the weights in use; None until a complete set has arrived, and again after `sleep`."""
-        return self._version
+            zeros: dict[int, tuple[str, Tensor]] = {}  # for each weight once; they take no memory
+            for name, each in parameters.items():
+                zeros.setdefault(id(each), (name, torch.zeros(()).expand(each.shape)))
+            self.update_weights(zeros.values(), version=0)
+            self.version = None
 
     def _fault(self, request: Request) -> str | None:
         prompt, sampling = len(request.prompt_ids), request.sampling
@@ -242,33 +575,37 @@ class VLLMRollout(RequestsInFlight):
         self.engine.abort(numbers)
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Load a complete set of weights, layer by layer, or the adapters; only the weights are woken.
-
-        Raises:
-            ValueError: vLLM's model lacks a weight, has it in another shape, or has no place for an adapter; or requests are
-                in flight.
-        """
-        self._refuse_in_flight("update_weights")
-        self._version = None
+        """See Rollout. Whole weights are loaded layer by layer, and only the weights are woken."""
+        self._require_idle("update_weights")
+        self.version = None
         self._wake("weights")
-        if self._adapters is not None:
-            self._adapters.load(self.engine, weights)
-            self._version = version
-            return
-        self.engine.load((name, tensor) for first, tensor in weights for name in self._aliases.get(first, [first]))
-        self._version = version
+        if self._adapters is None:
+            self.engine.load((name, tensor) for first, tensor in weights for name in self._aliases.get(first, [first]))
+        else:
+            self._load_adapters(self._adapters, weights)
+        self.version = version
+
+    def _load_adapters(self, kind: AdapterKind, weights: Iterable[tuple[str, Tensor]]) -> None:
+        # Copies, because vLLM multiplies with the scale in place.
+        tensors = {name: tensor.to(self.engine.dtype, copy=True) for name, tensor in weights}
+        with storing(self._folder.name):
+            write_config(Path(self._folder.name), tensors, kind, self._base)
+        wanted = sum(".lora_A." in name for name in tensors)
+        found = self.engine.load_adapters({peft_name(name): each for name, each in tensors.items()}, self._folder.name)
+        if found != wanted:
+            raise ValueError(f"vLLM uses {found} of {wanted} adapters, expected all of them; set {_MERGE}")
 
     def probe(self) -> Tensor:
         """See Rollout."""
-        return self.engine.probe()
+        return self.engine.ask(support.probe)
 
     def sleep(self) -> None:
-        """Free the device memory of weights and cache. Their contents are lost, except weights that take adapters. Raises ValueError."""
-        self._refuse_in_flight("sleep")
+        """See Rollout: weights and cache are lost, except weights that take adapters."""
+        self._require_idle("sleep")
         if self._device.type == "cpu" or self._asleep:
             return
         if self._adapters is None:
-            self._version = None
+            self.version = None
         self.engine.sleep(keeps_weights=self._adapters is not None)
         self._asleep = {"weights", "kv_cache"}
 
@@ -278,7 +615,7 @@ class VLLMRollout(RequestsInFlight):
 
     def close(self) -> None:
         """End the engine."""
-        self._version = None
+        self.version = None
         self._requests.clear()
         try:
             self._wake("weights", "kv_cache")  # memory that sleeps cannot be freed and would count as used
@@ -296,77 +633,8 @@ class VLLMRollout(RequestsInFlight):
                     self.engine.wake(part)
                 except RuntimeError as error:
                     raise EngineError(
-                        f"vLLM could not take its {part} back ({error}); {describe(memory_of(self._device))}. Lower "
+                        f"vLLM could not take its {part} back ({error}); {DeviceMemory.of(self._device)}. Lower "
                         "actor_rollout_ref.rollout.gpu_memory_utilization, or set fsdp_config.param_offload and "
                         "optimizer_offload"
                     ) from error
                 self._asleep.discard(part)
-
-
-class _Adapters:
-    """Hands adapters to vLLM, each version under a name of its own: vLLM's prefix cache tells adapters apart by their names.
-
-    vLLM wants peft's configuration as a file, in a folder that stays as long as this object.
-    """
-
-    def __init__(self, kind: AdapterKind, base: str | None) -> None:
-        self._kind, self._base = kind, base
-        self._count = 0
-        self._folder = scratch_folder("adapters")
-
-    def load(self, engine: VLLMEngine, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Send adapters, by the names of `rlx.models.lora.add_lora`; raise ValueError if vLLM does not use all of them."""
-        # Copies, because vLLM multiplies with the scale in place.
-        tensors = {name: tensor.to(engine.dtype, copy=True) for name, tensor in weights}
-        with storing(self._folder.name):
-            write_config(Path(self._folder.name), tensors, self._kind, self._base)
-        self._count += 1
-        named = {peft_name(name): tensor for name, tensor in tensors.items()}
-        wanted = sum(".lora_A." in name for name in tensors)
-        found = engine.load_adapters(named, self._folder.name, self._count)
-        if found != wanted:
-            raise ValueError(f"vLLM uses {found} of {wanted} adapters, expected all of them; set {_MERGE}")
-
-
-def tied_names(parameters: Mapping[str, Tensor]) -> dict[str, list[str]]:
-    """Return for each name of a tied weight all of that weight's names."""
-    names: dict[int, list[str]] = {}
-    for name, tensor in parameters.items():
-        names.setdefault(id(tensor), []).append(name)
-    return {name: group for group in names.values() if len(group) > 1 for name in group}
-
-
-def memory_of(device: torch.device) -> DeviceMemory:
-    """Return a device's memory as it is now."""
-    free, total = torch.cuda.mem_get_info(device)
-    return DeviceMemory(total, free, torch.accelerator.memory_reserved(device))
-
-
-def describe(memory: DeviceMemory) -> str:
-    """Return who holds a device's memory, in words."""
-    others = memory.total - memory.free - memory.held
-    return (
-        f"of {memory.total / 1e9:.1f} GB {memory.free / 1e9:.1f} are free, models and optimizers of this process hold "
-        f"{memory.held / 1e9:.1f}, and other processes and CUDA itself {others / 1e9:.1f}"
-    )
-
-
-def require_memory(memory: DeviceMemory, utilization: float) -> None:
-    """Raise ValueError if vLLM's share is not free: vLLM takes a share of all memory, however much is free."""
-    wanted = utilization * memory.total
-    if memory.free < wanted:
-        raise ValueError(
-            f"actor_rollout_ref.rollout.gpu_memory_utilization={utilization} asks for {wanted / 1e9:.1f} GB of device memory, "
-            f"but {describe(memory)}. Set it to at most {int(100 * memory.free / memory.total) / 100:.2f}, or set "
-            "fsdp_config.param_offload and optimizer_offload of actor, critic and ref"
-        )
-
-
-def refuse_expandable_segments() -> None:
-    """Raise ValueError if torch's allocator is in a mode in which vLLM cannot sleep."""
-    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
-        if "expandable_segments:true" in os.environ.get(name, "").lower().replace(" ", ""):
-            raise ValueError(
-                f"{name}: got expandable_segments, with which vLLM's sleep mode does not work; unset it, or set "
-                "actor_rollout_ref.rollout.free_cache_engine=False"
-            )

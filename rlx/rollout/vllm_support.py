@@ -1,21 +1,43 @@
-"""What surrounds vLLM's engine: its log, shared memory, outputs, block hashes, and functions on its weights; imports no vLLM."""
+"""What rlx's vLLM sampler needs besides vLLM itself, which this file does not import.
+
+Its options, its faults by type of model, the device's memory, the state of the process, outputs, and functions on vLLM's worker.
+"""
 
 import contextlib
 import fcntl
 import logging
+import math
 import os
+import random
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlx.rollout.change_check import sample_of
-from rlx.rollout.protocol import Completion, EngineError, PrefixMemory, Request
+from rlx.config.schema import ModelConfig, RolloutConfig
+from rlx.config.vllm_range import LORA_RANKS, supported_vllm
+from rlx.rollout.protocol import Completion, EngineError, PrefixMemory, Request, evenly_spaced, on_cpu
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+# On CPU vLLM would take a share of the whole machine's memory in each process.
+CPU_KV_CACHE_BYTES = 1 << 30
+VLLM_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+# Types whose norm behind the state space is over all channels in transformers but over each group of them in vLLM, and the key of
+# the number of groups.
+_NORM_OVER_ALL_GROUPS = {"bamba": "mamba_n_groups", "granitemoehybrid": "mamba_n_groups", "mamba2": "n_groups"}
+# What vLLM has no kernel for on CPU, by type.
+_GPU_KERNELS = dict.fromkeys(("falcon_mamba", "jamba", "mamba"), "selective scan") | {"olmo_hybrid": "gated delta rule"}
+# Types whose checkpoints join weights that transformers' model has apart; vLLM reads those of checkpoints.
+_JOINED_WEIGHTS = ("hrm_text",)
+USE_HF = "set actor_rollout_ref.rollout.name=hf"
 # Parts of warnings, by the logger that writes them.
 _NO_NEWS = {
     "v1.worker.cpu_worker": ("set_num_threads", "LD_PRELOAD"),
@@ -26,14 +48,279 @@ _NO_NEWS = {
 }
 
 
+def engine_options(
+    rollout: RolloutConfig, model: ModelConfig, device: torch.device, context_length: int, seed: int
+) -> dict[str, Any]:
+    """Return vLLM's engine arguments for a configuration; those in `engine_kwargs.vllm` take precedence.
+
+    Args:
+        rollout, model: the configuration.
+        device: where it decodes.
+        context_length: longest prompt and response together [tokens].
+        seed: of the engine; requests bring their own.
+    """
+    on_cpu = device.type == "cpu"
+    # vLLM draws a request's random numbers again if its prompt comes in chunks, and cannot rewind a generator on CPU.
+    is_chunked = rollout.enable_chunked_prefill and (not on_cpu or rollout.seed_requests is False)
+    own: dict[str, Any] = {
+        "model": model.path,
+        "trust_remote_code": model.trust_remote_code,
+        "hf_overrides": dict(model.override_config),
+        "load_format": "dummy",  # weights come from the trainer
+        "skip_tokenizer_init": True,
+        "generation_config": "vllm",
+        "model_impl": "vllm",  # the alternative patches transformers' model class, which the trainer uses too
+        "dtype": VLLM_DTYPES.get(rollout.dtype, "float32" if on_cpu else "bfloat16"),
+        "max_model_len": context_length,
+        "max_num_seqs": rollout.max_num_seqs,
+        "max_num_batched_tokens": max(rollout.max_num_batched_tokens, rollout.max_num_seqs),
+        "tensor_parallel_size": rollout.tensor_model_parallel_size,
+        # Each process runs an engine of its own in the trainer's process group.
+        "distributed_executor_backend": "external_launcher",
+        "enforce_eager": rollout.enforce_eager or on_cpu,
+        "enable_chunked_prefill": is_chunked,
+        "enable_prefix_caching": rollout.enable_prefix_caching,
+        # Before top_k and top_p; the model divides its logits by the temperature, see `divide_logits`.
+        "logprobs_mode": "raw_logprobs",
+        "enable_return_routed_experts": rollout.enable_rollout_routing_replay,
+        "disable_log_stats": True,
+        "seed": seed,
+    }
+    if not is_chunked:
+        own["max_num_batched_tokens"] = max(own["max_num_batched_tokens"], context_length)
+    if model.sends_adapters:
+        rank = min((rank for rank in LORA_RANKS if rank >= model.lora_rank), default=max(LORA_RANKS))
+        own |= {"load_format": "auto", "enable_lora": True, "max_lora_rank": rank, "max_loras": 1}
+    if on_cpu:
+        own["kv_cache_memory_bytes"] = CPU_KV_CACHE_BYTES
+    else:
+        own["gpu_memory_utilization"] = rollout.gpu_memory_utilization
+        own["enable_sleep_mode"] = rollout.free_cache_engine
+        # It would look up the devices of other ranks, which a process under Ray does not see. NCCL does not need them.
+        own["disable_custom_all_reduce"] = True
+    return {**own, **rollout.engine_kwargs.vllm}
+
+
+def with_needs(options: dict[str, Any], config: "PreTrainedConfig", device: torch.device) -> dict[str, Any]:
+    """Return engine arguments with those added without which vLLM does not run a model, or runs it wrongly."""
+    if config.model_type != "lfm2":
+        return options
+    # Keys of transformers' former configuration, which vLLM still reads.
+    widths = {name: config.hidden_size for name in ("block_dim", "conv_dim") if not hasattr(config, name)}
+    # This model passes a rotation its heads in a dimension of their own, which vLLM's kernel for CPU takes for one head.
+    # vLLM refuses it beside a "+rotary_embedding" of the user.
+    plain = {}
+    if device.type == "cpu":
+        given = options.get("compilation_config")
+        given = {"mode": given} if isinstance(given, int) else given or {}  # vLLM takes a number as the mode
+        operators = list(dict.fromkeys([*given.get("custom_ops", ()), "-rotary_embedding"]))
+        plain = {"compilation_config": {**given, "custom_ops": operators}}
+    return {**options, **plain, "hf_overrides": {**widths, **options["hf_overrides"]}}
+
+
+def fault_of(
+    config: "PreTrainedConfig", models_of: Callable[[Sequence[str]], list[type]], device: torch.device
+) -> str | None:
+    """Return an error message if this vLLM cannot sample from a model, or computes it otherwise than transformers; else None.
+
+    Args:
+        config: of the model.
+        models_of: imports vLLM's models.
+        device: where it decodes.
+    """
+    version, architectures = supported_vllm(), config.architectures or ()
+    try:
+        found = models_of(architectures)
+    except ImportError as error:  # vLLM itself would only say that it failed
+        return f"vLLM {version} cannot import its model: {error}; install what it lacks, or {USE_HF}"
+    if architectures and not found:
+        return f"vLLM {version} has no model {' or '.join(architectures)}; {USE_HF}"
+    key, limit = _NORM_OVER_ALL_GROUPS.get(config.model_type), getattr(config, "time_step_limit", None)
+    if key and (groups := getattr(config, key)) > 1:
+        return f"{key}: got {groups} groups, which vLLM normalises each alone and transformers together, expected 1; {USE_HF}"
+    if limit is not None and tuple(limit) != (0.0, math.inf):
+        return f"time_step_limit: got {tuple(limit)}, which vLLM does not apply, expected (0.0, inf); {USE_HF}"
+    if config.model_type in _JOINED_WEIGHTS:
+        return f"vLLM reads the joined weights of checkpoints, and the trainer's model has them apart; {USE_HF}"
+    if device.type == "cpu" and (kernel := _GPU_KERNELS.get(config.model_type)):
+        return f"on CPU vLLM has no kernel for its {kernel}; {USE_HF}"
+    return None
+
+
+def with_own_class(overrides: Mapping[str, Any]) -> Callable[["PreTrainedConfig"], "PreTrainedConfig"]:
+    """Return vLLM's `hf_overrides` for a model that it builds from transformers' class.
+
+    vLLM changes the class of such a model so that it only works in vLLM. The trainer has a model of this class in the same
+    process, so vLLM gets a subclass.
+
+    Args:
+        overrides: values of the config's attributes.
+    """
+    return partial(_overridden, overrides)
+
+
+def _overridden(overrides: Mapping[str, Any], config: "PreTrainedConfig") -> "PreTrainedConfig":
+    from transformers import MODEL_MAPPING
+
+    if type(config) not in MODEL_MAPPING:
+        return config  # vLLM calls the function with an empty config first
+    for name, value in overrides.items():
+        part = getattr(config, name, None)
+        if isinstance(value, Mapping) and hasattr(part, "to_dict"):
+            part.update(value)
+        else:
+            setattr(config, name, value)
+    config.__class__ = _own_config(type(config))
+    return config
+
+
+@cache
+def _own_config(kind: type["PreTrainedConfig"]) -> type["PreTrainedConfig"]:
+    """Return a subclass of a config's class for which transformers makes a model of a class of its own."""
+    from transformers import MODEL_MAPPING, AutoModel
+
+    model = MODEL_MAPPING[kind]
+    # Of the same name, or from a module of transformers, it would count as the original.
+    own = type(f"VLLM{kind.__name__}", (kind,), {"__module__": __name__})
+    AutoModel.register(own, type(model.__name__, (model,), {"__module__": model.__module__, "config_class": own}))
+    return own
+
+
+def tied_names(parameters: Mapping[str, Tensor]) -> dict[str, list[str]]:
+    """Return for each name of a tied weight all of that weight's names."""
+    names: dict[int, list[str]] = {}
+    for name, tensor in parameters.items():
+        names.setdefault(id(tensor), []).append(name)
+    return {name: group for group in names.values() if len(group) > 1 for name in group}
+
+
+class DeviceMemory(NamedTuple):
+    """Bytes of a device: in total, free, and reserved by torch in this process."""
+
+    total: int
+    free: int
+    held: int
+
+    @classmethod
+    def of(cls, device: torch.device) -> "DeviceMemory":
+        """Return a device's memory as it is now."""
+        free, total = torch.cuda.mem_get_info(device)
+        return cls(total, free, torch.accelerator.memory_reserved(device))
+
+    def __str__(self) -> str:
+        others = self.total - self.free - self.held
+        return (
+            f"of {self.total / 1e9:.1f} GB {self.free / 1e9:.1f} are free, models and optimizers of this process hold "
+            f"{self.held / 1e9:.1f}, and other processes and CUDA itself {others / 1e9:.1f}"
+        )
+
+    def require(self, utilization: float) -> None:
+        """Raise ValueError if vLLM's share is not free: vLLM takes a share of all memory, however much is free."""
+        wanted = utilization * self.total
+        if self.free < wanted:
+            raise ValueError(
+                f"actor_rollout_ref.rollout.gpu_memory_utilization={utilization} asks for {wanted / 1e9:.1f} GB of device memory, "
+                f"but {self}. Set it to at most {int(100 * self.free / self.total) / 100:.2f}, or set "
+                "fsdp_config.param_offload and optimizer_offload of actor, critic and ref"
+            )
+
+
+def reject_expandable_segments() -> None:
+    """Raise ValueError if torch's allocator is in a mode in which vLLM cannot sleep."""
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        if "expandable_segments:true" in os.environ.get(name, "").lower().replace(" ", ""):
+            raise ValueError(
+                f"{name}: got expandable_segments, with which vLLM's sleep mode does not work; unset it, or set "
+                "actor_rollout_ref.rollout.free_cache_engine=False"
+            )
+
+
+@contextlib.contextmanager
+def restored_process_state() -> Iterator[None]:
+    """Restore the process state afterwards, because vLLM seeds every generator and changes settings of torch.
+
+    Restored are the states of random generators, the environment except vLLM's own variables, `torch.set_num_threads` and the
+    number of threads, the choice of attention kernels and the precision of matrix products.
+    """
+    environment, python_state = dict(os.environ), random.getstate()
+    set_num_threads, threads = torch.set_num_threads, torch.get_num_threads()
+    attention, precision = torch.backends.cuda.cudnn_sdp_enabled(), torch.get_float32_matmul_precision()
+    with own_random_state():
+        try:
+            yield
+        finally:
+            torch.set_num_threads = set_num_threads
+            torch.set_num_threads(threads)
+            torch.backends.cuda.enable_cudnn_sdp(attention)
+            torch.set_float32_matmul_precision(precision)
+            random.setstate(python_state)
+            for name in set(os.environ) | set(environment):
+                if name.startswith("VLLM_"):
+                    continue
+                if name in environment:
+                    os.environ[name] = environment[name]
+                else:
+                    del os.environ[name]
+
+
+@contextlib.contextmanager
+def own_random_state(with_numpy: bool = True) -> Iterator[None]:
+    """Run with separate states of torch's generators on host and device and of numpy's.
+
+    `with_numpy=False` leaves numpy's generator alone: changing its state and changing it back takes 0.3 ms.
+    """
+    devices = [torch.accelerator.current_device_index()] if torch.accelerator.is_available() else []
+    numpy_state = numpy.random.get_state() if with_numpy else None
+    try:
+        with torch.random.fork_rng(devices):
+            yield
+    finally:
+        if numpy_state is not None:
+            numpy.random.set_state(numpy_state)
+
+
+class OwnRandomState:
+    """States of torch's generators and numpy's that go on where they ended, whatever the process draws between uses."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self.seed(seed)
+
+    def seed(self, seed: int) -> None:
+        """Begin the next use with this seed."""
+        self._seed = seed
+        self._states: list[Tensor] | None = None  # not drawn from yet
+        self._numpy_state: Any = None
+
+    @contextlib.contextmanager
+    def in_use(self, with_numpy: bool = True) -> Iterator[None]:
+        """Use these states in place of the process's own, which are restored; see `own_random_state`."""
+        modules = [torch.random, *([torch.get_device_module()] if torch.accelerator.is_available() else [])]
+        with own_random_state(with_numpy):
+            if self._states is None:
+                torch.manual_seed(self._seed)
+            else:
+                for module, state in zip(modules, self._states, strict=True):
+                    module.set_rng_state(state)
+            if with_numpy and self._numpy_state is None:
+                numpy.random.seed(self._seed % 2**32)
+            elif with_numpy:
+                numpy.random.set_state(self._numpy_state)
+            try:
+                yield
+            finally:
+                self._states = [module.get_rng_state() for module in modules]
+                if with_numpy:
+                    self._numpy_state = numpy.random.get_state()
+
+
 def hush() -> None:
-    """Drop these warnings in this process."""
+    """Drop warnings of vLLM that are no news."""
     for name, texts in _NO_NEWS.items():
-        logging.getLogger(f"vllm.{name}").addFilter(_without(texts))
+        logging.getLogger(f"vllm.{name}").addFilter(partial(_is_news, texts))
 
 
-def _without(texts: Sequence[str]) -> Callable[[logging.LogRecord], bool]:
-    return lambda record: not any(text in record.getMessage() for text in texts)
+def _is_news(texts: Sequence[str], record: logging.LogRecord) -> bool:
+    return not any(text in record.getMessage() for text in texts)
 
 
 @contextlib.contextmanager
@@ -109,21 +396,14 @@ class ContinuedHashes:
     begins with all tokens that they belong to, and if `forget` was not called since.
 
     Args:
-        plain: vLLM's own: it returns the hashes of a request's blocks that `request.block_hashes` lacks.
+        core: vLLM's engine core, whose hasher this object replaces. If the core hashes none, or elsewhere, nothing calls it.
     """
 
-    def __init__(self, plain: Any) -> None:
-        self._plain, self._era = plain, object()
+    def __init__(self, core: Any) -> None:
+        self._plain, self._era = getattr(core, "request_block_hasher", None), object()
         self._memory: PrefixMemory | None = None
-
-    @classmethod
-    def of(cls, core: Any) -> "ContinuedHashes":
-        """Let vLLM's engine core hash new requests by one, and return it. Nobody calls it if the core hashes none, or elsewhere."""
-        plain = getattr(core, "request_block_hasher", None)
-        hashes = cls(plain)
-        if plain is not None:
-            core.request_block_hasher = hashes
-        return hashes
+        if self._plain is not None:
+            core.request_block_hasher = self
 
     def expect(self, memory: PrefixMemory | None) -> None:
         """Use this memory for the request that comes next, and keep its tokens and hashes there."""
@@ -153,18 +433,21 @@ def tensors_of(value: Any) -> list[Tensor]:
     return [member for member in members if isinstance(member, Tensor)]
 
 
-def _slots(model: Any) -> Iterator[Tensor]:
-    """Yield the tensors of a model that hold adapters: A and B of each part of a fused layer."""
-    for module in model.modules():
-        for name in ("lora_a_stacked", "lora_b_stacked"):
-            yield from tensors_of(vars(module).get(name, ()))
+def _slots(worker: Any, *names: str) -> list[Tensor]:
+    """Return the tensors of the model that hold adapters: A and B of each part of a fused layer, or one of them."""
+    parts = names or ("lora_a_stacked", "lora_b_stacked")
+    return [
+        slot
+        for module in worker.get_model().modules()
+        for name in parts
+        for slot in tensors_of(vars(module).get(name, ()))
+    ]
 
 
 def count_adapters(worker: Any) -> int:
     """Return the number of layers with an adapter; in an adapter A is never 0."""
-    modules = worker.get_model().modules()
-    slots = [slot.any() for module in modules for slot in tensors_of(vars(module).get("lora_a_stacked", ()))]
-    return int(torch.stack(slots).sum()) if slots else 0
+    slots = _slots(worker, "lora_a_stacked")
+    return int(torch.stack([slot.any() for slot in slots]).sum()) if slots else 0
 
 
 def probe(worker: Any) -> Tensor:
@@ -172,9 +455,8 @@ def probe(worker: Any) -> Tensor:
 
     On CPU it packs the weights of linear layers into memory of its own and leaves empty parameters.
     """
-    model = worker.get_model()
-    weights = list(_slots(model)) or list(model.parameters())
-    return sample_of(weights if all(weight.numel() for weight in weights) else [])
+    weights = _slots(worker) or list(worker.get_model().parameters())
+    return on_cpu([evenly_spaced(weight) for weight in weights] if all(weight.numel() for weight in weights) else [])
 
 
 def rounded_parameters(worker: Any) -> list[str]:

@@ -14,7 +14,7 @@ from rlx.algorithms.kl import KLController, kl_estimate
 from rlx.config.schema import AlgorithmConfig
 from rlx.data.batch import Batch
 from rlx.data.seeding import seed_for
-from rlx.rollout.flight import joined_loads
+from rlx.rollout.protocol import joined_loads
 from rlx.trainer.forked_conversations import joined, last_rows
 
 

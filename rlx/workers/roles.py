@@ -22,11 +22,8 @@ from rlx.engine.micro_batches import MicroBatchRule
 from rlx.engine.objectives import PolicyObjective, ValueObjective
 from rlx.environments.role import ConversationSampler
 from rlx.models.lora import adapters_off
-from rlx.rollout.batching import generate_batch
-from rlx.rollout.change_check import ChangeCheck
-from rlx.rollout.factory import build_rollout, sampler_dtype
-from rlx.rollout.flight import joined_loads
-from rlx.rollout.protocol import EngineError, Sampling
+from rlx.rollout.protocol import EngineError, Sampling, joined_loads
+from rlx.rollout.sampler import ChangeCheck, build_rollout, generate_batch, sampler_dtype
 from rlx.workers.dequantized_base import DequantizedBase
 from rlx.workers.settings import Purpose, expert_options, optimizer_steps, sampling_for
 
@@ -295,7 +292,7 @@ class RolloutRole:
         return samples if self._conversations is None else samples.with_prompts(_largest(samples.prompt_length))
 
     def take_load(self) -> dict[str, float]:
-        """Return how busy the sampler was with samples for training since the last call, see `rlx.rollout.flight.SamplerLoad`.
+        """Return how busy the sampler was with samples for training since the last call, see `rlx.rollout.protocol.SamplerLoad`.
 
         Beside it the seconds of the last sync by part: adapters gathered, the sampler's weights awake, new weights sent.
         """

@@ -13,9 +13,8 @@ from rlx.data.batch import Batch
 from rlx.engine.experts import ExpertOptions
 from rlx.engine.micro_batches import MicroBatchRule
 from rlx.models.loading import load_model
-from rlx.rollout.batching import generate_batch
-from rlx.rollout.factory import build_rollout
 from rlx.rollout.protocol import Sampling
+from rlx.rollout.sampler import build_rollout, generate_batch
 
 LAYERS, EXPERTS, CHOSEN = 3, 8, 2
 WEIGHT = 0.7

@@ -19,9 +19,8 @@ from rlx.engine.experts import ExpertOptions
 from rlx.engine.fsdp_units import local
 from rlx.engine.micro_batches import MicroBatchRule
 from rlx.engine.objectives import PolicyObjective
-from rlx.rollout.batching import generate_batch
-from rlx.rollout.factory import build_rollout
 from rlx.rollout.protocol import Completion, Request, Rollout, Sampling
+from rlx.rollout.sampler import build_rollout, generate_batch
 
 pytestmark = [
     pytest.mark.gpu,

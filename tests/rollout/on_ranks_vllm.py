@@ -10,7 +10,6 @@ import signal
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
-from unittest import mock
 
 import numpy
 import torch
@@ -22,11 +21,8 @@ from rlx.data.batch import Batch
 from rlx.engine.engine import Engine
 from rlx.engine.micro_batches import MicroBatchRule
 from rlx.engine.objectives import PolicyObjective
-from rlx.rollout import vllm_support
-from rlx.rollout.batching import generate_batch
-from rlx.rollout.factory import build_rollout
-from rlx.rollout.flight import FirstRank
-from rlx.rollout.protocol import Completion, PrefixMemory, Request, Rollout, Sampling
+from rlx.rollout.protocol import Completion, FirstRank, PrefixMemory, Request, Rollout, Sampling
+from rlx.rollout.sampler import build_rollout, generate_batch
 from rlx.rollout.vllm_support import ContinuedHashes
 from rlx.workers.dequantized_base import DequantizedBase
 
@@ -133,7 +129,7 @@ def other_adapters(name):
 
 def files_of_adapters():
     """The files in the sampler's folder of adapters."""
-    return [file.name for file in Path(NOW[-1].vllm._adapters._folder.name).iterdir()]
+    return [file.name for file in Path(NOW[-1].vllm._folder.name).iterdir()]
 
 
 def share() -> int:
@@ -323,10 +319,6 @@ def with_more(name):
     NOW[-1].vllm.update_weights([*weights, (name, weights[0][1])], 7)
 
 
-def named_among(parameters, arrived):
-    return sorted(vllm_support.named_among(parameters, arrived))
-
-
 def while_gathering_fails():
     def failing():
         raise RuntimeError("another process is gone")
@@ -340,27 +332,6 @@ def build(folder, options):
     build_rollout(rollout, ModelConfig(path=folder), CPU, 32)
 
 
-def require(memory, utilization):
-    from rlx.rollout.vllm import DeviceMemory, require_memory
-
-    require_memory(DeviceMemory(*memory), utilization)
-
-
-def warmed_up_for(sampling):
-    """Return what vLLM's warm-up takes in an engine for this sampling, and its own afterwards."""
-    from vllm import SamplingParams
-
-    from rlx.rollout.vllm_api import _warming_up
-
-    def taken():
-        found = SamplingParams.for_sampler_warmup()
-        return {name: getattr(found, name) for name in ("temperature", "top_k", "min_p", "logprobs", "logit_bias")}
-
-    with _warming_up(sampling):
-        inside = taken()
-    return inside, taken()
-
-
 def parameters(samplings, seeds):
     """What vLLM has of each request that it took: seed, most tokens, temperature and tokens that stop it."""
     rollout, taken = NOW[-1].vllm, NOW[-1].vllm.engine._client.engine_core.scheduler.requests
@@ -369,29 +340,6 @@ def parameters(samplings, seeds):
     found = [request.sampling_params for request in taken.values()]
     rollout.abort()
     return [(own.seed, own.max_tokens, own.temperature, own.stop_token_ids) for own in found]
-
-
-def parameters_are_a_requests_own():
-    """Whether changes of a request's parameters, such as vLLM makes, are seen in those of another request."""
-    from rlx.rollout.vllm_api import _sampling_params
-
-    request = Request((5,), 1, Sampling(3, 0.7, stop_token_ids=(4, 9)))
-    first, before = _sampling_params(request, True, 0.7), repr(_sampling_params(request, True, 0.7))
-    first.temperature, first.cached = 0.1, 1
-    for name in first.__struct_fields__:
-        value = getattr(first, name)
-        if isinstance(value, list | set):
-            (value.append if isinstance(value, list) else value.add)(99)
-    assert "99" in repr(first)
-    after = _sampling_params(request, True, 0.7)
-    return repr(after) == before and after.all_stop_token_ids == {4, 9} and not vars(after)
-
-
-def expandable(environment):
-    from rlx.rollout.vllm import refuse_expandable_segments
-
-    with mock.patch.dict(os.environ, environment):
-        refuse_expandable_segments()
 
 
 def process():

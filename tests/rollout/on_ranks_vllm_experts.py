@@ -9,9 +9,9 @@ from rlx.data.batch import Batch
 from rlx.engine.engine import Engine
 from rlx.engine.experts import ExpertOptions
 from rlx.engine.micro_batches import MicroBatchRule
-from rlx.rollout.batching import generate_batch
 from rlx.rollout.protocol import Sampling
-from rlx.rollout.vllm import engine_options
+from rlx.rollout.sampler import generate_batch
+from rlx.rollout.vllm_support import engine_options
 
 CPU = torch.device("cpu")
 PROMPT, RESPONSE, LAYERS = 20, 12, 3
@@ -27,7 +27,7 @@ class Watched:
     version = 1
 
     def __init__(self, folder: str, dtype: str):
-        from rlx.rollout.vllm_api import VLLMEngine
+        from rlx.rollout.vllm import VLLMEngine
 
         kwargs = EngineKwargsConfig(vllm={"block_size": 32, "kv_cache_memory_bytes": 1 << 22})
         settings = RolloutConfig(name="vllm", dtype=dtype, engine_kwargs=kwargs, enable_rollout_routing_replay=True)

@@ -10,8 +10,8 @@ import torch
 from transformers import CTRLConfig, HrmTextConfig, Mamba2Config, MambaConfig, Qwen3MoeConfig
 
 from rlx.config.schema import ModelConfig, RolloutConfig
-from rlx.rollout.factory import build_rollout
 from rlx.rollout.protocol import Sampling
+from rlx.rollout.sampler import build_rollout
 
 RESPONSE = 12
 GREEDY = Sampling(RESPONSE, temperature=0.0, with_log_probs=False)
@@ -282,14 +282,6 @@ def test_weights_of_another_model_are_refused(ranks, action, name, said):
 
 
 @FIRST
-def test_a_weight_that_a_module_names_as_its_own_has_arrived(ranks):
-    expert, other = "layers.0.mlp.experts.routed_experts.w2_weight", "layers.1.mlp.experts.routed_experts.w2_weight"
-    parameters = [expert, other, "layers.0.mlp.gate.weight", "norm.weight"]
-    arrived = ["layers.0.mlp.experts.w2_weight", "norm.weight", "lm_head.weight"]
-    assert ranks("vllm", "named_among", parameters, arrived) == [[expert, "norm.weight"]] * 2
-
-
-@FIRST
 def test_an_error_of_the_trainer_while_weights_are_gathered_stays_what_it_is(ranks):
     before = ranks("vllm", "generate", GREEDY)
     assert ranks("vllm", "refusal", "while_gathering_fails") == [("RuntimeError", "another process is gone")] * 2
@@ -345,13 +337,6 @@ def test_a_model_that_vllm_cannot_sample_is_named(ranks, config, said, tmp_path)
 
 
 @FIRST
-def test_vllm_warms_up_for_the_usual_sampling_alone(ranks):
-    for inside, own in ranks("vllm", "warmed_up_for", Sampling(2, 0.7, top_k=20)):
-        assert inside == {"temperature": 1.0, "top_k": 20, "min_p": 0.0, "logprobs": 0, "logit_bias": None}
-        assert own["min_p"] > 0 and own["logit_bias"], "with kernels for what no request asks for"
-
-
-@FIRST
 def test_each_request_has_parameters_of_its_own(ranks):
     stops = {"stop_token_ids": (4, 9), "with_log_probs": False}
     samplings = [Sampling(3, 0.7, **stops), Sampling(5, 2.1, **stops), replace(GREEDY, max_tokens=3)]
@@ -359,31 +344,6 @@ def test_each_request_has_parameters_of_its_own(ranks):
     for taken in ranks("vllm", "parameters", samplings, seeds):
         # Relative to the temperature that the model divides its logits by
         assert taken == [(11, 3, 1.0, [4, 9]), (0, 5, pytest.approx(3.0), [4, 9]), (2**63 - 1, 3, 0.0, [])]
-    assert ranks("vllm", "parameters_are_a_requests_own") == [True, True]
-
-
-@FIRST
-def test_memory_is_counted_before_it_is_taken(ranks):
-    memory = (140_000_000_000, 60_000_000_000, 70_000_000_000)  # all, free, of this process
-    for kind, text in ranks("vllm", "refusal", "require", memory, 0.5):
-        assert kind == "ValueError"
-        for part in (
-            "=0.5 asks for 70.0 GB",
-            "of 140.0 GB 60.0 are free",
-            "hold 70.0",
-            "other processes and CUDA itself 10.0",
-        ):
-            assert part in text
-        assert "at most 0.42" in text and "param_offload" in text
-    assert ranks("vllm", "refusal", "require", memory, 0.42) == [None, None]
-
-
-@FIRST
-@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
-def test_an_allocator_that_sleep_does_not_work_with_is_refused(ranks, name):
-    for kind, text in ranks("vllm", "refusal", "expandable", {name: "max_split_size_mb:64, expandable_segments: True"}):
-        assert kind == "ValueError" and name in text and "free_cache_engine=False" in text
-    assert ranks("vllm", "refusal", "expandable", {name: "expandable_segments:False"}) == [None, None]
 
 
 def build_here(folder):

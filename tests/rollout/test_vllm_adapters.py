@@ -1,9 +1,10 @@
-"""vLLM that keeps its base and takes adapters, on two processes beside the trainer's engine."""
+"""vLLM on two processes beside the trainer's engine: adapters on its own base, hashes of prefixes, experts."""
+
+from dataclasses import replace
 
 import pytest
 import torch
 
-from rlx.algorithms.rollout_correction import mismatch_figures, mismatch_sums
 from rlx.config.schema import LoraConfig, TinyModelConfig
 from rlx.models.tiny import make_tiny
 from rlx.rollout.protocol import Sampling
@@ -11,13 +12,14 @@ from rlx.rollout.protocol import Sampling
 RESPONSE = 12
 GREEDY = Sampling(RESPONSE, temperature=0.0, with_log_probs=False)
 SAMPLED = Sampling(RESPONSE, temperature=0.7)
+TURN = replace(SAMPLED, max_tokens=20)
 LORA = {"lora_rank": 4, "lora": LoraConfig(use_rslora=True)}
 MERGED = {"lora_rank": 4, "lora": LoraConfig(use_rslora=True, merge=True)}
 
 
 @pytest.fixture(scope="module")
 def ranks(vllm_ranks, folders):
-    vllm_ranks("vllm", "start", folders["tied"], "fsdp2", LORA, {"temperature": 0.7})
+    vllm_ranks("vllm", "start", folders["tied"], "fsdp2", LORA, {"temperature": 0.7}, 256)
     vllm_ranks("vllm", "sync", 0)
     yield vllm_ranks
     vllm_ranks("vllm", "stop")
@@ -70,6 +72,35 @@ def test_adapters_that_vllm_would_not_use_are_refused(ranks):
     assert ranks("vllm", "generate", GREEDY) == before
 
 
+def both_ways(ranks, before_last=None):
+    """The turns of each rank with a memory, after they were compared with those without one."""
+    ranks("vllm", "forget_prefixes")
+    plain = ranks("vllm", "conversation", TURN, False, before_last)
+    ranks("vllm", "forget_prefixes")
+    found = ranks("vllm", "conversation", TURN, True, before_last)
+    for with_memory, without in zip(found, plain, strict=True):
+        assert [turn[0] for turn in with_memory] == [turn[0] for turn in without], "the same tokens and log-probs"
+        assert [turn[3] for turn in with_memory] == [turn[3] for turn in without], "from the same cache"
+        assert all(turn[2] for turn in with_memory), "the same hashes"
+        assert not any(turn[1] for turn in without)
+    return found
+
+
+@pytest.mark.slow
+def test_vllm_takes_over_hashes_and_samples_the_same(ranks):
+    for turns in both_ways(ranks):
+        assert [taken for _, taken, *_ in turns] == [0, 2, 4, 5]  # prompts of 75, 120, 164, 207 tokens, blocks of 32
+        assert [cached for *_, cached in turns] == [0, 64, 128, 160]
+
+
+@pytest.mark.slow
+def test_vllm_hashes_anew_with_other_adapters_or_another_history(ranks):
+    for before_last in ("sync", "rewrite"):
+        for turns in both_ways(ranks, before_last):
+            assert [taken for _, taken, *_ in turns] == [0, 2, 4, 0]
+            assert turns[-1][-1] == 0
+
+
 @pytest.mark.slow
 def test_samplers_have_the_dequantised_base(vllm_ranks, tmp_path):
     """With the original weights log-probs would differ by some hundredths."""
@@ -89,17 +120,24 @@ def test_samplers_have_the_dequantised_base(vllm_ranks, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_mismatch_in_bf16_is_small_with_adapters_and_with_merged_weights(vllm_ranks, folders):
-    for model in (LORA, MERGED):
-        vllm_ranks("vllm", "start", folders["tied"], "fsdp2", model, {"temperature": 0.7, "dtype": "bf16"})
-        vllm_ranks("vllm", "sync", 0)
-        for version in (1, 2, 3):
-            vllm_ranks("vllm", "learn")
-            vllm_ranks("vllm", "sync", version)
-        pairs = vllm_ranks("vllm", "log_probs", SAMPLED)
-        vllm_ranks("vllm", "stop")
-        said, own = (torch.cat(each)[None] for each in zip(*pairs, strict=True))
-        sums, largest = mismatch_sums(own, said, torch.ones_like(said, dtype=torch.bool))
-        figures = mismatch_figures({name: total.item() for name, total in sums.items()}, largest.item())
-        print("merged" if model is MERGED else "adapters", figures)
-        assert (said - own).abs().mean() < 0.02
+def test_the_mismatch_in_bf16_is_small_with_merged_weights(vllm_ranks, folders):
+    vllm_ranks("vllm", "start", folders["tied"], "fsdp2", MERGED, {"temperature": 0.7, "dtype": "bf16"})
+    vllm_ranks("vllm", "sync", 0)
+    for version in (1, 2, 3):
+        vllm_ranks("vllm", "learn")
+        vllm_ranks("vllm", "sync", version)
+    pairs = vllm_ranks("vllm", "log_probs", SAMPLED)
+    vllm_ranks("vllm", "stop")
+    assert torch.cat([(said - own).abs() for said, own in pairs]).mean() < 0.02
+
+
+@pytest.mark.slow
+def test_layers_of_vllm_and_the_trainer_number_experts_alike_and_replay_takes_the_mismatch_away(
+    experts_folder, vllm_ranks
+):
+    for (own, differing, used), (replayed, _, none) in vllm_ranks("vllm_experts", "mismatch", experts_folder, "bf16"):
+        assert 0.002 < differing == used < 0.2 and none == 0
+        assert replayed < own
+    for own, replayed in vllm_ranks("vllm_experts", "mismatch", experts_folder, "fp32"):
+        assert own[1:] == replayed[1:] == (0, 0)
+        assert max(own[0], replayed[0]) < 1e-4

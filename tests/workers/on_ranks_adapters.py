@@ -4,7 +4,7 @@ import torch
 
 from rlx.data.batch import Batch
 from rlx.models.loading import load_tokenizer
-from rlx.rollout.change_check import StaleSamplerError
+from rlx.rollout.sampler import StaleSamplerError
 from rlx.workers.roles import ActorRole, RolloutRole
 
 CPU = torch.device("cpu")

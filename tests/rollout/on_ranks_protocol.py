@@ -2,7 +2,7 @@
 
 import torch.distributed as dist
 
-from rlx.rollout.flight import FirstRank
+from rlx.rollout.protocol import FirstRank
 
 
 def decided(size):

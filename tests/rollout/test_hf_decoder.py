@@ -1,9 +1,20 @@
+"""Choosing tokens, finding the ends of texts, and the cache that grows."""
+
 import pytest
 import torch
-from transformers import ByT5Tokenizer
+from transformers import ByT5Tokenizer, DynamicCache, MistralConfig, Qwen3Config
+from transformers.cache_utils import DynamicLayer
 
+from rlx.rollout.hf_decoder import (
+    GrowingLayer,
+    StopStrings,
+    bad_word_tokens,
+    changed_logits,
+    choose_tokens,
+    growing_cache,
+    request_uniforms,
+)
 from rlx.rollout.protocol import Sampling
-from rlx.rollout.sampling import StopStrings, bad_word_tokens, changed_logits, choose_tokens, request_uniforms
 
 LOGITS = torch.tensor([2.0, 0.5, -1.0, 1.0, 0.0, -30.0])
 
@@ -31,22 +42,22 @@ def test_samples_follow_the_tempered_distribution(temperature):
 
 
 @pytest.mark.parametrize(
-    ("top_k", "top_p", "kept"),
+    ("cuts", "kept"),
     [
-        (2, 1.0, [0, 3]),
-        (100, 1.0, [0, 1, 2, 3, 4, 5]),
-        (1, 1.0, [0]),
-        (-1, 1e-9, [0]),
-        (-1, 0.5, [0]),
-        (-1, 0.6, [0, 3]),
-        (-1, 0.999999, [0, 1, 2, 3, 4]),
-        (2, 0.7, [0]),
-        (2, 0.75, [0, 3]),
+        ({"top_k": 2}, [0, 3]),
+        ({"top_k": 100}, [0, 1, 2, 3, 4, 5]),
+        ({"top_p": 1e-9}, [0]),
+        ({"top_p": 0.6}, [0, 3]),
+        ({"top_p": 0.999999}, [0, 1, 2, 3, 4]),
+        ({"top_k": 2, "top_p": 0.7}, [0]),
+        ({"top_k": 2, "top_p": 0.75}, [0, 3]),
+        ({"min_p": 0.2}, [0, 3, 1]),
+        ({"min_p": 0.2, "top_k": 2}, [0, 3]),
     ],
 )
-def test_truncation_keeps_the_right_tokens_renormalised(top_k, top_p, kept):
+def test_truncation_keeps_the_right_tokens_renormalised(cuts, kept):
     # Probabilities: 0: 0.56, 3: 0.21, 1: 0.13, 4: 0.08, 2: 0.03. Of the two likeliest alone: 0.73 and 0.27.
-    tokens, log_probs = draw(Sampling(1, top_k=top_k, top_p=top_p))
+    tokens, log_probs = draw(Sampling(1, **cuts))
     probs = torch.softmax(LOGITS, dim=-1)
     cut = torch.zeros_like(probs)
     cut[kept] = probs[kept]
@@ -80,17 +91,6 @@ def test_uniforms_depend_on_the_seed_alone():
     assert torch.equal(rows[0], rows[3]) and not torch.equal(rows[0], rows[1])
     assert torch.equal(request_uniforms([8], 40)[0], rows[1])
     assert torch.equal(request_uniforms([8], 17)[0], rows[1, :17])
-
-
-def test_min_p_drops_what_is_less_likely_than_its_share_of_the_likeliest():
-    # Probabilities: 0: 0.56, 3: 0.21, 1: 0.13, 4: 0.08, 2: 0.03
-    probs = torch.softmax(LOGITS, dim=-1)
-    for sampling, kept in ((Sampling(1, min_p=0.2), [0, 3, 1]), (Sampling(1, min_p=0.2, top_k=2), [0, 3])):
-        tokens, log_probs = draw(sampling)
-        cut = torch.zeros_like(probs)
-        cut[kept] = probs[kept]
-        assert_distributed(tokens, cut / cut.sum())
-        torch.testing.assert_close(log_probs, probs.log()[tokens])
 
 
 def test_penalties_and_biases_change_the_choice_but_not_the_log_probs():
@@ -133,13 +133,35 @@ def test_stop_strings_are_found_where_a_token_completes_one():
     assert first_end(ids) == (len(ids), "</a>")
 
 
-def test_a_text_is_shown_up_to_its_first_stop_string():
-    cut, kept = (Sampling(1, stop=("b", "cc"), include_stop_str_in_output=keep) for keep in (False, True))
-    assert [cut.shown(text) for text in ("axccbx", "abcc", "a", "")] == ["ax", "a", "a", ""]
-    assert [kept.shown(text) for text in ("axccbx", "abcc", "a", "")] == ["axcc", "ab", "a", ""]
-    assert Sampling(1).shown("any") == "any"
-
-
 def test_bad_words_are_tokens_with_and_without_a_space(tokenizer):
     assert bad_word_tokens(ByT5Tokenizer(), ["ab"]) == [[100, 101]], "with a space it has more tokens"
     assert bad_word_tokens(tokenizer, ["a"]) == [tokenizer.encode("a")]
+
+
+def test_a_growing_layer_holds_what_a_dynamic_one_holds():
+    torch.manual_seed(0)
+    ours, theirs = GrowingLayer(extra_tokens=2), DynamicLayer()
+    rows = torch.tensor([2, 0, 0])
+    for step, new in enumerate((5, 1, 1, 1, 1, 3)):  # outgrows its room twice
+        states = torch.randn(3, 2, new, 4), torch.randn(3, 2, new, 4)
+        for got, want in zip(ours.update(*states), theirs.update(*states), strict=True):
+            assert torch.equal(got, want)
+        if step in (0, 2):
+            ours.reorder_cache(rows)
+            theirs.reorder_cache(rows)
+        assert ours.get_seq_length() == theirs.get_seq_length()
+        assert ours.get_mask_sizes(1) == theirs.get_mask_sizes(1)
+
+
+def test_appending_within_the_room_copies_nothing():
+    layer = GrowingLayer(extra_tokens=4)
+    first, _ = layer.update(torch.randn(1, 1, 3, 2), torch.randn(1, 1, 3, 2))
+    second, _ = layer.update(torch.randn(1, 1, 1, 2), torch.randn(1, 1, 1, 2))
+    assert first.data_ptr() == second.data_ptr()
+
+
+def test_other_kinds_of_layers_stay_transformers_own():
+    assert all(type(layer) is GrowingLayer for layer in growing_cache(Qwen3Config(num_hidden_layers=2), 4).layers)
+    sliding = MistralConfig(num_hidden_layers=2, sliding_window=8)
+    kinds = [type(layer) for layer in growing_cache(sliding, 4).layers]
+    assert kinds == [type(layer) for layer in DynamicCache(config=sliding).layers] and GrowingLayer not in kinds

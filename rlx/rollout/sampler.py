@@ -1,0 +1,208 @@
+"""What a worker does with its sampler: build it, complete a batch with it, and check that new weights reach it."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlx.config.schema import ModelConfig, RolloutConfig
+from rlx.config.vllm_range import supported_vllm
+from rlx.data.batch import Batch, BatchError
+from rlx.errors import ExplainedError
+from rlx.models.loading import load_config
+from rlx.rollout.hf import HFRollout
+from rlx.rollout.protocol import Completion, Request, Rollout, Sampling, evenly_spaced, on_cpu
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+SAMPLER_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+# If so many elements of the sampler's sample should have changed and none did, it is no accident: bf16 hides small updates of most
+# elements, so few changes prove nothing.
+SURE = 64
+
+
+def build_rollout(
+    rollout: RolloutConfig,
+    model: ModelConfig,
+    device: torch.device,
+    context_length: int,
+    seed: int = 0,
+    tokenizer: "PreTrainedTokenizerBase | None" = None,
+) -> Rollout:
+    """Return the sampler of `rollout.name`, still without weights. All processes build theirs together.
+
+    Args:
+        rollout: the sampler's name and options.
+        model: its folder's config gives the architecture; its weights are read only if the trainer sends adapters alone.
+        device: where it decodes.
+        context_length: longest prompt and response together [tokens].
+        seed: of the engine itself.
+        tokenizer: for stop strings and bad words.
+
+    Raises:
+        ValueError: no such sampler, or it does not support the model or the options.
+        ImportError: vLLM is not installed in a version that rlx works with.
+    """
+    config = load_config(model)
+    vocabulary = config.get_text_config().vocab_size
+    if beyond := [token for token in rollout.val_kwargs.logit_bias if int(token) >= vocabulary]:
+        raise ValueError(
+            f"actor_rollout_ref.rollout.val_kwargs.logit_bias: got token {beyond[0]}, expected one of {model.path}, which has "
+            f"tokens below {vocabulary}"
+        )
+    if rollout.name == "vllm":
+        supported_vllm()
+        from rlx.rollout.vllm import VLLMRollout  # takes seconds
+
+        return VLLMRollout(rollout, model, device, context_length, seed, tokenizer)
+    if rollout.name != "hf":
+        raise ValueError(f"actor_rollout_ref.rollout.name: got {rollout.name!r}, expected hf or vllm")
+    sampler = HFRollout(
+        config,
+        device=device,
+        dtype=sampler_dtype(rollout, device),
+        max_num_seqs=rollout.max_num_seqs,
+        attn_implementation=model.attn_implementation,
+        trust_remote_code=model.trust_remote_code,
+        with_experts=rollout.enable_rollout_routing_replay,
+        tokenizer=tokenizer,
+    )
+    if model.sends_adapters:
+        sampler.add_adapters(model)
+    return sampler
+
+
+def sampler_dtype(rollout: RolloutConfig, device: torch.device) -> torch.dtype:
+    """Return the type of a sampler's weights; `auto` is bf16 on accelerators, fp32 on CPU."""
+    return SAMPLER_DTYPES.get(rollout.dtype, torch.float32 if device.type == "cpu" else torch.bfloat16)
+
+
+def generate_batch(
+    rollout: Rollout, batch: Batch, sampling: Sampling, pad_token_id: int, response_length: int
+) -> Batch:
+    """Complete each row once.
+
+    Args:
+        rollout: the sampler; it has received weights.
+        batch: with prompt_ids, prompt_mask and seed; other columns and info are kept.
+        sampling: the same for every row; max_tokens is at most `response_length`.
+        pad_token_id: fills responses on the right.
+        response_length: R, the width of the response columns [tokens]; equal for batches that are to be joined.
+
+    Returns:
+        The batch with input_ids, attention_mask, response_mask, policy_version and, if `sampling` asks for them,
+        rollout_log_probs and routed_experts, instead of prompt_ids and prompt_mask. A batch without rows gives one without rows.
+
+    Raises:
+        ValueError: max_tokens exceeds `response_length`.
+        BatchError: a column is missing or a prompt is empty.
+    """
+    if sampling.max_tokens > response_length:
+        raise ValueError(
+            f"max_tokens: got {sampling.max_tokens}, expected at most {response_length}, the width of the response columns"
+        )
+    prompts, masks, seeds = batch["prompt_ids"], batch["prompt_mask"], batch["seed"]
+    empty = (~masks.any(dim=1)).nonzero().flatten().tolist()
+    if empty:
+        raise BatchError(f"row {empty[0]} has an empty prompt; expected at least one token")
+    # Lists and arrays of the whole batch; row by row this would take as long as several steps of decoding.
+    starts = (prompts.shape[1] - masks.sum(dim=1)).tolist()
+    requests = [
+        Request(tuple(ids[start:]), seed, sampling)
+        for ids, start, seed in zip(prompts.tolist(), starts, seeds.tolist(), strict=True)
+    ]
+    completions = rollout.generate(requests)
+    responses, response_mask = _padded(completions, pad_token_id, response_length)
+    samples = batch.drop("prompt_ids", "prompt_mask").with_(
+        input_ids=torch.cat([prompts, responses], dim=1),
+        attention_mask=torch.cat([masks, response_mask], dim=1),
+        response_mask=response_mask,
+        policy_version=torch.full((len(batch),), rollout.version, dtype=torch.int64),
+    )
+    if sampling.with_experts and len(batch):
+        experts = [completion.experts for completion in completions]
+        samples = samples.with_(routed_experts=_placed(experts, starts, samples["input_ids"].shape[1]))
+    if not sampling.with_log_probs:
+        return samples
+    log_probs = torch.zeros(response_mask.shape)
+    log_probs[response_mask] = _joined([c.log_probs or () for c in completions], np.float32)
+    return samples.with_(rollout_log_probs=log_probs)
+
+
+def _padded(completions: list[Completion], pad_token_id: int, width: int) -> tuple[Tensor, Tensor]:
+    """Return tokens and mask, each (B, width)."""
+    lengths = torch.tensor([len(completion.token_ids) for completion in completions], dtype=torch.int64)
+    mask = torch.arange(width) < lengths[:, None]
+    responses = torch.full(mask.shape, pad_token_id, dtype=torch.int64)
+    responses[mask] = _joined([completion.token_ids for completion in completions], np.int64)
+    return responses, mask
+
+
+def _placed(experts: Sequence[Tensor | None], starts: Sequence[int], width: int) -> Tensor:
+    """Return the experts of all rows, each from its first prompt token on, (B, width, L, K)."""
+    first = experts[0]
+    assert first is not None
+    placed = torch.zeros(len(experts), width, *first.shape[1:], dtype=first.dtype)
+    for row, (own, start) in enumerate(zip(experts, starts, strict=True)):
+        assert own is not None
+        placed[row, start : start + len(own)] = own
+    return placed
+
+
+def _joined(lists: Sequence[Sequence[float]], kind: "type[np.number]") -> Tensor:
+    """Return the numbers of all lists in one tensor."""
+    return torch.from_numpy(np.fromiter(chain.from_iterable(lists), kind))
+
+
+class StaleSamplerError(ExplainedError, RuntimeError):
+    """The sampler still has its old weights after a sync of new ones."""
+
+
+class ChangeCheck:
+    """Notices a sampler whose weights stay as they are although the policy's change.
+
+    A sync compares a sample of the policy's weights and one of the sampler's with those of the sync before. Elements of the two
+    samples need not correspond, because vLLM fuses, pads and shards weights.
+
+    Args:
+        dtype: of the sampler's weights; a change of the policy that it rounds away is none.
+    """
+
+    def __init__(self, dtype: torch.dtype):
+        self._dtype = dtype
+        self._sent: list[Tensor] = []
+        self._before: tuple[Tensor, Tensor] | None = None
+
+    def watched(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Yield the weights on their way to the sampler and take samples of them."""
+        self._sent = []
+        for name, tensor in weights:
+            self._sent.append(evenly_spaced(tensor))
+            yield name, tensor
+
+    def require_change(self, found: Tensor, version: int) -> None:
+        """Compare with the sync before.
+
+        Args:
+            found: sample of the weights that the sampler has now, as its `probe` returns it.
+            version: of the policy.
+
+        Raises:
+            StaleSamplerError: the policy changed and the sampler did not.
+        """
+        sent = on_cpu(self._sent).to(self._dtype).float()
+        self._sent = []  # they hold device memory
+        before, self._before = self._before, (sent, found)
+        if before is None or before[0].shape != sent.shape or before[1].shape != found.shape:
+            return
+        share = (before[0] != sent).double().mean().item() if len(sent) else 0.0
+        if share * len(found) >= SURE and torch.equal(before[1], found):
+            raise StaleSamplerError(
+                f"sync of version {version}: {share:.1%} of the policy's sampled weights changed, but none of {len(found):,} "
+                "of the sampler's; expected new weights there. It would go on with old ones. Update vLLM or set "
+                "actor_rollout_ref.rollout.name=hf; with adapters, actor_rollout_ref.model.lora.merge=True sends all weights"
+            )

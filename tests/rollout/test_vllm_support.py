@@ -1,0 +1,216 @@
+"""What surrounds vLLM: options by type of model, memory, random states, outputs, hashes of blocks; no engine is started."""
+
+from types import SimpleNamespace
+
+import numpy
+import pytest
+import torch
+
+from rlx.config.vllm_range import CPU_HEAD_WIDTHS
+from rlx.rollout.protocol import EngineError, PrefixMemory, Request, Sampling
+from rlx.rollout.vllm_support import (
+    ContinuedHashes,
+    DeviceMemory,
+    OwnRandomState,
+    experts_of,
+    named_among,
+    reject_expandable_segments,
+    with_needs,
+)
+
+LFM2 = SimpleNamespace(model_type="lfm2", hidden_size=64, conv_dim=64)
+BLOCK = 3
+
+
+def test_options_of_the_user_stay_beside_the_operators_of_lfm2():
+    given = {"mode": 0, "custom_ops": ["none", "+rms_norm"]}
+    options = {"compilation_config": given, "hf_overrides": {"a": 1}, "seed": 3}
+    wanted = {"mode": 0, "custom_ops": ["none", "+rms_norm", "-rotary_embedding"]}
+    found = with_needs(options, LFM2, torch.device("cpu"))
+    assert found == {"compilation_config": wanted, "hf_overrides": {"a": 1, "block_dim": 64}, "seed": 3}
+    assert given["custom_ops"] == ["none", "+rms_norm"]
+    assert with_needs(found, LFM2, torch.device("cpu")) == found  # no operator twice
+    assert with_needs(options, LFM2, torch.device("cuda"))["compilation_config"] == given
+    alone = with_needs({"hf_overrides": {}}, LFM2, torch.device("cpu"))
+    assert alone["compilation_config"] == {"custom_ops": ["-rotary_embedding"]}
+    mode = with_needs({"compilation_config": 0, "hf_overrides": {}}, LFM2, torch.device("cpu"))
+    assert mode["compilation_config"] == {"mode": 0, "custom_ops": ["-rotary_embedding"]}, "a number is the mode"
+
+
+@pytest.mark.usefixtures("cpu_vllm")
+def test_the_widths_of_heads_on_the_cpu_are_those_that_vllm_names():
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    assert set(CPU_HEAD_WIDTHS) <= set(CPUAttentionBackend.get_supported_head_sizes())
+
+
+def test_memory_is_counted_before_it_is_taken():
+    memory = DeviceMemory(total=140_000_000_000, free=60_000_000_000, held=70_000_000_000)
+    memory.require(0.42)
+    with pytest.raises(
+        ValueError,
+        match=r"=0\.5 asks for 70\.0 GB .* of 140\.0 GB 60\.0 are free, .* hold 70\.0, and other processes and CUDA itself 10\.0\. "
+        r"Set it to at most 0\.42, .*param_offload",
+    ):
+        memory.require(0.5)
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_an_allocator_that_sleep_does_not_work_with_is_rejected(name, monkeypatch):
+    monkeypatch.setenv(name, "expandable_segments:False")
+    reject_expandable_segments()
+    monkeypatch.setenv(name, "max_split_size_mb:64, expandable_segments: True")
+    with pytest.raises(ValueError, match=f"{name}: .*free_cache_engine=False"):
+        reject_expandable_segments()
+
+
+def test_a_weight_that_a_module_names_as_its_own_has_arrived():
+    expert, other = "layers.0.mlp.experts.routed_experts.w2_weight", "layers.1.mlp.experts.routed_experts.w2_weight"
+    parameters = [expert, other, "layers.0.mlp.gate.weight", "norm.weight"]
+    arrived = ["layers.0.mlp.experts.w2_weight", "norm.weight", "lm_head.weight"]
+    assert named_among(parameters, arrived) == {expert, "norm.weight"}
+
+
+def drawn():
+    return torch.rand(3).tolist(), numpy.random.randint(0, 2**62, 3).tolist()
+
+
+def test_own_random_state_goes_on_where_it_ended_and_leaves_the_process_as_it_was():
+    def in_uses(state, *pauses):
+        state.seed(7)
+        found = []
+        for pause in pauses:
+            with state.in_use():
+                found.append(drawn())
+            for _ in range(pause):
+                drawn()
+        return found
+
+    torch.manual_seed(1)
+    numpy.random.seed(1)
+    first = in_uses(OwnRandomState(), 0, 0, 0)
+    after = drawn()
+    torch.manual_seed(1)
+    numpy.random.seed(1)
+    assert drawn() == after, "nothing was drawn from the process"
+    assert in_uses(OwnRandomState(), 3, 1, 2) == first and first[0] != first[1]
+
+
+def test_numpys_generator_can_stay_the_processs_own():
+    state = OwnRandomState()
+    numpy.random.seed(1)
+    expected = numpy.random.randint(0, 2**62, 6).tolist()
+    numpy.random.seed(1)
+    with state.in_use(with_numpy=False):
+        first, of_process = drawn()
+    assert of_process == expected[:3]
+    with state.in_use():
+        second, own = drawn()
+    assert second != first and own != expected[3:], "torch's stream goes on, numpy's own begins"
+    assert drawn()[1] == expected[3:]
+
+
+@pytest.mark.parametrize(("given", "kept"), [("uint8", torch.uint8), ("uint16", torch.int16)])
+def test_experts_of_prompt_and_response_without_the_last_token(given, kept):
+    request, experts = Request((1, 2), 0, Sampling(3)), numpy.arange(24).reshape(4, 3, 2).astype(given)
+
+    def output(routed):
+        return SimpleNamespace(token_ids=[7, 8, 9], routed_experts=routed)
+
+    found = experts_of(request, output(experts))
+    assert found.dtype == kept and found.tolist() == experts.tolist()
+    for routed, said in (
+        (None, "got none, expected those of 4 tokens"),
+        (experts * 0, "recorded no experts, because its kernel does not report them"),
+        (experts[1:], "got those of 3 tokens, expected those of 4 tokens"),
+    ):
+        with pytest.raises(EngineError, match=said):
+            experts_of(request, output(routed))
+
+
+class Counting:
+    """Hashes a block to all tokens up to its end, as vLLM's hasher does in bytes, and counts the blocks."""
+
+    blocks = 0
+
+    def __call__(self, request):
+        first = len(request.block_hashes)
+        ends = range(BLOCK * (first + 1), len(request.all_token_ids) + 1, BLOCK)
+        self.blocks += len(ends)
+        return [tuple(request.all_token_ids[:end]) for end in ends]
+
+
+@pytest.fixture
+def core():
+    return SimpleNamespace(request_block_hasher=Counting())
+
+
+@pytest.fixture
+def take(core):
+    """take(tokens, memory) returns a request that vLLM has taken, and how many blocks were hashed for it."""
+    counted = core.request_block_hasher
+    hashes = ContinuedHashes(core)
+
+    def taken(tokens, memory=None):
+        hashes.expect(memory)
+        before = counted.blocks
+        request = SimpleNamespace(all_token_ids=list(tokens), block_hashes=[], _block_hasher=core.request_block_hasher)
+        request.block_hashes.extend(request._block_hasher(request))
+        assert request._block_hasher is counted, "decoding calls vLLM's own hasher"
+        assert request.block_hashes == Counting()(SimpleNamespace(all_token_ids=tokens, block_hashes=[]))
+        return request, counted.blocks - before
+
+    taken.forget = hashes.forget
+    return taken
+
+
+def decode(request, *tokens):
+    for token in tokens:
+        request.all_token_ids.append(token)
+        request.block_hashes.extend(request._block_hasher(request))
+
+
+def test_only_blocks_behind_the_turn_before_are_hashed(take):
+    memory = PrefixMemory()
+    request, count = take(range(10), memory)
+    assert count == 3
+    decode(request, 10, 11, 12)
+    request, count = take(range(20), memory)
+    assert count == 2, "of 6 blocks 4 are known"
+    decode(request, 20)
+    assert take(range(21), memory)[1] == 0, "no block is new"
+    assert take(range(21))[1] == 7, "without a memory all are"
+
+
+@pytest.mark.parametrize("tokens", [[0, 1, 2, 9, *range(4, 20)], range(9), range(1, 20), []])
+def test_hashes_of_other_tokens_are_not_used(take, tokens):
+    memory = PrefixMemory()
+    take(range(12), memory)
+    assert take(tokens, memory)[1] == len(tokens) // BLOCK
+    assert take([*tokens, 7, 7, 7], memory)[1] == 1, "from then on the new tokens are known"
+
+
+def test_hashes_are_those_of_one_engine_until_it_forgets_them(take):
+    memory = PrefixMemory()
+    take(range(12), memory)
+    take.forget()
+    assert take(range(12), memory)[1] == 4
+    assert take(range(12), memory)[1] == 0
+    ContinuedHashes(other := SimpleNamespace(request_block_hasher=Counting())).expect(memory)
+    other.request_block_hasher(SimpleNamespace(all_token_ids=list(range(12)), block_hashes=[]))
+    assert memory.tokens == list(range(12))
+    assert take(range(12), memory)[1] == 4
+
+
+@pytest.mark.parametrize("core", [None, SimpleNamespace(), SimpleNamespace(request_block_hasher=None)])
+def test_a_core_that_hashes_nothing_stays_as_it_is(core):
+    before = core and {**vars(core)}
+    hashes = ContinuedHashes(core)
+    hashes.expect(PrefixMemory())
+    hashes.forget()
+    assert (core and vars(core)) == before
+
+
+def test_requests_are_equal_whatever_a_sampler_knows():
+    one, other = Request((1,), 0, Sampling(2), PrefixMemory()), Request((1,), 0, Sampling(2))
+    assert one == other and hash(one) == hash(other)
