@@ -54,7 +54,6 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """The public name `name`, from the module that it lives in."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.parameter import is_lazy
@@ -25,7 +24,7 @@ from rlx.offload.replay.recorder import LayerInstructions
 from rlx.offload.replay.replay_mode import OpMode
 from rlx.offload.runtime.forward_override import ForwardOverride
 from rlx.offload.runtime.layers import CheckpointingFlags, LayerName, find_layers, is_cache, is_checkpointed, is_filled
-from rlx.offload.runtime.options import SAVE_MODES, OffloadOptions, options_of, require_switch
+from rlx.offload.runtime.options import SAVE_MODES, OffloadOptions, options_of
 from rlx.offload.runtime.pytree import map_leaves, sort_leaves, tensors_in
 from rlx.offload.runtime.session import Layer, LayerCall, OffloadSession
 from rlx.offload.save_all import RegionHooks, run_save_all
@@ -43,8 +42,7 @@ class LayerRunner:
     """Runs the layers of one model. `decide` is the controller's, with `save="auto"`."""
 
     def __init__(self, session: OffloadSession, decide: Decide | None) -> None:
-        self._session = session
-        self.decide = decide
+        self._session, self.decide = session, decide
         self._attention_counts: dict[int, int] = {}  # by layer: attention calls of its latest forward
 
     def run(
@@ -83,7 +81,6 @@ class LayerRunner:
     def _policy(
         self, layer: RecomputedLayer, module: nn.Module, tensors: list[Tensor]
     ) -> RecomputePolicy | LayerInstructions:
-        """Return the policy of a layer call; for a layer that is not recomputed the plan's instructions."""
         if self._session.save == "attention":
             return AttentionPolicy(self._attention_counts.get(layer.index, 0))
         decided = None if self.decide is None else self.decide(layer, module, tensors)
@@ -103,13 +100,11 @@ class NoRecomputeCall(LayerCall):
         self.prefetches_early = session.options.prefetch_layers is not None or instructions.prefetch_early
 
     def enter(self, gradient: Tensor) -> None:
-        """Hook of the layer's outputs: the layer's backward begins."""
         self.begin_backward()
         if self.prefetches_early:
             self.prefetch()
 
     def pass_op(self, gradient: Tensor) -> None:
-        """Hook of an operation's results: backward has passed all operations after it."""
         self.begin_backward()
         self.prefetch()
 
@@ -141,7 +136,6 @@ def run_without_recompute(
     kwargs: Any,
     instructions: LayerInstructions,
 ) -> Any:
-    """Run a layer's forward unchanged; return its outputs."""
     call = NoRecomputeCall(session, layer, instructions)
     before = call.previous()
     if call.prefetches_early or before is None or not before.offloaded:
@@ -174,7 +168,6 @@ class LayerForward(ForwardOverride):
         self._run_uncompiled = torch.compiler.disable(self._run)  # type: ignore[no-untyped-call]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the layer's forward; offload or recompute the tensors that its backward needs."""
         if _is_grad_enabled() and self.handle.is_enabled:
             # A compiler that traces this line puts True for the call.
             return self._run_uncompiled(args, kwargs, torch.compiler.is_compiling())
@@ -264,10 +257,10 @@ class ActivationOffloading:
         """Return the plan that the latest forward followed; None before the first plan, and unless `save="auto"`."""
         return self._controller.plan if self._controller is not None else None
 
-    def agree(self, group: dist.ProcessGroup | None = None, reserve_bytes: int = 0) -> None:
+    def agree(self, reserve_bytes: int = 0) -> None:
         """Tell `save="auto"` between steps how much device memory the next step will allocate and keep, besides gradients.
 
-        Example: the states of an optimizer that has not stepped yet. `group` has no effect: each rank plans by itself.
+        Example: the states of an optimizer that has not stepped yet.
         """
         if self._controller is not None:
             self._controller.limits.reserve(reserve_bytes)
@@ -275,14 +268,6 @@ class ActivationOffloading:
     def measurement(self) -> PassProfile | None:
         """Return the profile of the latest forward's length; None before it exists, and unless `save="auto"`."""
         return self._controller.measurement() if self._controller is not None else None
-
-    def limit_device_bytes(self, nbytes: int) -> None:
-        """Limit plans of `save="auto"` to `nbytes` on the device, in addition to `OffloadOptions.max_device_bytes`.
-
-        New plans are made from the same profiles in the next passes.
-        """
-        if self._controller is not None:
-            self._controller.limit(nbytes)
 
     def disable(self) -> None:
         """Restore the model. Graphs that are alive stay valid; a second call does nothing."""
@@ -302,7 +287,6 @@ class ActivationOffloading:
             self._layers.append(weakref.ref(LayerForward(self, layer, module)))
 
     def _count_pass(self) -> None:
-        """Say at the second pass, once, why nothing left the device in the first; a plan of save="auto" may keep all."""
         self._passes += 1
         if self._passes == 2 and self.session.save != "auto" and (why := self.session.why_idle()):
             logger.warning(f"activation offloading: nothing left the device in the first pass: {why}")
@@ -344,14 +328,13 @@ def enable_activation_offloading(
 ) -> ActivationOffloading:
     """Offload the tensors that a model's layers save for backward, until backward needs them.
 
-    Call it before or after FSDP or DDP wraps the model. It does not change the module tree, the keys of the state dict or the
-    outputs.
+    Call it before or after FSDP or DDP wraps the model. Module tree, state-dict keys and outputs stay as they are.
 
     Args:
-        model: any module, wrapped by FSDP or not; of a trainer `trainer.model`.
-        enable_ckpt: offload the inputs of each layer and recompute the rest (this switches off transformers' own gradient
-            checkpointing); else offload every saved tensor. `OffloadOptions.save` has more modes.
-        options: see `OffloadOptions`; None: the defaults.
+        model: any module; of a trainer `trainer.model`.
+        enable_ckpt: offload the inputs of each layer and recompute the rest, in place of transformers' gradient checkpointing;
+            else offload every saved tensor. `OffloadOptions.save` has more modes.
+        options: None: the defaults of `OffloadOptions`.
         layers: modules, module names, classes or class names; None: see `find_layers`.
 
     Returns:
@@ -359,16 +342,19 @@ def enable_activation_offloading(
 
     Raises:
         TypeError: if `model` is no module, such as a trainer, or `options` no OffloadOptions.
-        ValueError: if no layer is found, or one is compiled by torch.jit, lazy and without shapes yet, or has an RReLU, if the
-            options contradict `enable_ckpt`, or if the model is already enabled with other options or layers.
-        DiskError: if the disk tier is asked for and its directory cannot be used.
+        ValueError: if no layer is found or one cannot be offloaded, if the options contradict `enable_ckpt`, or if the model is
+            already enabled with other options or layers.
+        DiskError: if the directory of the disk tier cannot be used.
     """
     if not isinstance(model, nn.Module):
         remedy = (
             "pass its attribute model" if isinstance(getattr(model, "model", None), nn.Module) else "pass the model"
         )
         raise TypeError(f"model: got {type(model).__name__}, expected a torch.nn.Module; {remedy}")
-    require_switch(enable_ckpt)
+    if not isinstance(enable_ckpt, bool):
+        raise TypeError(
+            f"enable_ckpt: got {enable_ckpt!r}, expected True or False; options go into options=OffloadOptions(...)"
+        )
     options = options_of(options)
     save = options.resolve_save(enable_ckpt)
     found = find_layers(model, layers)
@@ -420,18 +406,10 @@ def _check_layer(name: str, module: nn.Module, recomputes: bool) -> None:
 
 @contextlib.contextmanager
 def offload_activations(options: OffloadOptions | None = None) -> Iterator[ActivationOffloading]:
-    """Offload every tensor that autograd saves inside a block of code, until backward needs it.
+    """Offload every tensor that autograd saves inside a block of code, until backward needs it, inside or after the block.
 
-    Works on any code and changes no model. Parameters are not offloaded. Buffers are, since they cannot be told from
-    activations here. Backward may run inside or after the block.
-
-    Args:
-        options: see `OffloadOptions`; `save` may only be `"all"` or None.
-
-    Raises:
-        TypeError: if `options` is no OffloadOptions.
-        ValueError: if `save` asks for recomputation, which needs layers.
-        DiskError: if the disk tier is asked for and its directory cannot be used.
+    Parameters are not offloaded. Buffers are, since they cannot be told from activations here. For options and errors see
+    `enable_activation_offloading`; `save` may only be `"all"` or None, since recomputation needs layers.
     """
     options = options_of(options)
     save = options.resolve_save(enable_ckpt=False)

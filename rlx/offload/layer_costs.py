@@ -137,7 +137,6 @@ def layers_to_build(kinds: list[tuple[int | None, bool]]) -> int:
 
 
 def build(shape: dict[str, Any], case: Case, device: torch.device, dtype: torch.dtype) -> nn.Module:
-    """Return a model without a head, in train mode, with random weights on the device."""
     from transformers import AutoModel
 
     torch.manual_seed(0)
@@ -147,7 +146,6 @@ def build(shape: dict[str, Any], case: Case, device: torch.device, dtype: torch.
 
 
 def config_of(shape: dict[str, Any], case: Case) -> Any:
-    """Return the configuration of the shape with the layers and positions of the case."""
     from transformers import AutoConfig
 
     name = AutoConfig.for_model(**shape).attribute_map.get("num_hidden_layers", "num_hidden_layers")
@@ -162,12 +160,10 @@ def config_of(shape: dict[str, Any], case: Case) -> Any:
 
 
 def device_name(device: torch.device) -> str:
-    """Return the name of a device."""
     return "CPU" if device.type == "cpu" else str(torch.get_device_module(device.type).get_device_name(device))
 
 
 def to_json(value: Any) -> Any:
-    """Return dataclasses and named tuples as dicts, other tuples as lists, and anything else as it is."""
     value = vars(value) if is_dataclass(value) else value._asdict() if hasattr(value, "_asdict") else value
     if isinstance(value, dict):
         return {name: to_json(item) for name, item in value.items()}

@@ -41,7 +41,6 @@ class OffloadedTensor:
         self._layout = TensorLayout(tensor)
 
     def restore(self) -> Tensor:
-        """Return the tensor on fetched bytes; RuntimeError if the original was written to since."""
         layout = self._layout
         if not layout.is_untouched:
             raise modified_in_place(layout.shape, layout.dtype, layout.version, "but was written to after that")
@@ -63,7 +62,6 @@ class SaveAllCall(LayerCall):
         self.offloaded_bytes = 0
 
     def pack(self, tensor: Tensor) -> Packed:
-        """The pack hook."""
         if is_parameter(tensor):
             return kept(tensor)
         if (address := storage_address(tensor)) in self._fixed:
@@ -111,7 +109,6 @@ class RegionHooks:
         self._call: Callable[[], SaveAllCall | None] = lambda: None
 
     def pack(self, tensor: Tensor) -> Packed:
-        """The pack hook."""
         call = self._call()
         if call is None or call.offloaded_bytes >= BYTES_PER_CALL:
             call = SaveAllCall(self._session, self._layer, self._device_type, frozenset())

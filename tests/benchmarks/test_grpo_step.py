@@ -1,6 +1,7 @@
 """Inputs and settings of the runs, their table, and whole runs."""
 
 import json
+import os
 from argparse import Namespace
 
 import pytest
@@ -39,14 +40,8 @@ def test_the_table_has_medians_without_the_first_step(capsys):
     assert rows[1:] == [["ref", "1.250", "1.250"], ["step", "5.000", "2.500"], ["actor/tokens_saved", "-", "0.750"]]
 
 
-@pytest.mark.parametrize("wrong", [[KEY], [f"{KEY}=True", "--steps", "1"]])
-def test_a_comparison_of_nothing_is_refused(wrong, capsys):
-    with pytest.raises(SystemExit):
-        main(["--each", *wrong])
-    assert "expected KEY=VALUE,VALUE and at least 2 steps" in capsys.readouterr().err
-
-
 @pytest.mark.slow
+@pytest.mark.skipif(not os.environ.get("RLX_NIGHTLY"), reason="whole runs of a benchmark are tried nightly")
 def test_prompts_are_computed_once_in_whole_runs(tmp_path, capsys):
     size = ["--shape", "tiny", "--prompts", "2", "--samples", "4", "--prompt", "40", "--response", "8", "--steps", "2"]
     here = ["--device", "cpu", "actor_rollout_ref.rollout.name=hf", "trainer.device=cpu"]

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from benchmarks import learning
-from benchmarks.learning import PLAIN, Curve, read, table
+from benchmarks.learning import PLAIN
 
 
 def finished(folder, accuracies, reward=0.5):
@@ -48,27 +48,3 @@ def test_a_run_that_fails_says_how(command, tmp_path):
         command("--recipes", "RLOO", "--difficulties", "2", "--seeds", "1", "trainer.no_such_key=1")
     assert "no_such_key" in str(failed.value)
     assert not (tmp_path / "RLOO-2-1" / "report.png").exists()
-
-
-@pytest.mark.parametrize("choice", [("--recipes", "GRPO,SARSA"), ("--difficulties", "1,4")])
-def test_an_unknown_choice_is_refused(command, capsys, choice):
-    with pytest.raises(SystemExit):
-        command(*choice)
-    assert "expected some of" in capsys.readouterr().err
-
-
-def test_a_table_of_one_seed_has_no_spread():
-    found = table({(3, "PPO"): [Curve({0: 0.25, 10: 0.5}, {})]})
-    assert [list(column.cells) for column in found.columns] == [
-        ["3"],
-        ["PPO"],
-        ["25.0%"],
-        ["50.0%"],
-        ["+25.0"],
-        ["50.0%"],
-    ]
-
-
-def test_a_curve_is_read_by_step(tmp_path):
-    finished(tmp_path / "run", [0.25, 0.5])
-    assert read(tmp_path / "run") == Curve({0: 0.25, 10: 0.5}, {0: 0.5, 10: 0.5})

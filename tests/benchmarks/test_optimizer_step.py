@@ -11,12 +11,10 @@ from benchmarks.optimizer_step import (
     PROGRESS,
     STEP_PHASES,
     TIMES,
-    draw,
     header,
     in_own_process,
     line,
     parts,
-    together,
 )
 
 FIGURES = {
@@ -39,19 +37,16 @@ def test_a_step_of_each_kind_is_watched_from_forward_to_optimizer(model_folder, 
         # AdamW keeps two numbers and a count for each weight, all in bf16 but the count.
         assert static["gradients"] == static["weights"] > 0
         assert 2 * static["weights"] < static["optimizer"] < 2.5 * static["weights"]
-        # What is not in a phase is the way from the clock to the first operation, and back.
-        times = [figures["times"][name] for name in TIMES]
-        assert min(times) > 0 and 0.9 * figures["seconds"] < sum(times) < 1.1 * figures["seconds"]
+        assert min(figures["times"][name] for name in TIMES) > 0
     assert ours["times"]["hand-over"] > 0 and theirs["times"]["hand-over"] is None
     assert ours["static"]["weights"] == theirs["static"]["weights"]
     assert ours["host_bytes"] == 0, "no layer input is as large as min_bytes"
     assert theirs["host_bytes"] is None
 
 
-@pytest.mark.parametrize("mode", ["rlx", "checkpointing"])
-@pytest.mark.parametrize(("first_tokens", "expected"), [(16, [16, 64, 64]), (None, [64] * 3), (100, [64] * 3)])
-def test_the_step_before_the_measured_ones_may_be_shorter(mode, first_tokens, expected, model_folder, one_rank):
-    (seen,) = one_rank("step", "tokens_by_step", model_folder, mode, first_tokens)
+@pytest.mark.parametrize(("first_tokens", "expected"), [(16, [16, 64, 64]), (100, [64] * 3)])
+def test_the_step_before_the_measured_ones_may_be_shorter(first_tokens, expected, model_folder, one_rank):
+    (seen,) = one_rank("step", "tokens_by_step", model_folder, "rlx", first_tokens)
     assert seen == [tokens - 1 for tokens in expected], "nothing follows the last token, which no model reads"
 
 
@@ -61,14 +56,6 @@ def test_two_processes_share_a_sequence_and_the_state(model_folder):
     alone, shared = (in_own_process([*arguments, f"--gpus={count}"]) for count in (1, 2))
     for part in ("weights", "gradients"):
         assert shared["static"][part] == alone["static"][part] / 2
-
-
-def test_figures_of_processes_are_sums_of_host_memory_and_the_largest_of_the_rest():
-    slower = {**FIGURES, "seconds": 3.0, "peaks": {**FIGURES["peaks"], "head": 70e9}, "rounds": [3.0, 5.0]}
-    found = together([{**FIGURES, "rounds": [2.0, 6.0]}, slower])
-    assert found["seconds"] == 3.0 and found["rounds"] == [3.0, 6.0]
-    assert found["peaks"] == FIGURES["peaks"] and found["times"]["hand-over"] is None
-    assert found["host_bytes"] == 210e9 and found["process_bytes"] == 224e9 and found["reserved_bytes"] == 110e9
 
 
 @pytest.mark.parametrize(("options", "said"), [(["--gpus=2"], "set --modes rlx"), (["--modes=x"], "got x")])
@@ -94,11 +81,6 @@ def test_the_rest_is_what_the_dearest_phase_takes_beside_what_stays():
     assert header().count(" s ") == len(TIMES) + 1
     assert len(header()) == len(line("rlx", 524288, FIGURES)), "each figure stands under its name"
     assert line("plain", 8, {"error": "out of device memory"}).split()[1:] == ["8", "out", "of", "device", "memory"]
-
-
-def test_a_picture_shows_every_step(tmp_path):
-    draw([("rlx", 1024, FIGURES), ("checkpointing", 1024, FIGURES)], tmp_path / "memory.png")
-    assert (tmp_path / "memory.png").stat().st_size > 5_000
 
 
 @pytest.mark.parametrize(

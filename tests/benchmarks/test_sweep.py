@@ -1,4 +1,4 @@
-"""Model types compared with transformers alone: three in the quick half, a drawn tenth in all tests, all of them nightly."""
+"""Model types compared with transformers alone: three in the quick half, five drawn ones in all tests, all of them nightly."""
 
 import random
 import re
@@ -13,7 +13,7 @@ from benchmarks.sweep.replay import replay_error
 from benchmarks.sweep.run import CheckResult, outcomes_of
 from benchmarks.sweep.trainer import TinyModel
 from rlx.models.experts import _Choice
-from tests.tiny_models import config_of, rows, tiny_model, write_tiny
+from tests.tiny_models import config_of, rows, write_tiny
 
 ROOT = Path(__file__).parents[2]
 FEATURES = ["packed", "value", "boundary", "lora", "replay", "hf sampler"]
@@ -34,8 +34,8 @@ def test_no_outcome_of_these_is_wrong(row):
 
 
 @pytest.mark.slow
-def test_no_outcome_of_a_drawn_tenth_is_wrong():
-    drawn = random.Random(DRAW).sample(rows(), len(rows()) // 10)
+def test_no_outcome_of_five_drawn_types_is_wrong():
+    drawn = random.Random(DRAW).sample(rows(), 5)
     assert {row: found for row in drawn if (found := wrong(row, FEATURES))} == {}
 
 
@@ -44,7 +44,6 @@ def test_no_outcome_of_a_drawn_tenth_is_wrong():
     ("row", "status", "said"),
     [
         ("olmo2", "right", ""),  # vLLM runs it on transformers' class
-        ("falcon_h1", "right", ""),  # it carries states
         ("lfm2", "right", ""),  # vLLM reads keys that its configuration lacks, and has a kernel that is wrong for it
         ("apertus", "refused", "vLLM rounds .*alpha_p and 7 other .*rollout.name=hf"),
         ("bloom", "refused", "cannot take this model's weights .*lm_head.*rollout.name=hf"),
@@ -66,14 +65,6 @@ def test_a_replay_without_effect_is_noticed(tmp_path, monkeypatch):
     monkeypatch.setattr(_Choice, "_given", None)  # routers keep their own choice, in the reference too
     with pytest.raises(AssertionError, match="other experts change log-probs by 0e\\+00 only"):
         replay_error(TinyModel(tmp_path, torch.float64, "sdpa"))
-
-
-def test_weights_are_large_enough_for_masks_and_positions_to_matter():
-    model = tiny_model(config_of("gemma2"), torch.float32)
-    ids = torch.arange(3, 20)[None]
-    with torch.no_grad():
-        whole, cut = model(ids).logits[0, -1].log_softmax(-1), model(ids[:, -6:]).logits[0, -1].log_softmax(-1)
-    assert (whole - cut).abs().max() > 0.1
 
 
 def test_the_change_by_formula_is_that_of_adamw():
@@ -100,19 +91,6 @@ def test_a_difference_counts_as_a_share_of_its_tensors_change():
     assert largest_difference(found, wanted) == pytest.approx(0.5)
     found["none"][0] = float("nan")
     assert not largest_difference(found, wanted) <= 1e9
-
-
-def test_results_are_read_as_written(tmp_path):
-    results = {
-        "qwen3": {
-            "packed": CheckResult("right", 2e-6),
-            "lora": CheckResult("refused", None, "why"),
-            "all": CheckResult("wrong", 0.5),
-        }
-    }
-    write_results(tmp_path / "r.json", results, "torch 1")
-    assert read_results(tmp_path / "r.json") == (results, "torch 1")
-    assert read_results(tmp_path / "none.json") == ({}, "")
 
 
 def test_results_of_one_version_are_joined(tmp_path):

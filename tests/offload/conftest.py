@@ -1,6 +1,5 @@
 import copy
 import gc
-import math
 import os
 import sys
 from dataclasses import dataclass
@@ -12,7 +11,6 @@ import torch
 from torch import nn
 
 from rlx.offload import OffloadOptions, enable_activation_offloading
-from rlx.offload.recompute import saved_slots as slots
 from rlx.offload.storage.arena import host_arena
 from rlx.offload.storage.disk import extent_files
 
@@ -72,21 +70,14 @@ def saving(request):
     return {"enable_ckpt": request.param != "all", "save": request.param}
 
 
-@pytest.fixture(autouse=True)
-def ends_early(monkeypatch):
-    """Layers are recomputed as large ones are: what follows the last tensor that is saved is left out."""
-    monkeypatch.setattr(slots, "MIN_SKIPPED_FLOPS", 0.0)
-
-
 @pytest.fixture(params=MODES, ids="-".join)
-def mode(request, ends_early, monkeypatch):
-    """What to keep and where; on the disk nothing is left in the folder. There layers are recomputed whole, as small ones are."""
+def mode(request):
+    """What to keep and where; on the disk nothing is left in the folder."""
     save, tier = request.param
     chosen = {"enable_ckpt": save != "all", "save": save, "tier": tier}
     if tier != "disk":
         yield chosen
         return
-    monkeypatch.setattr(slots, "MIN_SKIPPED_FLOPS", math.inf)
     folder = request.getfixturevalue("tmp_path")
     yield {**chosen, "directory": str(folder)}
     assert os.listdir(folder) == []

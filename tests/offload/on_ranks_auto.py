@@ -5,7 +5,6 @@ import time
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 
 from rlx.offload import OffloadOptions, enable_activation_offloading
@@ -46,20 +45,3 @@ def planned(budgets):
     for _ in range(4):
         passed(model, 6)
     return handle.plan(), [parameter.grad.sum().item() for parameter in model.parameters()]
-
-
-def sharded_windows():
-    """Whether the profile of a pass counts what FSDP2 holds: of a model without FSDP2, and of one with it."""
-    found = []
-    for is_sharded in (False, True):
-        model, handle = enable((0, 0))
-        if is_sharded:
-            for layer in model[1]:
-                fully_shard(layer)
-        for _ in range(3):
-            passed(model, 6)
-        assert handle.plan() is not None
-        state = handle._controller._last.state
-        found.append((state.is_sharded, state.in_backward._sharding_bytes))
-        handle.disable()
-    return found

@@ -1,18 +1,15 @@
 """On CUDA: host memory registered with the driver, and the disk tier with its threads and streams."""
 
-import copy
 import gc
 import mmap
-import os
 import re
 from pathlib import Path
 
 import pytest
 import torch
 
-from rlx.offload import DiskError, HostArena, host_arena, trim
+from rlx.offload import HostArena
 from rlx.offload.storage.arena import Pages
-from rlx.offload.storage.disk import extent_file
 from rlx.offload.storage.ranges import MIN_STAGING_BYTES
 
 pytestmark = [
@@ -115,93 +112,21 @@ def test_copies_to_registered_memory_do_not_wait():
 
 
 @MODES
-@pytest.mark.parametrize("pin_memory", [True, False])
-@pytest.mark.parametrize("use_streams", [True, False])
-def test_gradients_are_equal(compare, model, tmp_path, enable_ckpt, pin_memory, use_streams):
-    options = {"tier": "disk", "directory": str(tmp_path), "pin_memory": pin_memory, "use_streams": use_streams}
-    stats = compare(model, step, enable_ckpt, **options)
-    assert stats.disk_bytes >= (2 * 6 - 1) * 4096 * WIDTH * 4  # the last layer finds its input still here
-    assert list(tmp_path.iterdir()) == []
-
-
-@MODES
 @pytest.mark.parametrize(
     "options",
     [{"prefetch_layers": n} for n in (0, 1, 3, 100)]
-    + [{"max_inflight_bytes": 0}, {"max_host_bytes": MIN_STAGING_BYTES}, {"max_host_bytes": 64 * MIB}],
+    + [
+        {"pin_memory": False},
+        {"use_streams": False},
+        {"max_inflight_bytes": 0},
+        {"max_host_bytes": MIN_STAGING_BYTES},
+        {"max_host_bytes": 64 * MIB},
+    ],
     ids=str,
 )
 def test_gradients_are_equal_on_any_schedule(compare, model, tmp_path, enable_ckpt, options):
-    compare(model, step, enable_ckpt, tier="disk", directory=str(tmp_path), **options)
-
-
-@MODES
-def test_many_steps_and_dropped_graphs_with_one_file(enable, toys, model, tmp_path, enable_ckpt):
-    expected = toys.grade(copy.deepcopy(model), step)
-    handle = enable(model, enable_ckpt, tier="disk", directory=str(tmp_path), prefetch_layers=3)
-    expected.assert_equal(toys.grade(model, step))
-    size = handle.stats().disk_reserved_bytes
-    for number in range(8):
-        torch.manual_seed(7)
-        loss = step(model)
-        if number % 2:  # what was fetched ahead for the lower layers is never used
-            torch.autograd.grad(loss, model.layers[4].up.weight)
-        del loss
-        assert handle.stats().held_bytes == 0
-        scratch = [torch.full((4096, WIDTH), float(number), device="cuda") for _ in range(12)]
-        expected.assert_equal(toys.grade(model, step))
-        assert all(bool((tensor == number).all()) for tensor in scratch)
-        step(model, rows=100 + 300 * number).backward()
-    assert handle.stats().disk_reserved_bytes <= 2 * size + 64 * MIB  # a dropped graph's extents may still be in use
-    assert handle.stats().held_bytes == 0
-
-
-@MODES
-@pytest.mark.parametrize("what", ["write", "read"])
-def test_a_failing_disk_is_an_error_in_backward_and_the_next_step_is_clean(
-    enable, toys, model, tmp_path, enable_ckpt, what
-):
-    expected = toys.grade(copy.deepcopy(model), step)
-    handle = enable(model, enable_ckpt, tier="disk", directory=str(tmp_path))
-    expected.assert_equal(toys.grade(model, step))
-    model.zero_grad(set_to_none=True)
-    torch.cuda.synchronize()
-    gc.collect()
-    allocated = torch.cuda.memory_allocated()
-    file = extent_file(str(tmp_path))
-    good = os.dup(file.descriptor)
-
-    def break_with(path):
-        broken = os.open(path, os.O_RDWR)
-        os.dup2(broken, file.descriptor)
-        os.close(broken)
-
-    if what == "write":
-        break_with("/dev/full")
-    loss = step(model)
-    if what == "read":
-        file.drain()
-        break_with("/dev/null")
-    with pytest.raises(DiskError, match=f"failed to {what}"):
-        loss.backward()
-    os.dup2(good, file.descriptor)
-    os.close(good)
-    del loss
-    model.zero_grad(set_to_none=True)
-    torch.cuda.synchronize()
-    gc.collect()
-    assert handle.stats().held_bytes == 0
-    assert torch.cuda.memory_allocated() == allocated
-    expected.assert_equal(toys.grade(model, step))
-
-
-def test_what_host_memory_has_no_room_for_goes_to_disk(compare, model, tmp_path, caplog):
-    host_arena(True).trim()
-    stats = compare(model, step, True, directory=str(tmp_path), max_host_bytes=32 * MIB)
-    assert stats.kept_bytes == 0
-    assert 0 < stats.disk_bytes < 2 * stats.offloaded_bytes
-    assert host_arena(True).reserved_bytes <= 32 * MIB
-    assert caplog.text.count("host memory is full") == 1
+    stats = compare(model, step, enable_ckpt, tier="disk", directory=str(tmp_path), **options)
+    assert stats.disk_bytes >= (2 * 6 - 1) * 4096 * WIDTH * 4  # the last layer finds its input still here
 
 
 def test_reads_and_writes_overlap_compute(enable, toys, tmp_path):
@@ -227,17 +152,5 @@ def test_reads_and_writes_overlap_compute(enable, toys, tmp_path):
         model(x).backward()
     torch.cuda.synchronize()
     stats = handle.stats().since(warm)
-    print(stats, stats.disk_gb_per_s, stats.copy_gb_per_s, stats.overlap)
     assert 0 < stats.disk_bytes <= stats.copied_bytes  # what is used up before its turn comes is never written
     assert stats.overlap > 0.3
-
-
-def test_trim_gives_everything_back(enable, model, tmp_path):
-    handle = enable(model, True, tier="disk", directory=str(tmp_path))
-    step(model).backward()
-    torch.cuda.synchronize()
-    gc.collect()
-    assert handle.stats().reserved_bytes > 0
-    assert trim() > 0
-    assert (handle.stats().reserved_bytes, handle.stats().disk_reserved_bytes) == (0, 0)
-    step(model).backward()

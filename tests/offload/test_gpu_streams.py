@@ -81,21 +81,6 @@ def test_every_attention_kernel(compare, toys, saving, kernel, where, dropout):
         assert stats.offloaded_bytes >= 3 * 6 * hidden  # input, q, k, v, attention, o
 
 
-@pytest.mark.parametrize("mask", ["none", "bool", "float"])
-def test_masks_under_efficient_attention(compare, toys, saving, mask):
-    model = toys.stack(lambda: toys.attend(WIDTH, 8, 8), blocks=3, width=WIDTH).to("cuda", torch.bfloat16)
-    keep = torch.ones(1024, 1024, dtype=torch.bool, device="cuda").tril()
-    keep = keep.expand(4, 8, 1024, 1024)
-    table = {"none": None, "bool": keep, "float": torch.zeros_like(keep, dtype=torch.bfloat16).masked_fill(~keep, -1e9)}
-
-    def step(model):
-        return model(tokens(), mask=table[mask])
-
-    with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
-        assert_repeats(toys, model, step)
-        compare(model, step, **saving)
-
-
 def test_lengths_that_kernels_pad(compare, toys, saving, decoder):
     """Log-sum-exp and outputs have padded shapes at odd lengths and head sizes."""
 
@@ -107,17 +92,6 @@ def test_lengths_that_kernels_pad(compare, toys, saving, decoder):
     compare(decoder, step, **saving)
     narrow = toys.stack(lambda: toys.attend(80, 4, 2), blocks=3, width=80).to("cuda", torch.bfloat16)
     compare(narrow, lambda m: m(tokens(77, width=80)), **saving)
-
-
-def test_autocast(compare, toys, saving):
-    model = toys.stack(lambda: toys.attend(WIDTH, 8, 4, dropout=0.1), blocks=3, width=WIDTH).cuda()
-
-    def step(model):
-        with torch.autocast("cuda", dtype=torch.bfloat16):
-            loss = model(tokens().float())
-        return loss.float()
-
-    compare(model, step, **saving)
 
 
 def assert_memory_returns_to(allocated):
@@ -188,21 +162,6 @@ def test_backward_under_another_stream_than_forward(compare, decoder, saving):
         return loss.detach()
 
     compare(decoder, step, **saving)
-
-
-def test_layers_on_streams_of_their_own(compare, toys, saving):
-    class OnASide(toys.attend):
-        def forward(self, x):
-            main, side = torch.cuda.current_stream(), torch.cuda.Stream()
-            side.wait_stream(main)
-            with torch.cuda.stream(side):
-                y = super().forward(x)
-            main.wait_stream(side)
-            y.record_stream(main)
-            return y
-
-    model = toys.stack(lambda: OnASide(WIDTH, 8, 4), blocks=4, width=WIDTH).to("cuda", torch.bfloat16)
-    compare(model, read, **saving)
 
 
 class Beside(nn.Module):

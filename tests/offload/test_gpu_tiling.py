@@ -60,18 +60,6 @@ def test_gradients_are_near_and_the_peak_is_that_of_a_tile(save):
     assert peaks[0] - peaks[1] >= 3 * TOKENS * INNER * 2, "of at least five such tensors those of one tile are left"
 
 
-def test_no_layer_of_a_model_shows_itself_twice():
-    model = build()
-    enable_tiling(model, TILE)
-    calls = []
-    model.layers[0].mlp.act_fn.register_forward_hook(lambda *_: calls.append(1))
-    step(model)
-    first = len(calls)
-    step(model)
-    assert len(calls) - first == 2 * TOKENS // TILE
-    assert first - 2 * TOKENS // TILE == 3, "the whole and its halves"
-
-
 def test_an_mlp_on_several_streams_keeps_its_gradients(caplog):
     caplog.set_level(logging.INFO, "rlx.offload")
     plain, tiled = build(), build()

@@ -67,26 +67,6 @@ def test_gradients_of_some_parameters(compare, toys, mode, wanted):
     compare(toys.decoder(dropout=0.1), step, **mode)
 
 
-def test_outputs_of_a_layer_that_run_backward_one_after_the_other(compare, toys, mode):
-    class Two(type(toys.decoder().layers[0])):
-        def forward(self, x):
-            y = super().forward(x)
-            return y, torch.tanh(self.q(y)) * torch.exp(self.k(y)).repeat(1, 1, 2)
-
-    def step(model):
-        x = model.embed(toys.tokens())
-        sides = []
-        for layer in model.layers:
-            x, side = layer(x)
-            sides.append(side)
-        loss = x.sum()
-        for side in (sides[1], sides[2], sides[0]):
-            side.sum().backward(retain_graph=True)
-        return loss
-
-    compare(toys.stack(Two, width=16), step, **mode)
-
-
 def test_double_backward(compare, toys, mode):
     def step(model):
         x = toys.tokens().requires_grad_()

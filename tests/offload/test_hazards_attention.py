@@ -36,14 +36,6 @@ def dropout_in_attention_alone(m, x):
 
 
 @layer
-def random_numbers_on_both_sides_of_each_part(m, x):
-    q = F.dropout(m.q(x + 0.1 * torch.randn_like(x)), 0.2)
-    k = m.k(F.dropout(x, 0.2)) * torch.rand(())
-    a = m.attend(q, k, m.v(x), dropout_p=0.2) * torch.rand(())
-    return F.dropout(m.o(F.dropout(a, 0.2)), 0.2) + m.mlp(torch.rand_like(x) * x)
-
-
-@layer
 def writes_to_projections(m, x):
     """A linear layer does not save its output, so that writing to it is legal."""
     q, k, v = m.q(x), m.k(x), m.v(x)
@@ -77,29 +69,9 @@ def fused_projection_split(m, x):
 
 
 @layer
-def fused_projection_unbound(m, x):
-    q, k, v = m.qkv(m.norm(x)).view(2, 6, 3, 4, 4).permute(2, 0, 3, 1, 4).unbind(0)
-    return x + m.o(m.merge(F.scaled_dot_product_attention(q, k, v, is_causal=True)))
-
-
-@layer
-def fused_projection_of_slices(m, x):
-    qkv = m.qkv(x)
-    q, kv = qkv[..., :16], qkv[..., 16:].view(2, 6, 2, 16)
-    return x + m.o(m.attend(q, kv[:, :, 0], kv[:, :, 1])) + kv.sin().sum()
-
-
-@layer
 def grouped_queries(m, x):
     q, k, v = m.split(m.q(x)), m.split(m.narrow(x)), m.split(m.narrow(x).sin())
     return x + m.mlp(m.o(m.merge(F.scaled_dot_product_attention(q, k, v, enable_gqa=True))))
-
-
-@layer
-def grouped_queries_repeated(m, x):
-    k = m.split(m.narrow(x)).repeat_interleave(2, 1)
-    v = m.split(m.narrow(x))[:, :, None].expand(2, 2, 2, 6, 4).reshape(2, 4, 6, 4)
-    return x + m.mlp(m.o(m.merge(F.scaled_dot_product_attention(m.split(m.q(x)), k, v))))
 
 
 @layer
@@ -112,11 +84,6 @@ def one_head_of_keys_expanded(m, x):
 def queries_keys_and_values_are_one(m, x):
     y = m.split(m.q(x))
     return x + m.o(m.merge(F.scaled_dot_product_attention(y, y, y, scale=0.3)))
-
-
-@layer
-def mask_of_bool(m, x):
-    return x + m.mlp(m.o(m.attend(m.q(x), m.k(x), m.v(x), attn_mask=causal(torch.bool))))
 
 
 @layer
@@ -138,14 +105,6 @@ def mask_that_hides_everything(m, x):
 
 
 @layer
-def arguments_by_name(m, x):
-    a = F.scaled_dot_product_attention(
-        value=m.split(m.v(x)), key=m.split(m.k(x)), query=m.split(m.q(x)), is_causal=True
-    )
-    return x + F.linear(weight=m.o.weight, input=m.merge(a), bias=m.o.bias)
-
-
-@layer
 def inputs_that_are_not_contiguous(m, x):
     y = x.transpose(0, 1)
     q, k, v = (m.split(part(y).transpose(0, 1)) for part in (m.q, m.k, m.v))
@@ -154,18 +113,8 @@ def inputs_that_are_not_contiguous(m, x):
 
 
 @layer
-def three_dimensions(m, x):
-    return x + m.o(F.scaled_dot_product_attention(m.q(x), m.k(x), m.v(x)))
-
-
-@layer
 def one_weight_in_two_places(m, x):
     return x + m.mlp(m.o(m.attend(m.q(x), m.q(m.norm(x)), m.q(x))))
-
-
-@layer
-def the_same_call_twice(m, x):
-    return x + m.o(m.attend(m.q(x), m.k(x), m.v(x))) * m.o(m.attend(m.q(x), m.k(x), m.v(x)))
 
 
 @layer
@@ -177,14 +126,6 @@ def adapters(m, x):
 
 
 @layer
-def weights_that_are_computed(m, x):
-    weight = F.normalize(m.q.weight, dim=-1)
-    straight_through = m.k.weight + (m.k.weight.round(decimals=1) - m.k.weight).detach()
-    own = x.mean((0, 1))[:, None] * m.v.weight
-    return x + m.mlp(m.o(m.attend(F.linear(x, weight), F.linear(x, straight_through), F.linear(x, own, own[0]))))
-
-
-@layer
 def two_attentions(m, x):
     x = x + m.o(m.attend(m.q(x), m.k(x), m.v(x), is_causal=True))
     memory = torch.tanh(m.other(x))
@@ -192,23 +133,9 @@ def two_attentions(m, x):
 
 
 @layer
-def attention_beside_mlp(m, x):
-    h = m.norm(x)
-    return x + m.mlp(h) + m.o(m.attend(m.q(h), m.k(h), m.v(h)))
-
-
-@layer
 def mlp_before_attention(m, x):
     x = x + m.mlp(m.norm(x))
     return x + m.o(m.attend(m.q(x), m.k(x), m.v(x)))
-
-
-@layer
-def norms_on_everything(m, x):
-    q, k = F.normalize(m.split(m.q(x)), dim=-1), F.normalize(m.split(m.k(x)), dim=-1)
-    a = m.merge(F.scaled_dot_product_attention(q, k, m.split(m.v(x))))
-    x = x + m.norm(m.o(m.norm(a)))
-    return x + m.norm(m.mlp(m.norm(x)))
 
 
 @layer
@@ -222,24 +149,9 @@ def a_projection_is_the_output(m, x):
 
 
 @layer
-def gates(m, x):
-    """Outputs of linear layers that later operations save."""
-    q = m.q(x)
-    a = m.attend(q, m.k(x), m.v(x))
-    return x + m.o(a * torch.sigmoid(q)) * torch.exp(a) * q.cos()
-
-
-@layer
 def without_linear_layers(m, x):
     q, k, v = torch.addmm(m.qkv.bias, x.flatten(0, 1), m.qkv.weight.t()).view(2, 6, -1).chunk(3, -1)
     return x + m.attend(q, k, v) @ m.o.weight
-
-
-@layer
-def attention_written_out(m, x):
-    q, k, v = m.split(m.q(x)), m.split(m.k(x)), m.split(m.v(x))
-    weights = F.dropout(torch.softmax(q @ k.mT * 0.5, -1), 0.1)
-    return x + m.mlp(m.o(m.merge(weights @ v)))
 
 
 @layer
@@ -247,14 +159,6 @@ def attention_without_gradient(m, x):
     with torch.no_grad():
         a = m.attend(m.q(x), m.k(x), m.v(x))
     return x + m.mlp(m.o(a)) + m.other(a)
-
-
-@layer
-def some_parts_without_gradient(m, x):
-    with torch.no_grad():
-        k = m.k(x)
-    q, v = m.q(x.detach()), m.v(x).detach()
-    return x + m.mlp(m.o(m.attend(q, k, v)))
 
 
 @layer
@@ -301,41 +205,6 @@ def is_dropped_at_random(m, x):
     if torch.rand(()) < 0.6:
         return x
     return x + m.mlp(m.o(m.attend(m.q(x), m.k(x), m.v(x))))
-
-
-@layer
-def fails_and_goes_on(m, x):
-    q, k, v = m.split(m.q(x)), m.split(m.k(x)), m.split(m.v(x))
-    try:
-        a = F.scaled_dot_product_attention(q, k[..., :2], v)
-    except RuntimeError:
-        a = F.scaled_dot_product_attention(q, k, v)
-    try:
-        m.o(a)
-    except RuntimeError:
-        a = m.o(m.merge(a))
-    return x + m.mlp(a)
-
-
-@layer
-def one_by_one_over_the_batch(m, x):
-    return x + torch.cat([m.o(m.attend(m.q(row), m.k(row), m.v(row))) for row in x.split(1)])
-
-
-@layer
-def keys_of_another_precision(m, x):
-    q, k, v = (part(x).double() for part in (m.q, m.k, m.v))
-    return x + m.mlp(m.o(m.attend(q, k, v).float()))
-
-
-@layer
-def autocast_inside(m, x):
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        q, k = m.q(x), m.k(x)
-        with torch.autocast("cpu", enabled=False):
-            v = m.v(x.float())
-        y = m.o(m.attend(q, k, v))
-    return x + m.mlp(y.float())
 
 
 @layer

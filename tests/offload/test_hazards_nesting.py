@@ -7,7 +7,7 @@ import pytest
 import torch
 from own_attention import OwnAttention
 from torch import nn
-from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
@@ -50,35 +50,16 @@ def hooks_around(part):
     return forward
 
 
-def saved_on_the_host(m, x):
-    with save_on_cpu():
-        y = attention(m, x)
-    return x + m.mlp(y)
-
-
 def function_mode(m, x):
     with Doubles():
         y = m.o(m.attend(m.q(x), m.k(x), m.v(x)))
     return x + m.mlp(y)
 
 
-def function_mode_around_attention_alone(m, x):
-    q, k, v = m.q(x), m.k(x), m.v(x)
-    with Doubles():
-        y = m.attend(q, k, v)
-    return x + m.mlp(m.o(y))
-
-
 def dispatch_mode(m, x):
     with Counts() as counts:
         y = attention(m, x)
     assert counts.calls > 0
-    return x + m.mlp(y)
-
-
-def default_device(m, x):
-    with torch.device("cpu"):
-        y = attention(m, x) + torch.zeros(16)
     return x + m.mlp(y)
 
 
@@ -109,16 +90,6 @@ def swapped_weights(m, x):
     return x + m.mlp(m.o(m.attend(q, m.k(x), m.v(x))))
 
 
-def detected_anomalies(m, x):
-    with torch.autograd.set_detect_anomaly(True):
-        return x + m.mlp(attention(m, x))
-
-
-def recorded_for_the_profiler(m, x):
-    with torch.profiler.record_function("layer"):
-        return x + m.mlp(attention(m, x))
-
-
 NESTED = {
     "hooks_around_attention": hooks_around("attention"),
     "hooks_around_mlp": hooks_around("mlp"),
@@ -128,22 +99,16 @@ NESTED = {
     **{
         function.__name__: function
         for function in (
-            saved_on_the_host,
             function_mode,
-            function_mode_around_attention_alone,
             dispatch_mode,
-            default_device,
             own_function,
             vectorized,
             swapped_weights,
-            detected_anomalies,
-            recorded_for_the_profiler,
         )
     },
 }
 
 
-@pytest.mark.filterwarnings("ignore:Anomaly Detection")
 @pytest.mark.parametrize("name", NESTED)
 def test_inside_a_layer(compare_layer, saving, name):
     compare_layer(NESTED[name], **saving)
@@ -165,7 +130,6 @@ class Around:
     """What a user may put around a model's forward, around its backward, or around both."""
 
     hooks = staticmethod(lambda: saved_tensors_hooks(lambda t: t.detach().clone(), lambda t: t))
-    on_host = staticmethod(save_on_cpu)
     function_mode = staticmethod(Passes)
     dispatch_mode = staticmethod(Counts)
     default_device = staticmethod(lambda: torch.device("cpu"))
@@ -173,7 +137,6 @@ class Around:
     autocast = staticmethod(lambda: torch.autocast("cpu", dtype=torch.bfloat16))
     anomalies = staticmethod(torch.autograd.detect_anomaly)
     one_thread = staticmethod(lambda: torch.autograd.set_multithreading_enabled(False))
-    profiler = staticmethod(lambda: torch.profiler.profile())
 
 
 @pytest.mark.filterwarnings("ignore:Anomaly Detection")
@@ -201,16 +164,6 @@ def test_a_users_checkpoint_around_the_model(compare, toys, saving, use_reentran
     compare(toys.decoder(dropout=0.1), step, **saving)
 
 
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_a_users_checkpoint_around_two_layers(compare, toys, saving, use_reentrant):
-    def step(model):
-        x = model.embed(toys.tokens())
-        first, second, third = model.layers
-        return third(checkpoint(lambda x: second(first(x)), x, use_reentrant=use_reentrant)).sum()
-
-    compare(toys.decoder(dropout=0.1), step, **saving)
-
-
 def halved(model):
     return {name: p * 0.5 for name, p in model.named_parameters()}
 
@@ -221,34 +174,6 @@ class Swapped:
     @staticmethod
     def results(model, ids):
         return torch.func.functional_call(model, halved(model), (ids,))
-
-    @staticmethod
-    def leaves(model, ids):
-        own = {name: nn.Parameter(p.detach() * 0.5) for name, p in model.named_parameters()}
-        loss = torch.func.functional_call(model, own, (ids,))
-        grads = torch.autograd.grad(loss, list(own.values()), allow_unused=True)
-        for p, grad in zip(model.parameters(), grads, strict=True):
-            p.grad = grad
-        return loss.detach()
-
-    @staticmethod
-    def some(model, ids):
-        weights = {name: p for name, p in halved(model).items() if "layers.1" in name}
-        return torch.func.functional_call(model, weights, (ids,))
-
-    @staticmethod
-    def nested(model, ids):
-        class Inner(nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.model = model
-
-            def forward(self, ids):
-                weights = {name: p * 3.0 for name, p in self.model.named_parameters() if "q" in name}
-                return torch.func.functional_call(self.model, weights, (ids,)) + self.model(ids)
-
-        outer = Inner()
-        return torch.func.functional_call(outer, halved(outer), (ids,))
 
     @staticmethod
     def twice(model, ids):

@@ -35,36 +35,6 @@ def test_an_optimizer_that_steps_inside_backward(enable, toys, mode):
     assert all(map(torch.equal, train(model), expected))
 
 
-@pytest.mark.parametrize("wanted", ["layers.1.k.weight", "layers.0.mlp.norm.bias", "embed.weight"])
-def test_backward_into_some_inputs(compare, toys, saving, wanted):
-    def step(model):
-        loss = toys.read(model)
-        loss.backward(inputs=[model.get_parameter(wanted)], retain_graph=True)
-        return loss
-
-    compare(toys.decoder(dropout=0.1), step, **saving)
-
-
-def test_gradients_in_a_batch(enable, toys, saving):
-    def jacobian(model):
-        with sdpa_kernel(SDPBackend.MATH):  # the fused kernels have no batching rule
-            y = model.layers[1](model.layers[0](model.embed(toys.tokens())))
-            directions = torch.eye(4 * 16).view(4 * 16, 2, 2, 16)
-            outputs = y[:, :2]
-            parameters = [model.layers[0].q.weight, model.layers[1].mlp.up.bias]
-            return torch.autograd.grad(outputs, parameters, directions, is_grads_batched=True)
-
-    model = toys.decoder()
-    expected = jacobian(model)
-    enable(model, **saving)
-    try:
-        got = jacobian(model)
-    except RuntimeError as error:
-        assert "vmap" in str(error) or "recompute" in str(error)
-        return
-    assert all(map(torch.equal, got, expected))
-
-
 def test_forward_mode_differentiation(enable, toys, saving):
     def tangent(model):
         with sdpa_kernel(SDPBackend.MATH), forward_ad.dual_level():
@@ -157,30 +127,6 @@ def test_lists_in_arguments_are_as_plain_autograd_leaves_them(enable, toys, savi
     expected = toys.grade(copy.deepcopy(model), step)
     enable(model, **saving)
     expected.assert_equal(toys.grade(model, step))
-
-
-def test_penalty_on_the_gradient_of_the_input(compare, toys, saving):
-    """Two backward passes through one graph, the second through the first."""
-
-    def step(model):
-        with sdpa_kernel(SDPBackend.MATH):
-            x = toys.tokens().requires_grad_()
-            loss = model(x)
-            (grad,) = torch.autograd.grad(loss, x, create_graph=True)
-            return loss + grad.norm()
-
-    compare(toys.decoder(dropout=0.1, attention_dropout=0.1), step, **saving)
-
-
-def test_fake_tensors(enable, toys, saving):
-    """Memory is estimated with tensors that have none."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    with FakeTensorMode():
-        model = toys.decoder()
-        enable(model, **saving)
-        model(torch.empty(2, 6, 16)).backward()
-        assert all(p.grad is not None for p in model.parameters())
 
 
 KINDS = {

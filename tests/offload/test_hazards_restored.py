@@ -9,15 +9,6 @@ def asks_whether_it_is_a_leaf(m, x):
     return x + m.o(m.attend(m.q(x), m.k(x), m.v(2 * x if x.is_leaf else x)))
 
 
-def asks_where_it_comes_from(m, x):
-    return x + m.o(m.attend(m.q(x), m.k(x), m.v(x if x.grad_fn is None else 3 * x)))
-
-
-def asks_whether_a_projection_is_a_leaf(m, x):
-    queries = m.q(x)
-    return x + m.o(m.attend(2 * queries if queries.is_leaf else queries, m.k(x), m.v(x)))
-
-
 def asks_for_the_gradient_of_its_input(m, x):
     (slope,) = torch.autograd.grad((3.0 * x).sum(), x)
     return slope * x + m.o(m.attend(m.q(x), m.k(x), m.v(x)))
@@ -52,8 +43,6 @@ LAYERS = {
     layer.__name__: layer
     for layer in (
         asks_whether_it_is_a_leaf,
-        asks_where_it_comes_from,
-        asks_whether_a_projection_is_a_leaf,
         asks_for_the_gradient_of_its_input,
         asks_for_the_gradient_of_a_projection,
         writes_to_what_an_unused_branch_has_saved,
@@ -101,20 +90,3 @@ def test_compiled_parts_under_autocast(enable, toys, saving):
     model = toys.stack(Compiled, width=16)
     enable(model, **saving)
     expected.assert_equal(toys.grade(model, step))
-
-
-def test_a_product_into_a_given_tensor_under_autocast(compare, toys, saving):
-    """Autocast leaves such a call as it is."""
-
-    def forward(m, x):
-        table = torch.zeros(12, 16)
-        with torch.no_grad():
-            torch.mm(x.float().view(12, 16), m.other.weight, out=table)
-        return table.view(2, 6, 16) * x + m.o(m.attend(m.q(x), m.k(x), m.v(x)))
-
-    def step(model):
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            loss = toys.read(model)
-        return loss.float()
-
-    compare(toys.stack(lambda: toys.kit(forward), width=16), step, **saving)

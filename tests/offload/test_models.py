@@ -1,8 +1,5 @@
 """Real transformers architectures: gradients bit for bit as without the engine."""
 
-import copy
-import logging
-
 import pytest
 import torch
 import transformers
@@ -101,31 +98,6 @@ def test_steps_of_other_kinds(compare, name, kind, saving):
     compare(build(name), STEPS[kind], **saving)
 
 
-def test_gradient_checkpointing_of_transformers_is_switched_off_and_on_again(caplog):
-    caplog.set_level(logging.INFO, "rlx.offload")
-    model = build("qwen2")
-    expected = step(copy.deepcopy(model).eval()).item()
-    model.gradient_checkpointing_enable()
-    handle = enable_activation_offloading(model, True, OffloadOptions(min_bytes=0))
-    assert not model.is_gradient_checkpointing
-    assert "gradient checkpointing of transformers is switched off" in caplog.text
-    loss = step(model)
-    live = step(model)
-    loss.backward()
-    handle.disable()
-    assert model.is_gradient_checkpointing
-    live.backward()  # recomputed by the engine, not by transformers as well
-    assert handle.stats().held_bytes == 0
-    assert step(copy.deepcopy(model).eval()).item() == expected
-
-
-def test_gradient_checkpointing_of_transformers_under_save_all(compare):
-    model = build("qwen2")
-    model.gradient_checkpointing_enable()
-    compare(model, step, False)
-    assert model.is_gradient_checkpointing
-
-
 def test_generation_is_untouched():
     model = build("qwen3").eval()
     ids = torch.arange(1, 9)[None]
@@ -138,16 +110,6 @@ def test_generation_is_untouched():
         assert model(ids[:, :1], past_key_values=cache).past_key_values.get_seq_length() == 9
     handle.disable()
     assert handle.stats().offloaded_bytes == 0
-
-
-def test_a_filled_cache_is_refused_in_training():
-    model = build("qwen3")
-    handle = enable_activation_offloading(model, True, OffloadOptions(min_bytes=0))
-    with torch.no_grad():
-        cache = model(torch.arange(1, 9)[None]).past_key_values
-    with pytest.raises(ValueError, match="key/value cache that is filled"):
-        model(torch.arange(1, 9)[None], past_key_values=cache)
-    handle.disable()
 
 
 @pytest.mark.parametrize("name", ["qwen2", "gemma3", "gpt2"])

@@ -109,18 +109,3 @@ def test_nothing_grows(toys, enable, mode):
     process = psutil.Process()
     before, after = soak(toys, enable, mode, "cpu", 96, lambda: process.memory_info().rss)
     assert after - before < 6 * MIB  # the inputs of the layers, leaked in each step, would be 11
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_nothing_grows_on_the_gpu(toys, enable, mode):
-    def figures():
-        torch.cuda.synchronize()
-        # What is cached beside it follows the disk's pace, by which more or less of what comes back is there at once.
-        torch.cuda.empty_cache()
-        return torch.cuda.memory_allocated(), torch.cuda.memory_reserved(), psutil.Process().memory_info().rss
-
-    before, after = soak(toys, enable, mode, "cuda", 2048, figures)
-    assert after[0] == before[0]
-    assert after[1] <= before[1] + 32 * MIB
-    assert after[2] - before[2] < 16 * MIB

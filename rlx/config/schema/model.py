@@ -41,11 +41,6 @@ class ActivationOffloadConfig:
         "max_device_bytes",
         "Most bytes that `save=auto` holds on the device for backward; auto: the memory besides weights, states and a margin.",
     )
-    cache_directory: str | None = _option(
-        "cache_directory",
-        "No effect; earlier versions kept measurements of `save=auto` there.",
-        is_path=True,
-    )
 
 
 TOKENIZER_FILES = (

@@ -34,11 +34,12 @@ import torch
 from torch import Tensor, nn
 
 from rlx.offload.autotune.measure import (
-    DeviceMemoryProbe,
     Inputs,
     LayerProfile,
     PassProfile,
     PassState,
+    allocated_bytes,
+    capacity_bytes,
     measured,
     planned,
 )
@@ -78,7 +79,6 @@ class LengthBucket:
         self._sampled_layers: dict[int, LayerProfile] = {}
 
     def sees_calls(self, layer_index: int) -> bool:
-        """Return whether this pass profiles the calls of a layer."""
         return self._sampled_passes is None or layer_index % LAYER_STRIDE == self._sampled_passes % LAYER_STRIDE
 
     def begin_measuring(self, state: PassState) -> None:
@@ -161,17 +161,9 @@ class PlanController:
         return profile
 
     def measurement(self) -> PassProfile | None:
-        """Return the profile of the latest pass's length; None if there is none yet."""
         if self._last is not None:
             self._collect(self._last)
         return None if self._last is None else self._last.profile
-
-    def limit(self, device_bytes: int) -> None:
-        """Discard all plans; new ones hold at most `device_bytes` on the device."""
-        self.limits.most_bytes = device_bytes
-        self.plan = None
-        for bucket in self._buckets.values():
-            bucket.plan = None
 
     def _begin_pass(self, bucket: LengthBucket, tensors: Sequence[Tensor]) -> None:
         bucket.passes += 1
@@ -181,7 +173,7 @@ class PlanController:
         if bucket.plan is not None and isinstance(self._session.options.max_device_bytes, str):
             inputs = Inputs.of(tensors)
             own_bytes = sum(inputs.memory.values()) + sum(inputs.shared.values()) + self.limits.gathered_bytes()
-            baseline_bytes = max(0, DeviceMemoryProbe(bucket.device).look()[0] - own_bytes)
+            baseline_bytes = max(0, allocated_bytes(bucket.device)[0] - own_bytes)
             self.limits.note_room(bucket.device, baseline_bytes, self.limits.pending_bytes())
             if self.limits.has_shrunk(bucket.device_bytes):  # Note [states that come later]
                 bucket.plan = None
@@ -192,7 +184,6 @@ class PlanController:
         self.plan = bucket.plan or self.plan
 
     def _collect(self, bucket: LengthBucket) -> None:
-        """Take the profile of a measured pass, if it is complete, and note the device memory that was free for it."""
         if bucket.take():
             self.limits.note_room(bucket.device, bucket.state.baseline_bytes, bucket.state.pending_bytes)
 
@@ -225,7 +216,6 @@ class PlanController:
 
 
 def has_collectives(module: nn.Module) -> bool:
-    """Return whether a layer communicates in its forward: it has tensor-parallel weights, or FSDP units inside."""
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return False
     from torch.distributed.tensor import DTensor
@@ -239,7 +229,6 @@ class StepLimits:
 
     def __init__(self, session: OffloadSession, parameters: Callable[[], Iterable[nn.Parameter]]) -> None:
         self.room_bytes: int | None = None  # device memory for a step, the least found so far; None: not measured yet
-        self.most_bytes: int | None = None  # set when the device has run out of memory
         self._session = session
         self._parameters = parameters
         self._spare_bytes = 0
@@ -259,29 +248,25 @@ class StepLimits:
         return self._reserve_bytes + gradients
 
     def gathered_bytes(self) -> int:
-        """Return the memory of parameters that FSDP2 has gathered; 0 without FSDP2."""
         parameters = list(self._parameters())
         return sum(map(_own_bytes, filterfalse(_is_sharded, parameters))) if any(map(_is_sharded, parameters)) else 0
 
     def new_pass(self) -> PassState:
-        """Return the state of a pass that begins."""
         is_sharded, gathered_bytes = any(map(_is_sharded, self._parameters())), self.gathered_bytes()
         return PassState(self._made_gradient_bytes, is_sharded, gathered_bytes, self.pending_bytes())
 
     def note_room(self, device: torch.device, baseline_bytes: int, pending_bytes: int) -> None:
         """Note how much memory a device has for the step, if `baseline_bytes` were allocated when its layers began."""
-        if (capacity := DeviceMemoryProbe(device).capacity()) is not None:
+        if (capacity := capacity_bytes(device)) is not None:
             usable, total = capacity
             self._spare_bytes = int(SPARE * total)
             room = int(usable - MARGIN * total) - baseline_bytes - pending_bytes
             self.room_bytes = max(0, room if self.room_bytes is None else min(room, self.room_bytes))
 
     def has_shrunk(self, device_bytes: int) -> bool:
-        """Return whether the room has become much smaller than the `device_bytes` of a plan's budget."""
         return self.room_bytes is not None and device_bytes - self.room_bytes > self._spare_bytes
 
     def budget(self) -> Budget:
-        """Return the resources that are known now."""
         stats, options = self._session.stats(per_layer=False), self._session.options
         device = self.room_bytes if isinstance(options.max_device_bytes, str) else options.max_device_bytes
         if device is None and not self._has_noted_no_device:
@@ -290,10 +275,9 @@ class StepLimits:
                 "activation offloading: there is no accelerator, so max_device_bytes='auto' keeps only what does not raise "
                 "the peak; set a number of bytes to keep more"
             )
-        device = min(device or 0, self.most_bytes if self.most_bytes is not None else device or 0)
         link = measured_rate(stats.copied_bytes, stats.copy_ms) or LINK_BYTES_PER_S
         disk = measured_rate(stats.disk_bytes, stats.disk_ms) or DISK_BYTES_PER_S
-        return Budget(link, link, device, options.host_bytes, disk if options.uses_disk else 0.0)
+        return Budget(link, link, device or 0, options.host_bytes, disk if options.uses_disk else 0.0)
 
     def _count_gradients(self) -> int:
         return sum(_own_bytes(parameter) for parameter in self._parameters() if parameter.requires_grad)
@@ -304,7 +288,6 @@ class StepLimits:
 
 
 def made_gradient_bytes(parameters: Iterable[nn.Parameter]) -> int:
-    """Return the device memory of the gradients that exist."""
     return sum(_own_bytes(parameter.grad) for parameter in parameters if parameter.grad is not None)
 
 

@@ -81,7 +81,6 @@ class Inputs(NamedTuple):
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor]) -> Inputs:
-        """Return the sizes of these tensors."""
         own = {id(t): t for t in tensors if t.requires_grad and not is_parameter(t)}.values()
         return cls(
             sum(map(size_bytes, own)),
@@ -90,38 +89,26 @@ class Inputs(NamedTuple):
         )
 
 
-class DeviceMemoryProbe:
-    """Reads a device's memory from torch's allocator; on the CPU all figures are 0."""
+def allocated_bytes(device: torch.device) -> tuple[int, int]:
+    """Return the bytes that torch has allocated on a device, and their peak since the last reset; 0 on the CPU."""
+    if device.type == "cpu":
+        return 0, 0
+    return torch.accelerator.memory_allocated(device), torch.accelerator.max_memory_allocated(device)
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
 
-    def look(self) -> tuple[int, int]:
-        """Return allocated bytes, and their peak since the last reset."""
-        if self._device.type == "cpu":
-            return 0, 0
-        return torch.accelerator.memory_allocated(self._device), torch.accelerator.max_memory_allocated(self._device)
-
-    def capacity(self) -> tuple[int, int] | None:
-        """Return the bytes that torch has or could get, and all bytes of the device; None on the CPU."""
-        if self._device.type == "cpu":
-            return None
-        free, total = torch.get_device_module(self._device.type).mem_get_info(self._device)
-        return free + torch.accelerator.memory_reserved(self._device), total
-
-    def reset(self) -> None:
-        """Reset the peak."""
-        if self._device.type != "cpu":
-            torch.accelerator.reset_peak_memory_stats(self._device)
+def capacity_bytes(device: torch.device) -> tuple[int, int] | None:
+    """Return the bytes that torch has or could get, and all bytes of the device; None on the CPU."""
+    if device.type == "cpu":
+        return None
+    free, total = torch.get_device_module(device.type).mem_get_info(device)
+    return free + torch.accelerator.memory_reserved(device), total
 
 
 def is_passed(mark: Mark) -> bool:
-    """Return whether a device has passed a mark; False on the CPU, which is never behind."""
     return isinstance(mark, torch.Event) and mark.query()
 
 
 def seconds(start: Mark, stop: Mark) -> float:
-    """Return the time between two marks that the device has passed."""
     if isinstance(start, torch.Event) and isinstance(stop, torch.Event):
         return start.elapsed_time(stop) / 1e3
     assert isinstance(start, float) and isinstance(stop, float)
@@ -150,12 +137,10 @@ class PassState:
 
     @property
     def loss_s(self) -> float:
-        """Time between forward and backward of the layers, in which the head and the loss run."""
         return 0.0 if self.turn is None else seconds(*self.turn)
 
     @property
     def is_complete(self) -> bool:
-        """Whether all layers that have begun were recomputed."""
         return bool(self.called) and self.done.keys() == self.called
 
     @property
@@ -164,7 +149,6 @@ class PassState:
         return any(index not in self.done for index in self.begun)
 
     def made_bytes(self) -> int:
-        """Return the memory of gradients that this pass has made so far."""
         return self.gradient_bytes() - self.begin_gradient_bytes
 
 
@@ -173,7 +157,6 @@ class LayerProfile:
 
     Args:
         min_bytes: smaller tensors are not offloaded.
-        memory: reads the device's memory; None: from torch.
         gradient_bytes: returns the memory of the existing gradients of the layer's parameters that outlast the pass.
         sees_calls: profile each call; else only the begin and end of the layer, which takes the host no time.
     """
@@ -185,7 +168,6 @@ class LayerProfile:
         inputs: Inputs,
         state: PassState,
         min_bytes: int = 1,
-        memory: DeviceMemoryProbe | None = None,
         gradient_bytes: Callable[[], int] = lambda: 0,
         sees_calls: bool = True,
     ) -> None:
@@ -200,7 +182,6 @@ class LayerProfile:
         self.working_bytes: int | None = None
         self.late_bytes: int | None = None
         self._device, self._state = device, state
-        self._memory = memory or DeviceMemoryProbe(device)
         self._marks: dict[str, Mark] = {}
         self._base_bytes = self._offloading_bytes = 0
         # Backward asks for slots in falling order. A threshold is a slot; backward passes it with the first slot below it.
@@ -214,8 +195,11 @@ class LayerProfile:
         self._sharding_bytes = 0  # memory of FSDP2, in addition to that when backward began
 
     def mark(self) -> Mark:
-        """Return the present point in time on the device."""
         return mark(None if self._device.type == "cpu" else torch.accelerator.current_stream(self._device))
+
+    def reset_peak(self) -> None:
+        if self._device.type != "cpu":
+            torch.accelerator.reset_peak_memory_stats(self._device)
 
     def begin_forward(self) -> None:
         """The layer's forward begins, and its inputs are being copied out."""
@@ -223,15 +207,14 @@ class LayerProfile:
         if state.last_boundary_bytes is None:
             tables = sum(self.inputs.shared.values())  # they are made in this step, too
             inputs = self.inputs.boundary_bytes + tables
-            state.baseline_bytes = max(0, self._memory.look()[0] - inputs - state.gathered_bytes)
+            state.baseline_bytes = max(0, allocated_bytes(self._device)[0] - inputs - state.gathered_bytes)
             state.begin_gradient_bytes = state.gradient_bytes()
         self._offloading_bytes = state.last_boundary_bytes or 0
         state.last_boundary_bytes = self.inputs.boundary_bytes
-        self._memory.reset()
+        self.reset_peak()
         self._marks["forward"] = self.mark()
 
     def pass_forward(self) -> None:
-        """The layer's forward has ended."""
         self._marks["forward_end"] = self.mark()
         self._note_host_bound("forward")
 
@@ -241,7 +224,6 @@ class LayerProfile:
         self.is_host_bound = self.is_host_bound or is_passed(self._marks[begin])
 
     def end_forward(self, saved: Sequence[Tensor], is_cacheable: Sequence[bool]) -> None:
-        """The layer's forward has ended: autograd has `saved` tensors, and the results of some `calls` can be cached."""
         self.pass_forward()
         for call, can_be in zip(self.calls, is_cacheable, strict=True):
             call.is_cacheable = can_be
@@ -254,19 +236,14 @@ class LayerProfile:
             call.storages.clear()
         cached = sum(call.extra_bytes for call in self.calls)  # a profiled layer holds the results of all calls
         others = self._state.baseline_bytes + self._offloading_bytes + cached
-        self.forward_bytes = max(0, self._memory.look()[1] - others)
-
-    def leave_forward(self) -> None:
-        """The tensors that the layer's forward has saved are freed."""
-        self._memory.reset()
+        self.forward_bytes = max(0, allocated_bytes(self._device)[1] - others)
 
     def begin_recompute(self) -> None:
-        """Backward comes to the layer."""
         if "recompute" in self._marks:
             return
         self._marks["recompute"] = now = self.mark()
         state = self._state
-        allocated, peak = self._memory.look()
+        allocated, peak = allocated_bytes(self._device)
         if state.in_backward is not None:
             state.in_backward.end_backward(now, peak)
         elif not state.has_begun:
@@ -281,10 +258,9 @@ class LayerProfile:
         state.has_begun = True
         state.in_backward = self
         self._base_bytes, self._had_bytes = allocated, self._gradient_bytes()
-        self._memory.reset()
+        self.reset_peak()
 
     def end_recompute(self) -> None:
-        """The layer has been recomputed; its backward follows."""
         if "recompute_end" not in self._marks:
             self._marks["recompute_end"] = self.mark()
             self._note_host_bound("recompute")
@@ -304,14 +280,13 @@ class LayerProfile:
             return self._middle if slot >= self._middle else 0
         below = [threshold for threshold in self._thresholds_left if slot < threshold]
         if below:
-            self._passed[below[-1]] = self.mark(), self._segment(self._memory.look()[1])
+            self._passed[below[-1]] = self.mark(), self._segment(allocated_bytes(self._device)[1])
             self._made_bytes = self._gradient_bytes() - self._had_bytes
-            self._memory.reset()
+            self.reset_peak()
             self._thresholds_left = self._thresholds_left[len(below) :]
         return self._thresholds_left[0] if self._thresholds_left else 0
 
     def end_backward(self, now: Mark, peak: int) -> None:
-        """Backward has come to the layer before."""
         self._marks["backward_end"] = now
         self._rest_bytes = rest = self._segment(peak)
         self.working_bytes = max(rest, 0, *(held for _, held in self._passed.values()))
@@ -325,11 +300,9 @@ class LayerProfile:
 
     @property
     def thresholds(self) -> list[int]:
-        """The thresholds that backward has passed, in that order."""
         return list(self._passed)
 
     def held_from(self, threshold: int) -> int:
-        """Return the peak of backward below a threshold."""
         return max(self._rest_bytes, 0, *(held for at, (_, held) in self._passed.items() if at < threshold))
 
     def reaches(self, threshold: int) -> float:
@@ -339,19 +312,16 @@ class LayerProfile:
 
     @property
     def is_known(self) -> bool:
-        """Whether the device has passed all marks."""
         marks = [*self._marks.values(), *(mark for mark, _ in self._passed.values())]
         marks += [mark for call in self.calls for mark in (call.stop, call.stored) if mark is not None]
         return all(isinstance(mark, float) or mark.query() for mark in marks)
 
     @property
     def forward_s(self) -> float:
-        """Time of forward."""
         return seconds(self._marks["forward"], self._marks["forward_end"])
 
     @property
     def recompute_s(self) -> float:
-        """Time of recomputation."""
         return seconds(self._marks["recompute"], self._marks["recompute_end"])
 
     @property
@@ -366,7 +336,6 @@ class LayerProfile:
         return self.reaches(self._middle) if self._middle in self._passed and self.backward_s is not None else None
 
     def ends_at(self, call: OpProfile) -> float:
-        """Return when a call ended, as a share of forward's time, in [0, 1]."""
         return self._share_of_forward(call.stop)
 
     def stored_at(self, call: OpProfile) -> float:
@@ -379,7 +348,6 @@ class LayerProfile:
 
 
 def _outside(storages: Mapping[int, int], others: Container[int]) -> int:
-    """Return the bytes of those storages, by address, that are not among the others."""
     return sum(nbytes for address, nbytes in storages.items() if address not in others)
 
 
@@ -391,14 +359,13 @@ class ProfilingPolicy(CachedOpPolicy):
         # It reuses no result. But times count only if the layer is recomputed as with a plan, which reuses some.
         self.reuses_results = profile.sees_calls
         self._profile = profile
-        self.release_forward = profile.leave_forward  # type: ignore[method-assign]
+        self.release_forward = profile.reset_peak  # type: ignore[method-assign]
         self.begin_recompute = profile.begin_recompute  # type: ignore[method-assign]
         self.end_recompute = profile.end_recompute  # type: ignore[method-assign]
         self.first_threshold = profile.begin_thresholds  # type: ignore[method-assign]
         self.pass_threshold = profile.pass_threshold  # type: ignore[method-assign]
 
     def begin_forward(self, recording: RecomputedCall) -> AbstractContextManager[object]:
-        """Measure forward."""
         return ProfilingRecorder(recording, self._profile) if self._profile.sees_calls else self._timed_forward()
 
     @contextlib.contextmanager
@@ -408,12 +375,10 @@ class ProfilingPolicy(CachedOpPolicy):
         self._profile.pass_forward()
 
     def end_forward(self, context: Any, outputs: Any) -> None:
-        """Close the recorder."""
         if isinstance(context, ProfilingRecorder):
             super().end_forward(context, outputs)
 
     def recompute(self, run: Run) -> list[Tensor]:
-        """Recompute the layer and time its calls."""
         if not self._profile.sees_calls:
             return run()
         return run(partial(ProfilingReplayMode, self._profile, self._cached_ops, self._call_count))
@@ -500,7 +465,6 @@ class LayerKind(NamedTuple):
     cost: LayerCost  # mean of the layers; its operations are those whose results can be cached
 
     def instructions(self, layer: LayerPlan, fetch: int) -> LayerInstructions:
-        """Return a layer's instructions, from its plan and the index of its fetch point."""
         point = self.cost.fetch_points[fetch]
         operations = self.cost.operations
         return LayerInstructions(

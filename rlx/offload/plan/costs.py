@@ -75,12 +75,10 @@ class Budget:
 
     @property
     def has_link(self) -> bool:
-        """Whether bytes can be offloaded and fetched."""
         return bool(self.out_bytes_per_s and self.in_bytes_per_s)
 
     @property
     def has_disk(self) -> bool:
-        """Whether bytes may go to disk."""
         return self.has_link and self.disk_bytes_per_s > 0 and self.host_bytes is not None
 
 

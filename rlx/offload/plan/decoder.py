@@ -34,7 +34,6 @@ class Decoder:
     sparse: tuple[bool, ...]  # for each layer whether it has experts
 
     def layer_parameters(self, layer: int) -> int:
-        """Return the number of weights of a layer."""
         attention = 2 * self.width * (self.heads + self.kv_heads) * self.head_width
         attention += self.head_width * ((self.heads + 2 * self.kv_heads) * self.qkv_bias + 2 * self.qk_norm)
         dense = self.shared_width if self.sparse[layer] else self.mlp_width
@@ -43,7 +42,6 @@ class Decoder:
 
     @property
     def root_parameters(self) -> int:
-        """Number of weights outside the layers: embedding, head and last norm."""
         return self.width * (self.vocabulary * (1 if self.tied else 2) + 1)
 
     @property
@@ -53,7 +51,6 @@ class Decoder:
 
     @property
     def without_head(self) -> Decoder:
-        """The decoder without a head over the vocabulary."""
         return replace(self, tied=True)
 
     def adapters(self, rank: int) -> int:
@@ -64,7 +61,6 @@ class Decoder:
 
     @property
     def parameters(self) -> int:
-        """Number of all weights."""
         return self.root_parameters + sum(map(self.layer_parameters, range(len(self.windows))))
 
 

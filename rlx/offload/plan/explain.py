@@ -17,7 +17,6 @@ _PLAN_COLUMNS = ("layers", "kept on the device", "offloaded", "recomputed", "GB 
 
 
 def explain(costs: Sequence[LayerCost], plan: Plan, budget: Budget) -> str:
-    """Return a plan as text, with the costs of each layer and the budget that it was made for."""
     groups: dict[tuple[LayerCost, LayerPlan], list[int]] = {}
     for index, key in enumerate(zip(costs, plan.layers, strict=True)):
         groups.setdefault(key, []).append(index)

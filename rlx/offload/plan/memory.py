@@ -68,7 +68,6 @@ def tile_tokens(tokens: int, width: int, widest: int) -> int:
 
 
 def _in_tiles(positions: int, width: int, tile: int) -> bool:
-    """Return whether a norm of `positions` is tiled; `tile` as for `layer_bytes`."""
     return positions > (tile or tile_tokens(positions, width, width))
 
 
@@ -101,7 +100,6 @@ def layer_bytes(
 
 
 def _norms(decoder: Decoder, tokens: int, e: int, tile: int, kv_heads: int) -> int:
-    """Return the bytes per token that a layer's norms save if its MLP is tiled."""
     saved = (3 * e if _in_tiles(tokens, decoder.width, tile) else 2 * (4 + 2 * e)) * decoder.width
     if decoder.qk_norm:
         for heads in (decoder.heads, kv_heads):
@@ -171,19 +169,16 @@ def state_bytes(
     optimizer_bytes: float | None = None,
     is_quantized: bool = False,
 ) -> StateBytes:
-    """Return the memory of n weights of b bytes over N accelerators.
-
-    Weights and gradients take n b / N each, the optimizer twice that, unless other sizes are given. Adapters are fp32 or wider.
+    """Return the memory of the decoder's weights, of `weight_bytes` each, over all accelerators. Adapters are fp32 or wider.
 
     Args:
-        decoder, gpus, weight_bytes: they determine n, N and b.
         element: size of a weight in computation [bytes].
         is_trained: there are gradients and optimizer states.
         adapter_rank: of LoRA adapters, which are then the only trained weights; 0: no adapters.
         summed_in: size of a gradient's element while it is summed over accelerators [bytes]; None: `element`.
         is_resharded: FSDP frees gathered layers after forward; else all of them remain on the device.
         is_quantized: weights of layers have `NF4_BYTES`, and the two largest of a layer are also there in full.
-        gradient_bytes, optimizer_bytes: size of a weight's gradient, and of its optimizer states together; None: b and 2 b.
+        gradient_bytes, optimizer_bytes: of a weight, the optimizer's states together; None: `weight_bytes` and twice that.
     """
     adapters, layers = decoder.adapters(adapter_rank), len(decoder.windows)
     of_trained = max(weight_bytes, ADAPTER_BYTES) if adapter_rank else weight_bytes
@@ -209,5 +204,4 @@ def state_bytes(
 
 
 def step_bytes(states: StateBytes, optimizer_on_host: bool) -> float:
-    """Return the memory of the optimizer's step without weights and gradients; fused AdamW needs only its states."""
     return min(STEP_BYTES, states.optimizer) if optimizer_on_host else states.optimizer

@@ -122,12 +122,10 @@ def layer_cost(
 
 
 def _mean_keys(length: float, window: int | None) -> float:
-    """Return the number of keys that a query attends to on average."""
     return length / 2 if window is None or window >= length else window - window**2 / (2 * length)
 
 
 def _mlp(decoder: Decoder, layer: int, kernels: _Kernels) -> list[_Step]:
-    """Return the steps of an MLP."""
     h, f, k = decoder.width, decoder.expert_width, decoder.active_experts
     is_sparse = decoder.sparse[layer]
     steps = []

@@ -72,7 +72,6 @@ class _Choice:
         self._kind = kind
 
     def changed(self, part: Part, action: Action) -> _Choice:
-        """Return the choice after one change; itself if the change is impossible."""
         return self._kind.choice(_changed_plan(self.plan, part, action))
 
 
@@ -85,7 +84,6 @@ class _Kind:
         self._choices: dict[LayerPlan, _Choice] = {}
 
     def choice(self, plan: LayerPlan) -> _Choice:
-        """Return the choice for a plan, the same object each time."""
         return self._choices.get(plan) or self._choices.setdefault(plan, _Choice(self, plan))
 
 
@@ -113,18 +111,15 @@ class _Search:
         self.kinds = list(kinds.values())
 
     def state(self, plans: Sequence[LayerPlan]) -> _State:
-        """Return the state of a plan for all layers."""
         state = self._simulated([kind.choice(plan) for kind, plan in zip(self.kind_of, plans, strict=True)], inf)
         assert state is not None
         return state
 
     def fits(self, state: _State) -> bool:
-        """Return whether a state is within the budget."""
         has_room = self.budget.host_bytes is None or state.prediction.host_bytes <= self.budget.host_bytes
         return has_room and state.prediction.peak_bytes <= self.budget.device_bytes
 
     def found(self, begin: Sequence[LayerPlan] | None) -> Iterator[_State]:
-        """Yield the best state reached from each start."""
         leanest, leanest_bytes = self._leanest()
         self.budget = replace(self.budget, device_bytes=max(self.budget.device_bytes, leanest_bytes))
         begins = [leanest, [LayerPlan(offload_boundary=False)] * self.count]
@@ -147,7 +142,6 @@ class _Search:
             best = found
 
     def _leanest(self) -> tuple[list[LayerPlan], int]:
-        """Return the plan that offloads as many inputs as the host has room for, the last layer's last; and its peak [bytes]."""
         everyone = range(self.count)
         room = self.budget.host_bytes if self.budget.has_link else 0
         for count in reversed(range(self.count + 1)):
@@ -173,7 +167,6 @@ class _Search:
             best = found
 
     def _simulated(self, layers: Sequence[_Choice], faster_than: float) -> _State | None:
-        """Return the state of choices for all layers; None as `simulate` does."""
         estimates = assign_tiers([choice.estimate for choice in layers], self.budget)
         prediction = simulate(estimates, self.budget, faster_than)
         return None if prediction is None else _State(tuple(layers), prediction)
@@ -213,7 +206,6 @@ class _Search:
 
 
 def _more(before: LayerEstimate, after: LayerEstimate) -> tuple[float, float, int]:
-    """Return the increase of a layer's recomputation [s], offloading [s] and kept memory [bytes]."""
     return after.recompute_s - before.recompute_s, after.out_s - before.out_s, after.held_bytes - before.held_bytes
 
 
@@ -248,7 +240,6 @@ def _with_changes(layers: Sequence[_Choice], targets: _Targets, chosen: Containe
 
 
 def _changed_plan(plan: LayerPlan, part: Part, action: Action) -> LayerPlan:
-    """Return a layer's plan after one change; the same plan if the change is impossible."""
     if part == "all" and action == "on_device":
         return KEPT
     if part == "all":
@@ -262,12 +253,10 @@ def _changed_plan(plan: LayerPlan, part: Part, action: Action) -> LayerPlan:
 
 
 def _middle_of(items: Sequence[int], count: int) -> set[int]:
-    """Return `count` of the items, evenly spread."""
     return {items[(2 * k + 1) * len(items) // (2 * count)] for k in range(count)}
 
 
 def _last_of(items: Sequence[int], count: int) -> set[int]:
-    """Return `count` of the items, evenly spread, with the last one."""
     return {items[(k + 1) * len(items) // count - 1] for k in range(count)}
 
 

@@ -107,7 +107,6 @@ class _Sections:
         self._sets = 0  # how often a generator's state was set; after setting it back, it looks as if nothing was drawn
 
     def begin(self, owner: object) -> tuple[bool, int, int]:
-        """Begin a section; return an argument of `end`."""
         thread, running = threading.get_ident(), self._running
         with self._lock:
             if thread != self._last_thread:
@@ -128,7 +127,6 @@ class _Sections:
             return was_alone and self._switches == switches, self._sets == sets
 
     def is_another_thread_inside(self) -> bool:
-        """Return whether another thread is in a section now."""
         with self._lock:
             return any(thread != threading.get_ident() for thread in self._running)
 
@@ -160,7 +158,6 @@ class AmbientState:
         self._surroundings = _surroundings(self._kinds)
 
     def begin_forward(self) -> None:
-        """Forward begins. `end_forward` or `leave_forward` must follow."""
         self._section = _sections.begin(self)
         self._random, self._host = self.random_state(), _host_states()
 
@@ -237,12 +234,10 @@ class AmbientState:
             raise RuntimeError(_SEVERAL_THREADS)
 
     def skip_to(self, random_state: RandomState) -> None:
-        """Within `restored`: set the generators to a state that forward had."""
         if self._is_drawn or self._may_be_drawn(random_state):
             self._set_random_state(random_state)
 
     def random_state(self) -> RandomState:
-        """Return the current state of the generators."""
         global _latest
         state = torch.default_generator.get_state()
         found: RandomState = (_bytes_at(state.data_ptr(), state.nbytes),)
@@ -263,7 +258,6 @@ class AmbientState:
 
 
 def _surroundings(kinds: tuple[str, ...]) -> tuple[Any, ...]:
-    """Return default dtype and device, attention kernels, autocast's cache, then its state on the CPU and on other devices."""
     return (
         _default_dtype(),
         # Only a mode changes the default device, per thread. An empty tensor is 5 times as fast as torch.get_default_device.
@@ -276,18 +270,15 @@ def _surroundings(kinds: tuple[str, ...]) -> tuple[Any, ...]:
 
 
 def accelerators_of(tensors: Iterable[Tensor]) -> tuple[torch.device, ...]:
-    """Return the accelerators that hold tensors."""
     return tuple(dict.fromkeys(tensor.device for tensor in tensors if not tensor.is_cpu and not tensor.is_meta))
 
 
 @functools.cache
 def has_autocast(device_type: str) -> bool:
-    """Return whether autocast supports a type of device."""
     return torch.amp.is_autocast_available(device_type)
 
 
 def autocast_dtype(device_type: str) -> torch.dtype | None:
-    """Return the dtype to which autocast casts on a type of device; None if it is off."""
     is_on = has_autocast(device_type) and _is_autocast(device_type)
     return _autocast_dtype(device_type) if is_on else None
 

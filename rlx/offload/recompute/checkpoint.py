@@ -1,26 +1,22 @@
 """Boundary mode: a layer keeps its inputs, offloaded, and is recomputed when backward reaches it.
 
-Rule 1. Forward runs under saved-tensor hooks. Each tensor that autograd saves is replaced by a slot, a number: autograd
-    gets 0 for the first tensor, 1 for the second. The layer's inputs are offloaded; those that are small or need no
-    gradient stay on the device. Nothing else of the layer is kept.
-Rule 2. Backward asks for a slot. The first request fetches the inputs and runs the layer's forward again. The n-th
-    tensor that autograd saves now is the value of slot n.
-Rule 3. The recomputation stops after the last slot. Example: a layer ends with a linear map `down(h)`, whose backward
-    reads `h`. Autograd saves `h` last, so the recomputation stops there and the product itself is not repeated.
-Rule 4. Each value is given away once. If backward asks for a slot again (`retain_graph=True`), the layer is recomputed
-    again.
-Rule 5. The recomputation must save what forward saved: as many tensors, of the same shapes and dtypes, of the same
-    parameters. Otherwise it raises `RecomputeError`.
+Rule 1. Forward runs under saved-tensor hooks. Autograd gets a slot, a number, for each tensor that it saves: 0 for the first.
+    The layer's inputs are offloaded; those that are small or need no gradient stay on the device. Nothing else is kept.
+Rule 2. Backward asks for a slot. The first request fetches the inputs and runs the layer's forward again. The n-th tensor that
+    autograd saves now is the value of slot n.
+Rule 3. The recomputation stops after the last slot. Example: a layer ends with a linear map `down(h)`. Autograd saves `h` last,
+    so the product itself is not repeated.
+Rule 4. Each value is given away once. If backward asks for a slot again (`retain_graph=True`), the layer is recomputed again.
+Rule 5. The recomputation must save what forward saved: as many tensors, of the same shapes and dtypes, of the same parameters.
+    Otherwise it raises `RecomputeError`.
 
-A `RecomputePolicy` may keep results, so that recomputation skips their operations, or profile the layer. Compared with
-`torch.utils.checkpoint` (non-reentrant), this engine offloads inputs and reports writes to saved tensors.
+A `RecomputePolicy` may keep results, so that recomputation skips their operations, or profile the layer.
 
 Note [writes to saved tensors]
-Plain autograd raises an error if a saved tensor is written to before backward reads it. So does this engine. A slot
-compares the version counter of its tensor with the version at the save (Note [who may write to a saved tensor] in
-`saved_slots.py`). Two examples that raise: the layer writes to a saved tensor after the last slot, where recomputation
-has stopped; a caller writes to the layer's output. A layer that writes to its own input cannot be run twice: it raises at
-the end of its forward. A write to an input after the layer has ended is harmless once the bytes have been offloaded.
+A write to a saved tensor before backward reads it is an error, as in plain autograd: a slot compares version counters (Note [who
+may write to a saved tensor] in `saved_slots.py`). Examples: the layer writes to a saved tensor after the last slot; a caller
+writes to the layer's output. A layer that writes to its own input cannot run twice, so it raises at the end of its forward. A
+write to an input after the layer has ended is harmless once the bytes have been offloaded.
 """
 
 from __future__ import annotations
@@ -76,7 +72,6 @@ class RecomputePolicy:
     reuses_results = False
 
     def begin_forward(self, recording: RecomputedCall) -> AbstractContextManager[object] | None:
-        """Return a context to run forward in, or None."""
         return None
 
     def end_forward(self, context: Any, outputs: Any) -> None:
@@ -89,7 +84,6 @@ class RecomputePolicy:
         """Backward has reached the layer."""
 
     def recompute(self, run: Run) -> list[Tensor]:
-        """Return the saved tensors of a recomputation."""
         return run()
 
     def end_recompute(self) -> None:
@@ -210,15 +204,12 @@ class RecomputedCall(LayerCall):
 
     @property
     def slot_count(self) -> int:
-        """The number of tensors that autograd has saved so far."""
         return len(self._slots.versions)
 
     def saved_since(self, slot: int) -> list[Tensor]:
-        """Return the tensors of the slots from `slot` on, while forward runs."""
         return self._slots.saved[slot:]
 
     def random_state(self) -> RandomState:
-        """Return the state of the random generators."""
         return self._ambient.random_state()
 
     def stash(self, tensor: Tensor) -> StashedTensor | None:
@@ -231,7 +222,6 @@ class RecomputedCall(LayerCall):
         return StashedTensor(tensor, offloaded, is_result=True)
 
     def keep(self, tensor: Tensor) -> StashedTensor:
-        """Keep a result on the device."""
         self.layer.counters.kept_bytes += size_bytes(tensor)
         return StashedTensor(tensor, None, is_result=True)
 
@@ -326,8 +316,7 @@ class RecomputedCall(LayerCall):
     def _run_again(self, args: tuple[Any, ...], kwargs: dict[str, Any], around: Around | None = None) -> list[Tensor]:
         """Run forward up to the last tensor that autograd saves; return the saved tensors (`Run` of a policy)."""
         assert self.layer.sites is not None
-        is_worth_it = self._policy.reuses_results or self._device is not None or self._slots.is_rest_worth_skipping()
-        may_stop = is_worth_it and not self.layer.sites.is_scripted  # TorchScript turns any exception into its own
+        may_stop = not self.layer.sites.is_scripted  # TorchScript turns any exception into its own
         collector = Collector(self.layer, self._slots, self._began_on, may_stop, self._ambient)
         saved = collector.saved
         module = self._repeatable.module

@@ -81,7 +81,6 @@ class _Watched(NamedTuple):
     version: int
 
     def is_whole(self) -> bool:
-        """Whether the tensor exists and nobody has written to it."""
         tensor = self.tensor()
         return tensor is not None and _version_of(tensor) == self.version
 
@@ -112,7 +111,6 @@ def _access(generator: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
 
 
 def _noted(value: Any, is_buffer: bool = False) -> Any:
-    """Note a tensor or a generator; None for what is no business of the recomputation."""
     if not isinstance(value, Tensor):
         return None if value is None else _Drawing(value, _access(value)[0]())
     if not is_buffer and is_parameter(value):  # FSDP1 sets views of parameters as attributes, others in each pass
@@ -124,7 +122,6 @@ def _noted(value: Any, is_buffer: bool = False) -> Any:
 
 
 def _noted_attributes(place: dict[str, Any], start: int) -> dict[str, Any]:
-    """Note the attributes of a module from number `start` on."""
     noted = {name: value for name, value in islice(place.items(), start, None) if type(value) in _NOTED}
     if _SIMPLE.issuperset(map(type, noted.values())):
         return noted
@@ -144,8 +141,7 @@ def _first_attribute(module: nn.Module) -> int:
 class TensorSites:
     """The modules of a layer, and its parameters as `Site`s, with weak references to the modules.
 
-    Slots check the parameters that autograd saves. `ModuleState` checks the others (biases), which is slow. So this class
-    remembers which parameters the last forward saved.
+    Slots check the parameters that autograd saves; `ModuleState` checks the others (biases), which is slow.
     """
 
     def __init__(self, layer: nn.Module) -> None:
@@ -213,12 +209,10 @@ def _listed(module: nn.Module) -> Iterator[nn.Module]:
 class ModuleState:
     """Parameters, buffers and attributes of a layer at the start of one forward call (Note [what a recomputation sees]).
 
-    A parameter that has changed since then is an error, because its old value is lost. One in whose place another tensor
-    is now comes back during the recomputation. Example: `torch.func.functional_call(model, weights, inputs)` puts `weights`
-    in their places for the forward alone.
+    A parameter that has changed since then is an error, because its old value is lost. One in whose place another tensor is now
+    (`torch.func.functional_call` puts weights in place for the forward alone) comes back during the recomputation.
 
     Args:
-        sites: of the layer.
         given: what the call's arguments hold besides tensors and numbers.
     """
 
@@ -289,7 +283,6 @@ class ModuleState:
             )
 
     def leave_forward(self) -> None:
-        """Forward has failed. What it has changed may hold a graph, which holds this object."""
         self._places, self._noted, self._objects = [], {}, []
 
     def _watched(self) -> Iterator[tuple[int, str, _Watched]]:
@@ -331,7 +324,6 @@ class ModuleState:
             return [tensor is not None and tensor.requires_grad for tensor in tensors]
 
     def changed(self) -> str | None:
-        """Describe the first thing that has changed since forward and cannot be restored; None if nothing has."""
         versions = _versions(self._parameters)
         if versions != self._versions:
             index = next(i for i, version in enumerate(versions) if version != self._versions[i])
@@ -352,7 +344,6 @@ class ModuleState:
         return [(site, was) for site, was in self._registered if _registered(site) is not was]
 
     def replaced(self) -> dict[str, Tensor]:
-        """Return the parameters of forward in whose places others are now, by their names in the layer."""
         return {path: was for (_, _, path), was in self._replaced()}
 
     @contextlib.contextmanager
@@ -475,7 +466,6 @@ def _at(sites: list[Site]) -> list[Any]:
 
 
 def _registered(site: Site) -> Tensor | None:
-    """Return the parameter of a site, None if there is none: FSDP1 sets views as attributes, others in each pass."""
     module = site[0]()
     if module is None:
         return None

@@ -45,12 +45,10 @@ class StashedTensor:
 
     @property
     def is_grad_leaf(self) -> bool:
-        """Whether `tensor()` is a leaf with a gradient, which the graph of a recomputation holds."""
         return self._is_leaf and self._requires_grad
 
     @property
     def is_untouched(self) -> bool:
-        """Whether nobody has written to the tensor since it was stashed."""
         return self._version is None or self.version_alias._version == self._version
 
     @property
@@ -140,12 +138,10 @@ class LayerInputs:
 
     @property
     def has_grad_leaves(self) -> bool:
-        """Whether the graph of a recomputation holds inputs."""
         return any(stashed.is_grad_leaf for stashed in self._stashed)
 
     @property
     def is_untouched(self) -> bool:
-        """Whether nobody has written to any input."""
         return self.written_constant() is None and all(stashed.is_untouched for stashed in self._stashed)
 
     def written_constant(self) -> Tensor | None:
@@ -176,7 +172,6 @@ def release_leaf_memory(tensor: Tensor) -> None:
 
 
 def modified_input(tensor: Tensor) -> RuntimeError:
-    """Return the error for a write to a layer's input before the layer is recomputed."""
     return RuntimeError(
         f"a {tensor.dtype} tensor of shape {list(tensor.shape)}, an input of a layer that has to be recomputed, has been "
         "modified by an inplace operation since; write out of place, or clone it before"

@@ -38,7 +38,6 @@ from collections.abc import Callable, Iterable, Sequence, Set
 from typing import Any, NamedTuple, NoReturn
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Parameter
@@ -49,9 +48,6 @@ from rlx.offload.runtime.session import Layer
 from rlx.offload.storage.tensor_bytes import modified_in_place, without_memory
 
 _DTYPE, _SHAPE = operator.attrgetter("dtype"), operator.attrgetter("shape")
-# On the CPU a recomputation skips the product at a layer's end if it has at least this many operations. A smaller one takes
-# less time than the exception that skips it.
-MIN_SKIPPED_FLOPS = 1e6
 _UNWRITTEN = torch.empty(0, device="cpu")  # a tensor to which nobody writes
 _NO_ALIAS = weakref.ref(_UNWRITTEN)  # for a tensor without a version counter
 
@@ -64,11 +60,9 @@ class TensorSpecs(NamedTuple):
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor]) -> TensorSpecs:
-        """Return the dtypes and shapes of tensors."""
         return cls([tensor.dtype for tensor in tensors], [_shape(tensor) for tensor in tensors])
 
     def match(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether tensors have these dtypes and shapes; False if one of them is nested."""
         try:
             return list(map(_DTYPE, tensors)) == self.dtypes and list(map(_SHAPE, tensors)) == self.shapes
         except RuntimeError:
@@ -98,7 +92,6 @@ class SavedSlots:
         self.alias_by_base: dict[int, Tensor] = {}
 
     def packer(self) -> Callable[[Tensor], int]:
-        """Return the pack hook of forward."""
         saved, versions = self.saved, self.versions
 
         def pack(tensor: Tensor) -> int:
@@ -150,26 +143,7 @@ class SavedSlots:
         self.aliases.extend(aliases)  # at once and last: from now on another thread may ask for slots
         return self.specs
 
-    def is_rest_worth_skipping(self) -> bool:
-        """Whether, on the CPU, the operations after the last slot take longer than the exception that skips them.
-
-        The size of a product with a parameter decides. True for any other operation, and with several processes: sizes differ
-        between ranks, and the rest may contain a collective operation.
-        """
-        last, shapes = len(self.versions) - 1, self.specs.shapes
-        other = self._others[-1] if shapes else 0
-        weight = self.parameters.get(last - 1 if other == last else last)  # autograd saves the two in either order
-        factor = shapes[-1] if shapes and other >= last - 1 else None
-        if weight is None or weight.dim() != 2 or not factor or not factor[-1]:
-            return True
-        if any(type(length) is not int for length in factor):  # a dimension of a jagged tensor
-            return True
-        if 2 * factor.numel() * weight.numel() // factor[-1] >= MIN_SKIPPED_FLOPS:
-            return True
-        return dist.is_available() and dist.is_initialized()
-
     def release_forward(self) -> None:
-        """Release the tensors, also after an exception in forward."""
         self.saved.clear()
         self.alias_by_base.clear()
 
@@ -180,12 +154,10 @@ class SavedSlots:
                 self.versions[index] = (self.versions[index] or 0) + count
 
     def is_written(self, index: int) -> bool:
-        """Whether somebody has written to the tensor of a slot since it was saved."""
         alias = self.aliases[index]()
         return alias is not None and alias._version != self.versions[index]
 
     def written(self, index: int) -> RuntimeError:
-        """Return the error for a write to the tensor of a slot."""
         version = self.versions[index]
         assert version is not None
         parameter = self.parameters.get(index)
@@ -198,7 +170,6 @@ class SavedSlots:
         return modified_in_place(shape, dtype, saved_at, "but was written to after that")
 
     def difference(self, saved: Sequence[Tensor]) -> str | None:
-        """Say how the tensors of a recomputation, other than parameters, differ from those of forward; None if they do not."""
         if len(saved) != len(self.versions):
             return f"{len(self.versions)} tensors were saved and {len(saved)} are now"
         others = [saved[index] for index in self._others]
@@ -242,7 +213,6 @@ def _replaced(parameter: Tensor) -> str:
 
 
 def _alias(tensor: Tensor) -> Tensor:
-    """An alias without memory; `_UNWRITTEN` for a layout that has none."""
     try:
         return without_memory(tensor)
     except RuntimeError:  # sparse and nested layouts
@@ -270,7 +240,6 @@ class RecomputeError(RuntimeError):
 
 
 def changed(layer: str, change: str) -> RecomputeError:
-    """Return the error for a parameter or buffer that has changed since forward."""
     return RecomputeError(
         f"layer {layer} has to be recomputed, but since its forward {change}, so that gradients would be "
         "wrong; change parameters and buffers only when no backward is left to do, or use enable_ckpt=False"
@@ -278,7 +247,6 @@ def changed(layer: str, change: str) -> RecomputeError:
 
 
 def not_the_same(layer: str, how: str) -> RecomputeError:
-    """Return the error for a layer that saved other tensors than in its forward."""
     return RecomputeError(
         f"recomputing layer {layer} did not save the tensors that its forward saved: {how}; a layer that is "
         "recomputed must do the same each time: look for state that it changes, or randomness of its own; or use enable_ckpt=False"
@@ -324,7 +292,6 @@ class Collector:
         self._count = len(slots.versions) if may_stop and not layer.uses_streams else sys.maxsize
 
     def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Run a forward up to the last slot."""
         with saved_tensors_hooks(self._hook(), _unused):
             try:
                 forward(*args, **kwargs)
@@ -353,7 +320,6 @@ class Collector:
         return collect_on_streams
 
     def fill(self, first_slot: int, tensors: list[Tensor]) -> None:
-        """Fill slots with tensors that need not be computed."""
         saved = self.saved
         if first_slot != len(saved):
             self.fail(f"{first_slot} tensors were saved and {len(saved)} are at this point")
@@ -363,15 +329,12 @@ class Collector:
             raise _EnoughRecomputedError
 
     def skip_to(self, random_state: RandomState) -> None:
-        """Set the random generators to a state that forward had."""
         self._ambient.skip_to(random_state)
 
     def fail(self, how: str) -> NoReturn:
-        """Raise the error for a layer that does not repeat its forward."""
         raise not_the_same(self._layer.name, how)
 
     def end(self) -> torch.Event | None:
-        """Return the event that other streams wait for before they read the tensors; None for a layer on one stream."""
         return self._home.record_event() if self._home is not None and self._layer.uses_streams else None
 
 

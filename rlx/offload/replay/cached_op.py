@@ -68,7 +68,6 @@ class CachedOp:
 
     @property
     def next_slot(self) -> int:
-        """The number of tensors that autograd had saved after the call."""
         return self.first_slot + len(self._saved)
 
     def stash_result(self, stash: Stash, result: Any) -> bool:
@@ -88,12 +87,10 @@ class CachedOp:
 
     @property
     def is_result_untouched(self) -> bool:
-        """Whether nothing has written to the result."""
         return all(probe.is_untouched for probe in self._probes)
 
     @property
     def is_whole(self) -> bool:
-        """Whether all stashed bytes are the original ones."""
         return all(one.is_whole for one in (*self._saved, *self._stashed) if isinstance(one, StashedTensor))
 
     def saved(self, arguments: Sequence[Tensor]) -> list[Tensor] | None:
@@ -109,12 +106,10 @@ class CachedOp:
         return tensors
 
     def result(self) -> Any:
-        """Return the result, ready for the current stream."""
         return map_leaves(lambda leaf: leaf.tensor() if isinstance(leaf, StashedTensor) else leaf, self._result)
 
 
 def why_not_cacheable(tensors: Sequence[Tensor]) -> str | None:
-    """Say why a call with such arguments and results cannot be cached; None if it can."""
     if not all(map(is_plain, tensors)):
         return "works on subclasses of tensors"
     if not all(map(storage_address, tensors)):

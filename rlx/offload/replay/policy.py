@@ -25,17 +25,14 @@ class CachedOpPolicy(RecomputePolicy):
 
     @property
     def has_cached_ops(self) -> bool:
-        """Whether forward has cached the result of any operation."""
         return any(self._cached_ops.values())
 
     def end_forward(self, context: Recorder, outputs: Any) -> None:
-        """Take the recorder's cached ops."""
         context.end_forward(outputs)
         self._cached_ops, self._call_count = context.cached_ops, context.call_count
         self._attention_slots = context.attention_slots
 
     def recompute(self, run: Run) -> list[Tensor]:
-        """Recompute the layer without its cached ops."""
         # In a mode also if nothing was cached: if the modes differ from forward's, torch traces compiled parts again.
         return run(partial(ReplayMode, self._cached_ops, self._call_count))
 
@@ -53,11 +50,9 @@ class AttentionPolicy(CachedOpPolicy):
         self.refusal: str | None = None  # why attention was not cached
 
     def begin_forward(self, recording: RecomputedCall) -> AttentionRecorder:
-        """Record attention and its linear maps."""
         return AttentionRecorder(recording, self.attention_count)
 
     def end_forward(self, context: Recorder, outputs: Any) -> None:
-        """Take the recorder's cached ops."""
         super().end_forward(context, outputs)
         self.attention_count, self.refusal = context.attention_count, context.refusal
 
@@ -74,20 +69,16 @@ class PlannedPolicy(CachedOpPolicy):
         self._instructions = instructions
 
     def begin_forward(self, recording: RecomputedCall) -> PlannedRecorder | None:
-        """Record the operations that the plan names, if there are any."""
         return PlannedRecorder(recording, self._instructions) if self.reuses_results else None
 
     def end_forward(self, context: Recorder | None, outputs: Any) -> None:
-        """Take the recorder's cached ops."""
         if isinstance(context, PlannedRecorder):
             super().end_forward(context, outputs)
             self.is_off_plan = context.is_off_plan
 
     def recompute(self, run: Run) -> list[Tensor]:
-        """Recompute the layer without its cached ops, if the plan names any."""
         return super().recompute(run) if self.reuses_results else run()
 
     def prefetch_below(self, slots: int) -> int:
-        """Prefetch where the plan says."""
         below = self._instructions.prefetch_below
         return super().prefetch_below(slots) if below is None else below

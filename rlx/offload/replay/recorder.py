@@ -43,12 +43,10 @@ class Producers:
         self._made: dict[int, tuple[Any, int]] = {}
 
     def note(self, tensor: Tensor, number: int) -> None:
-        """Note that an operation has made a tensor."""
         storage = tensor.untyped_storage()
         self._made[id(storage)] = weakref.ref(storage), number
 
     def of(self, tensor: Tensor) -> int | None:
-        """Return the operation whose result a tensor is, or is a view of; None if there is none."""
         storage = tensor.untyped_storage()
         reference, number = self._made.get(id(storage), (None, 0))
         return number if reference is not None and reference() is storage else None
@@ -73,7 +71,6 @@ class LayerInstructions:
 
     @property
     def cached_ops(self) -> frozenset[int]:
-        """The operations whose results are kept."""
         return self.on_device | self.off_device
 
 
@@ -184,7 +181,6 @@ class Recorder(OpMode):
             self.cached_ops[op] = None
 
     def _is_reached(self, op: int) -> bool:
-        """Whether an operation is cached, and recomputation does not stop before it, at the end of the layer."""
         cached_op = self.cached_ops[op]
         return cached_op is not None and cached_op.next_slot < self._recording.slot_count
 
@@ -308,7 +304,6 @@ def attention_variant(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
 
 
 def versions_of(tensors: Sequence[Tensor]) -> list[int]:
-    """Return the tensors' version counters; 0 for a tensor without one."""
     return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
@@ -317,7 +312,6 @@ def _detached(leaf: Any) -> Any:
 
 
 def _is_worth_caching(function: Any, args: Sequence[Any]) -> bool:
-    """Whether repeating a linear map takes longer than fetching its result, by operations per byte of it."""
     index = 1 if function is torch.addmm else 0  # after the bias
     tensor = args[index] if len(args) > index else None
     if not isinstance(tensor, Tensor) or not tensor.dim():

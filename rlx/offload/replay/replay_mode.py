@@ -88,7 +88,6 @@ def register_attention(function: Any) -> None:
 
 
 def show_calls(function: Any, is_attention: bool) -> None:
-    """Let an `OpMode` see the calls of an autograd Function, which is no torch function."""
     if function in _WRAPPED:
         return
     _WRAPPED.add(function)
@@ -102,7 +101,6 @@ def show_calls(function: Any, is_attention: bool) -> None:
 
 
 def register_known_attention() -> None:
-    """Register the kernels of flash-attn that are imported already."""
     for module in _KERNEL_MODULES & sys.modules.keys():
         for name in ("FlashAttnFunc", "FlashAttnVarlenFunc"):
             function = getattr(sys.modules[module], name, None)
@@ -138,7 +136,6 @@ class OpMode(TorchFunctionMode):
         """A function of `_UNSAFE_SPLITS` is called."""
 
     def run(self, function: Any, args: Any, kwargs: Any, is_attention: bool) -> Any:
-        """Run or replay a call of attention or of a linear map."""
         if self._is_inside or torch.compiler.is_compiling():
             return function(*args, **kwargs)
         self._is_inside = True

@@ -33,7 +33,6 @@ class ForwardOverride:
         raise NotImplementedError
 
     def original(self, module: nn.Module) -> Callable[..., Any]:
-        """Return the forward that this object replaces, bound to a module."""
         if self.own_forward is not None:
             return self.own_forward  # type: ignore[no-any-return]
         return type(module).forward.__get__(module)  # type: ignore[no-any-return]

@@ -22,17 +22,12 @@ CHECKPOINTING_FLAG = "gradient_checkpointing"
 
 
 def find_layers(model: nn.Module, layers: Sequence[LayerName] | None) -> list[NamedLayer]:
-    """Return the layers of a model with their names, in the order of registration.
+    """Return the layers of a model with their names, in the order of registration; ValueError if there are none.
 
     Args:
-        model: any module.
-        layers: modules, qualified names, classes or their names; None: the blocks that FSDP wraps, else the classes in
-            `_no_split_modules`, else the outermost `ModuleList`s whose members share a class, else the blocks in a `Sequential`,
-            at least two: modules of one class of their own, as in `Sequential(embedding, Block(), Block(), head)`, else
-            `Sequential`s of one structure.
-
-    Raises:
-        ValueError: if there are none, or one lies inside another.
+        layers: modules, qualified names, classes or their names. None: the first of these that there are: blocks that FSDP wraps;
+            classes in `_no_split_modules`; members of the outermost `ModuleList`s whose members share a class; in a `Sequential`,
+            two or more modules of one class of the model's own, else `Sequential`s of one structure.
     """
     if isinstance(layers, (str, type)) or not isinstance(layers, (Iterable, NoneType)):
         got = f"the string {layers!r}" if isinstance(layers, str) else _shown(layers)
@@ -141,8 +136,6 @@ def _nested_blocks(model: nn.Module) -> list[NamedLayer]:
 
 
 def _repeated(model: nn.Module, kind: Callable[[nn.Module], object]) -> list[NamedLayer]:
-    """Return the members of the outermost `Sequential`s that have several of a kind; None is no kind."""
-
     def kinds(module: nn.Module) -> set[object]:
         counts = Counter(map(kind, module)) if isinstance(module, nn.Sequential) else Counter[object]()
         return {each for each, number in counts.items() if number > 1 and each is not None}
@@ -162,7 +155,6 @@ def _inside_fsdp1(module: nn.Module) -> nn.Module:
 
 @functools.cache
 def fsdp_kinds() -> tuple[type, ...]:
-    """Return the class of FSDP1's wrappers and that of modules that FSDP2 has sharded; none in a torch without distributed."""
     if not torch.distributed.is_available():
         return ()
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
@@ -171,7 +163,6 @@ def fsdp_kinds() -> tuple[type, ...]:
 
 
 def is_fsdp1(module: nn.Module) -> TypeGuard[FullyShardedDataParallel]:
-    """Whether a module is one of FSDP1's wrappers."""
     return isinstance(module, fsdp_kinds()[:1])
 
 
@@ -191,7 +182,6 @@ class CheckpointingFlags:
         return cls([*above, *(inner for layer in found for inner in layer.modules())])
 
     def switch_off(self) -> bool:
-        """Clear the flags; return whether one was set."""
         flagged = [module for module in self._modules if is_checkpointed(module)]
         for module in flagged:
             self._was_own.setdefault(module, CHECKPOINTING_FLAG in vars(module))
@@ -199,7 +189,6 @@ class CheckpointingFlags:
         return bool(flagged)
 
     def restore(self) -> None:
-        """Set the flags that `switch_off` cleared."""
         for module, was_own in self._was_own.items():
             if was_own:
                 setattr(module, CHECKPOINTING_FLAG, True)
@@ -210,7 +199,6 @@ class CheckpointingFlags:
     @classmethod
     @contextlib.contextmanager
     def cleared(cls, modules: Iterable[nn.Module]) -> Iterator[None]:
-        """Clear the flags of modules during a block."""
         flags = cls(modules)
         flags.switch_off()
         try:
@@ -220,19 +208,16 @@ class CheckpointingFlags:
 
 
 def is_checkpointed(module: nn.Module) -> bool:
-    """Whether transformers' gradient checkpointing is on for a module."""
     return getattr(module, CHECKPOINTING_FLAG, False) is True
 
 
 def is_cache(value: Any) -> bool:
-    """Whether an argument of a layer is a key/value cache of transformers."""
     if value is None or isinstance(value, torch.Tensor):
         return False
     return callable(getattr(value, "get_seq_length", None)) and callable(getattr(value, "update", None))
 
 
 def is_filled(cache: Any, layer: nn.Module) -> bool:
-    """Whether a cache already holds keys of the layer's attention, or a state of its linear attention or convolution."""
     indices = (getattr(module, "layer_idx", None) for module in layer.modules())
     index = next((index for index in indices if isinstance(index, int)), 0)
     try:

@@ -54,7 +54,6 @@ class OptionFault(NamedTuple):
 
 
 def folder_problem(directory: str | os.PathLike[str]) -> str | None:
-    """Return why a folder of this machine cannot be written to; None if it can."""
     folder = Path(directory).expanduser()
     if folder.is_dir():
         return None if os.access(folder, os.W_OK | os.X_OK) else "is not writable"
@@ -90,7 +89,6 @@ class OffloadOptions:
             set of a layer, the head, the loss, and the parameters and gradients that FSDP2 gathers and reduces layer by layer
             count. Gradients do not, nor does memory that exists before the layers begin, such as weights and optimizer
             states. `"auto"`: 95 % of the device, less these two; without an accelerator only what does not raise the peak.
-        cache_directory: has no effect; earlier versions kept profiles there.
 
     Raises:
         ValueError: for a value out of range or not available in this version.
@@ -106,7 +104,6 @@ class OffloadOptions:
     use_streams: bool = True
     max_host_bytes: int | None = None
     max_device_bytes: int | str = "auto"
-    cache_directory: str | os.PathLike[str] | None = "auto"
 
     def __post_init__(self) -> None:
         for option in fields(self):
@@ -136,7 +133,6 @@ class OffloadOptions:
 
     @property
     def uses_disk(self) -> bool:
-        """Whether bytes may go to disk."""
         return self.tier == "disk" or (self.directory is not None and self.max_host_bytes is not None)
 
     @property
@@ -158,7 +154,6 @@ class OffloadOptions:
         return self.max_host_bytes - staging_bytes(self.staging_chunk_bytes)
 
     def resolve_save(self, enable_ckpt: bool) -> str:
-        """Return the value of `save` that applies; ValueError if `save` and `enable_ckpt` contradict each other."""
         if faults := self.faults(enable_ckpt):
             raise ValueError(str(faults[0]))
         return self.save or DEFAULT_SAVE[enable_ckpt]
@@ -214,38 +209,20 @@ class OffloadOptions:
             )
         return found
 
-    def without_effect(self, on_accelerator: bool) -> list[str]:
-        """Return the names of options that differ from their default but have no effect."""
-        return [
-            name
-            for unread in UNREAD_OPTIONS
-            if unread.when(self, on_accelerator)
-            for name in unread.options
-            if getattr(self, name) != getattr(OffloadOptions, name)
-        ]
-
     def log_without_effect(self, on_accelerator: bool) -> None:
-        """Log the options without effect on this machine in one line."""
-        if names := self.without_effect(on_accelerator):
+        """Log in one line the options that differ from their default and have no effect on this machine."""
+        unread = [name for each in UNREAD_OPTIONS if each.when(self, on_accelerator) for name in each.options]
+        if names := [name for name in unread if getattr(self, name) != getattr(OffloadOptions, name)]:
             where = "" if on_accelerator else " (no accelerator: copies are synchronous)"
             logger.warning("activation offloading: without effect here: %s%s", ", ".join(names), where)
 
 
 def options_of(given: object) -> OffloadOptions:
-    """Return the options that a call got, the defaults for None; TypeError for anything else, such as a dictionary."""
     if not isinstance(given, OffloadOptions | None):
         raise TypeError(
             f"options: got {given!r}, expected None or OffloadOptions, as in options=OffloadOptions(save=...)"
         )
     return given or OffloadOptions()
-
-
-def require_switch(enable_ckpt: object) -> None:
-    """Raise TypeError if `enable_ckpt` is no bool, such as the value of an option."""
-    if not isinstance(enable_ckpt, bool):
-        raise TypeError(
-            f"enable_ckpt: got {enable_ckpt!r}, expected True or False; options go into options=OffloadOptions(...)"
-        )
 
 
 class UnreadOptions(NamedTuple):
@@ -263,7 +240,6 @@ UNREAD_OPTIONS = (
         "tier is cpu, and without max_host_bytes nothing exceeds it",
     ),
     UnreadOptions(("max_device_bytes",), lambda options, _: options.save != "auto", "save is not auto"),
-    UnreadOptions(("cache_directory",), lambda *_: True, "each run measures anew, in its first passes"),
     UnreadOptions(
         ("pin_memory", "use_streams", "max_inflight_bytes"),
         lambda _, on_accelerator: not on_accelerator,

@@ -121,7 +121,6 @@ def _sort(values: Iterable[Any], tensors: list[Tensor], others: list[Any], seen:
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """Return the tensors in nested tuples, lists, deques, mappings and dataclasses."""
     tensors: list[Tensor] = []
     sort_leaves((value,), tensors, [])
     return tensors

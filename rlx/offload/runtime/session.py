@@ -45,7 +45,6 @@ class LayerCall:
         self.number, self.previous = session.begin_call(self)
 
     def fetch(self) -> None:
-        """Begin to fetch all that this call has offloaded."""
         for reference in self.offloaded:
             offloaded = reference()
             if offloaded is not None:
@@ -174,13 +173,11 @@ class OffloadSession:
         return None if "host memory is full" in self._noted else "its layers got no tensor that wants a gradient"
 
     def is_first(self, topic: str) -> bool:
-        """Return whether this is the first call for a topic: some messages are logged only once."""
         is_first = topic not in self._noted
         self._noted.add(topic)
         return is_first
 
     def stats(self, per_layer: bool) -> OffloadStats:
-        """Return the figures since the session began. Device times of queued work are not in them yet."""
         self.timeline.harvest()
         tiers = self._all_tiers()
         disks = [tier for tier in tiers if isinstance(tier, DiskTier)]

@@ -72,7 +72,6 @@ class Pages:
             self._unlock.atexit = False
 
     def close(self) -> None:
-        """Unlock the pages, on which no copy may run. The last tensor that uses the memory returns it to the system."""
         if self._unlock is not None:
             self._unlock()
 
@@ -159,7 +158,6 @@ class Block:
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """Return the memory of a contiguous tensor as a one-dimensional uint8 tensor."""
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)  # one element may have any stride
 
 
@@ -180,7 +178,6 @@ class Account:
         self._reserved_bytes = 0
 
     def allocate(self, nbytes: int) -> Block | None:
-        """Return a block of `nbytes`, or None if a cap is reached or the system has no memory left."""
         return self.arena._allocate(self, nbytes)
 
     def free(self, block: Block, after: torch.Event | None = None) -> None:
@@ -189,7 +186,6 @@ class Account:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of the blocks that are allocated now."""
         with self.arena._lock:
             self.arena._settle()
             return self._held_bytes
@@ -220,7 +216,6 @@ class HostArena:
         self.max_bytes = max_bytes
 
     def account(self, max_bytes: int | None = None, name: str = "others") -> Account:
-        """Return a new share of the arena; for the arguments see `Account`."""
         account = Account(self, max_bytes, name)
         with self._lock:
             self._accounts.add(account)
@@ -235,7 +230,6 @@ class HostArena:
             return self.reserved_bytes - self._ranges.free_bytes
 
     def holders(self) -> dict[str, int]:
-        """Return the bytes of allocated blocks by account name."""
         with self._lock:
             self._settle()
             held: Counter[str] = Counter()
@@ -362,6 +356,5 @@ _ARENAS_LOCK = threading.Lock()
 
 
 def host_arena(pinned: bool) -> HostArena:
-    """Return this process's arena of page-locked (`pinned`) or of pageable memory."""
     with _ARENAS_LOCK:
         return _ARENAS.setdefault(pinned, HostArena(pinned))

@@ -73,7 +73,6 @@ class StagingBuffers:
         self._has_warned = False
 
     def allocate_to_write(self, nbytes: int, copy_streams: CopyStreams) -> Block:
-        """Return a buffer for a writer thread; wait for one if all are in use."""
         if not self._free_to_write.acquire(blocking=False):
             with copy_streams.stalling(copy_streams.compute_stream()):
                 self._free_to_write.acquire()
@@ -84,12 +83,10 @@ class StagingBuffers:
             raise
 
     def free_written(self, block: Block) -> None:
-        """Free a buffer that `allocate_to_write` returned."""
         self.free(block)
         self._free_to_write.release()
 
     def allocate(self, nbytes: int) -> Block:
-        """Return a buffer for a reader thread."""
         block = self._account.allocate(nbytes)
         if block is None:
             # Backward needs the bytes on disk. The account has room for all buffers, so the arena's own limit is reached.
@@ -103,7 +100,6 @@ class StagingBuffers:
         return block
 
     def free(self, block: Block, after: torch.Event | None = None) -> None:
-        """Free a reader's buffer; `after` is the event that ends the copy from it."""
         if block.extents:
             self._account.free(block, after)
         elif after is not None:
@@ -128,7 +124,6 @@ class DiskAllocation:
         self._extents = extents
 
     def write(self, copy_streams: CopyStreams, source: Tensor) -> torch.Event | None:
-        """See `HostAllocation.write`. Waits for a staging buffer if the disk is slower than forward."""
         here, staging, left, source = weakref.ref(self), self.tier.staging, None, as_bytes(source)
         for chunk in self._chunks():
             block = staging.allocate_to_write(chunk.nbytes, copy_streams)
@@ -143,7 +138,6 @@ class DiskAllocation:
         return left
 
     def read(self, copy_streams: CopyStreams, fetch_buffer: FetchBuffer) -> None:
-        """See `HostAllocation.read`."""
         fetch_buffer.allocate()
         here, there, issued = weakref.ref(self), weakref.ref(fetch_buffer), PendingTasks()
         fetch_buffer.issued = issued
@@ -153,7 +147,6 @@ class DiskAllocation:
             self.tier.file.submit(task, writes=False)
 
     def free(self) -> None:
-        """See `HostAllocation.free`."""
         self.tier.freed.append(self._nbytes)
 
     def __del__(self) -> None:
@@ -258,7 +251,6 @@ class DiskTier:
         self._lock = threading.Lock()
 
     def allocate(self, nbytes: int) -> DiskAllocation:
-        """Return room for `nbytes`; DiskError if the disk is full."""
         extents = self.file.allocate(nbytes)
         if self._warning is not None:
             logger.warning(self._warning)
@@ -268,7 +260,6 @@ class DiskTier:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes that are allocated now."""
         return self._add_to_held(0)
 
     def _add_to_held(self, nbytes: int) -> int:
@@ -359,7 +350,6 @@ class ExtentFile:
             return extents
 
     def submit(self, task: Callable[[], None], writes: bool) -> None:
-        """Run a task on a writer thread, or else on a reader thread."""
         self._check_process()
         # If this fails because no thread can be started, a running thread may still take the task: it is not counted then.
         future = (self._writers if writes else self._readers).submit(task)
@@ -367,7 +357,6 @@ class ExtentFile:
         future.add_done_callback(lambda _: self._unfinished.done())
 
     def drain(self) -> None:
-        """Wait until no task is queued or running."""
         self._unfinished.wait()
 
     def write(self, views: Sequence[Tensor], offset: int) -> None:
@@ -379,7 +368,6 @@ class ExtentFile:
                 left, offset = left[written:], offset + written
 
     def read(self, views: Sequence[Tensor], offset: int) -> None:
-        """Read from byte `offset` of the file into host memory."""
         for view in views:
             left = _bytes_of(view)
             while left:
@@ -459,7 +447,6 @@ _FILES_LOCK = threading.Lock()
 
 
 def extent_file(directory: str | os.PathLike[str]) -> ExtentFile:
-    """Return this process's file in a directory; DiskError if none can be created there on the first call."""
     with _FILES_LOCK, usable(directory):
         folder = os.stat(directory)
         key = (os.getpid(), folder.st_dev, folder.st_ino)
@@ -471,7 +458,6 @@ def extent_file(directory: str | os.PathLike[str]) -> ExtentFile:
 
 @contextmanager
 def usable(directory: str | os.PathLike[str]) -> Iterator[None]:
-    """Raise a DiskError with the remedy if no file can be made in a directory."""
     try:
         yield
     except OSError as error:
@@ -484,6 +470,5 @@ def usable(directory: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def extent_files() -> list[ExtentFile]:
-    """Return all files of this process; a parent process has its own."""
     with _FILES_LOCK:
         return [file for (process, _, _), file in _FILES.items() if process == os.getpid()]

@@ -75,7 +75,6 @@ class Timeline:
         self._lock = threading.Lock()
 
     def add(self, name: str, start: Mark, stop: Mark, *counters: Counters) -> None:
-        """Add the time between two marks to the field `name` of some counters."""
         if isinstance(start, torch.Event) and isinstance(stop, torch.Event):
             self._pending.append((counters, name, start, stop))
             if len(self._pending) > 256:
@@ -86,7 +85,6 @@ class Timeline:
                     setattr(counter, name, getattr(counter, name) + stop - start)
 
     def harvest(self) -> None:
-        """Add up the pairs that the device has passed."""
         with self._lock:
             while self._pending and self._pending[0][3].query():
                 counters, name, start, stop = self._pending.popleft()
@@ -104,19 +102,16 @@ class PendingTasks:
         self._changed = threading.Condition()
 
     def expect(self) -> None:
-        """Add a task to wait for. It will call `done`."""
         with self._changed:
             self._left += 1
 
     def done(self, failure: BaseException | None = None) -> None:
-        """Note that a task has ended."""
         with self._changed:
             self._left -= 1
             self._failure = self._failure or failure
             self._changed.notify_all()
 
     def wait(self) -> None:
-        """Wait until all tasks are done; raise the error of the first that failed."""
         with self._changed:
             self._changed.wait_for(lambda: self._left == 0)
             if self._failure is not None:
@@ -141,7 +136,6 @@ class FetchBuffer:
         self._device = device
 
     def allocate(self) -> None:
-        """Allocate the tensor, before copies are issued. Call it on the thread whose current stream is `home`."""
         self.tensor = torch.empty(self.shape, dtype=self.dtype, device=self._device)
         if self.home is not None:
             self.allocated = self.home.record_event()
@@ -166,7 +160,6 @@ class CopyStreams:
         self._lock = threading.Lock()
 
     def compute_stream(self) -> torch.Stream | None:
-        """Return the current stream of the device; None without an accelerator."""
         return None if self.on_host else torch.accelerator.current_stream(self.device)
 
     def device_is_current(self) -> contextlib.AbstractContextManager[object]:
@@ -200,7 +193,6 @@ class CopyStreams:
     def copy_into(
         self, target: Tensor, block: Block, fetch_buffer: FetchBuffer, after: torch.Event | None = None
     ) -> torch.Event | None:
-        """Copy a block into `target`, a part of an allocated fetch buffer; callable on any thread."""
         if self.on_host:
             self._copy_now(target, block, to_host=False, is_waited_for=fetch_buffer.issued is None)
             return None
@@ -278,16 +270,13 @@ class HostAllocation:
         self._last_copy: torch.Event | None = None
 
     def write(self, copy_streams: CopyStreams, source: Tensor) -> torch.Event | None:
-        """Begin to copy a contiguous tensor here; return the event after which its memory is not read any more."""
         self._last_copy = copy_streams.copy_to_host(source, self._block)
         return self._last_copy
 
     def read(self, copy_streams: CopyStreams, fetch_buffer: FetchBuffer) -> None:
-        """Allocate the fetch buffer and begin to copy the bytes into it, once they are written."""
         self._last_copy = copy_streams.copy_to_device(self._block, fetch_buffer, after=self._last_copy)
 
     def free(self) -> None:
-        """Give the room back. Callable on any thread; never blocks."""
         self._account.free(self._block, self._last_copy)
 
 
@@ -298,38 +287,28 @@ class HostTier:
         self._account = account
 
     def allocate(self, nbytes: int) -> HostAllocation | None:
-        """Return room for `nbytes`, or None if the tier is full."""
         block = self._account.allocate(nbytes)
         return None if block is None else HostAllocation(self._account, block)
 
     @property
     def held_bytes(self) -> int:
-        """Bytes that are allocated now."""
         return self._account.held_bytes
 
 
 class Allocation(Protocol):
-    """Room in a tier: host memory, or part of a file (`disk.py`)."""
+    """Room in a tier: a `HostAllocation`, or a `DiskAllocation` of `disk.py`."""
 
-    def write(self, copy_streams: CopyStreams, source: Tensor) -> torch.Event | None:
-        """See `HostAllocation.write`."""
-
-    def read(self, copy_streams: CopyStreams, fetch_buffer: FetchBuffer) -> None:
-        """See `HostAllocation.read`."""
-
-    def free(self) -> None:
-        """See `HostAllocation.free`."""
+    def write(self, copy_streams: CopyStreams, source: Tensor) -> torch.Event | None: ...
+    def read(self, copy_streams: CopyStreams, fetch_buffer: FetchBuffer) -> None: ...
+    def free(self) -> None: ...
 
 
 class Tier(Protocol):
-    """What holds offloaded bytes."""
+    """Holds offloaded bytes: a `HostTier` or a `DiskTier`."""
 
-    def allocate(self, nbytes: int) -> Allocation | None:
-        """Return room for `nbytes`, or None if the tier is full."""
-
+    def allocate(self, nbytes: int) -> Allocation | None: ...
     @property
-    def held_bytes(self) -> int:
-        """Bytes that are allocated now."""
+    def held_bytes(self) -> int: ...
 
 
 class OffloadedRange:
@@ -354,7 +333,6 @@ class OffloadedRange:
         self._copied = allocation.write(copy_streams, whole)
 
     def has_storage_of(self, tensor: Tensor) -> bool:
-        """Return whether the tensor is on the storage that the bytes came from (Note [identity of a saved tensor])."""
         return self._storage_ref() is tensor.untyped_storage()
 
     @property
@@ -364,7 +342,6 @@ class OffloadedRange:
         return self._was_torn if source is None else source._version != self._region.version
 
     def release_source(self) -> None:
-        """Release the source's memory, after the compute stream has waited for the copy."""
         if self._source is None:
             return
         if self._copied is not None and self._home is not None:
@@ -374,7 +351,6 @@ class OffloadedRange:
         self._source = None
 
     def fetch(self) -> None:
-        """Begin to copy the bytes to the device, unless they are there."""
         with self._offloader.lock:
             if self._source is None:
                 self._fetch_buffer()
@@ -472,7 +448,6 @@ class Offloader:
                 self._release_oldest()
 
     def limit_in_flight(self, max_bytes: int) -> None:
-        """Release the oldest sources until at most `max_bytes` are in flight."""
         with self.lock:
             while self.in_flight and self._in_flight_bytes > max_bytes:
                 self._release_oldest()

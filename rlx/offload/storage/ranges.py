@@ -29,7 +29,6 @@ class Extent(NamedTuple):
 
 
 def page_aligned(nbytes: int) -> int:
-    """Return `nbytes` rounded up to a multiple of `PAGE_ALIGN_BYTES`."""
     return -(-nbytes // PAGE_ALIGN_BYTES) * PAGE_ALIGN_BYTES
 
 
@@ -49,13 +48,11 @@ class RangeAllocator:
         self._slabs: dict[int, int] = {}
 
     def extend(self, slab: int, nbytes: int) -> None:
-        """Add free bytes (a multiple of `PAGE_ALIGN_BYTES`) at the end of a slab, which is empty at first."""
         start = self._slabs.get(slab, 0)
         self._slabs[slab] = start + nbytes
         self.free([Extent(slab, start, nbytes)])
 
     def allocate(self, nbytes: int) -> list[Extent] | None:
-        """Return extents of `nbytes` together (a multiple of `PAGE_ALIGN_BYTES`), or None if they do not fit."""
         if nbytes > self.usable_bytes(nbytes):
             return None
         extents: list[Extent] = []
@@ -77,7 +74,6 @@ class RangeAllocator:
         return sum(length for length, _, _ in self._by_size[bisect_left(self._by_size, (MIN_EXTENT_BYTES, -1, -1)) :])
 
     def free(self, extents: Sequence[Extent]) -> None:
-        """Free extents; each is merged with the free ranges before and after it."""
         for slab, start, length in extents:
             before = self._by_end.get((slab, start))
             if before is not None:
@@ -90,7 +86,6 @@ class RangeAllocator:
             self._insert(slab, start, length)
 
     def remove_free_slabs(self) -> list[int]:
-        """Remove the slabs of which nothing is in use; return their numbers."""
         free = [slab for slab, length in self._slabs.items() if self._by_start.get((slab, 0)) == length]
         for slab in free:
             self._remove(slab, 0, self._slabs.pop(slab))
@@ -98,7 +93,6 @@ class RangeAllocator:
 
     @property
     def free_bytes(self) -> int:
-        """Sum of the free ranges [bytes]."""
         return sum(length for length, _, _ in self._by_size)
 
     def _insert(self, slab: int, start: int, length: int) -> None:
@@ -128,5 +122,4 @@ def chunk_bytes(max_staging_bytes: int | None) -> int:
 
 
 def staging_bytes(chunk_bytes: int) -> int:
-    """Return the bytes that all staging buffers of one size take together."""
     return chunk_bytes * (WRITE_BUFFERS + READER_THREADS)

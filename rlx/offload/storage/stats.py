@@ -53,22 +53,18 @@ class OffloadStats:
 
     @property
     def copy_gb_per_s(self) -> float:
-        """Mean rate of the copies [10^9 bytes per second]."""
         return self.copied_bytes / self.copy_ms / 1e6 if self.copy_ms else 0.0
 
     @property
     def disk_gb_per_s(self) -> float:
-        """Mean rate of the disk while it was used [10^9 bytes per second]."""
         return self.disk_bytes / self.disk_ms / 1e6 if self.disk_ms else 0.0
 
     @property
     def overlap(self) -> float:
-        """Share of the time of copies and disk in which compute did not wait, in [0, 1]; 0 if nothing was moved."""
         moving_ms = self.copy_ms + self.disk_ms
         return max(0.0, 1.0 - self.stall_ms / moving_ms) if moving_ms else 0.0
 
     def __str__(self) -> str:
-        """Return the figures in a few lines for people; `repr` has all fields."""
         lines = [
             f"offloaded {readable(self.offloaded_bytes)}, kept on the device {readable(self.kept_bytes)}, "
             f"recomputed {self.recomputed_ms:.1f} ms",
@@ -107,7 +103,6 @@ def _differences(now: Any, earlier: Any, without: Collection[str] = ()) -> dict[
 
 
 def readable(nbytes: int) -> str:
-    """Return a number of bytes with its unit, of 1000, 1000² or 1000³ bytes."""
     for unit, size in (("GB", 10**9), ("MB", 10**6), ("KB", 10**3)):
         if nbytes >= size:
             return f"{nbytes / size:.2f} {unit}"
@@ -115,5 +110,4 @@ def readable(nbytes: int) -> str:
 
 
 def measured_rate(nbytes: int, ms: float) -> float | None:
-    """Return the rate of copies [bytes per second]; None if too few bytes were copied to know it."""
     return nbytes / ms * 1e3 if nbytes >= TIMED_BYTES and ms else None

@@ -54,7 +54,6 @@ def span_bytes(tensor: Tensor) -> tuple[int, int]:
 
 
 def span_length(tensor: Tensor) -> int:
-    """Return the number of bytes from the first to the last of a tensor."""
     if tensor.is_contiguous():
         return tensor.nbytes
     start, stop = span_bytes(tensor)
@@ -62,7 +61,6 @@ def span_length(tensor: Tensor) -> int:
 
 
 def size_bytes(tensor: Tensor) -> int:
-    """Return the size of a contiguous copy of a tensor [bytes]."""
     return tensor.numel() * tensor.element_size()
 
 
@@ -107,7 +105,6 @@ def _has_storage(tensor: Tensor) -> bool:
 
 
 def is_parameter(tensor: Tensor) -> bool:
-    """Return whether a tensor is a parameter or a view of one."""
     base = tensor._base
     if base is None and type(tensor) is Tensor:  # the common case; asking whether something is a Parameter is slow
         return False
@@ -133,7 +130,6 @@ class VersionProbe:
 
     @property
     def is_untouched(self) -> bool:
-        """Whether nothing was written to the tensor or its views since."""
         return self.alias._version == self.version
 
 
@@ -173,7 +169,6 @@ class TensorLayout(VersionProbe):
 
 
 def without_memory(tensor: Tensor) -> Tensor:
-    """Return an alias of a plain tensor that shares its version counter and none of its memory."""
     alias = tensor.detach()
     # Assigning to .data replaces the memory of the alias and keeps its version counter.
     alias.data = empty_on(tensor.device)
@@ -190,7 +185,6 @@ class KeptTensor:
         self._version = tensor._version
 
     def restore(self) -> Tensor:
-        """Return the tensor; RuntimeError if it was written to since."""
         tensor = self._tensor
         if tensor._version != self._version:
             raise modified_in_place(tensor.shape, tensor.dtype, self._version, f"but is at version {tensor._version}")
@@ -198,27 +192,26 @@ class KeptTensor:
 
 
 class Packed(Protocol):
-    """What a pack hook returns in place of a tensor."""
+    """What a pack hook returns in place of a tensor; `restore` raises RuntimeError if that was written to since."""
 
-    def restore(self) -> Tensor:
-        """Return the tensor; RuntimeError if it was written to since."""
+    def restore(self) -> Tensor: ...
 
 
 class MovingWeights(Protocol):
-    """Whoever moves weights between devices (layer streaming): says what the engine holds in place of one, and where it is."""
+    """Moves weights between devices (layer streaming).
 
-    def pack(self, tensor: Tensor) -> Packed | None:
-        """Return what a pack hook holds in place of a weight that moves, or a view of it; None for any other tensor."""
+    `pack` returns what a pack hook holds in place of a weight that moves, or a view of it; None for any other tensor. `present`
+    returns a weight that moves on the device, any other parameter as it is.
+    """
 
-    def present(self, parameter: Tensor) -> Tensor:
-        """Return a weight that moves on the device, any other parameter as it is."""
+    def pack(self, tensor: Tensor) -> Packed | None: ...
+    def present(self, parameter: Tensor) -> Tensor: ...
 
 
 moving_weights: list[MovingWeights] = []  # those that move weights now; mostly none
 
 
 def kept(tensor: Tensor) -> Packed:
-    """Return what a pack hook holds in place of a tensor that is not offloaded."""
     packed = (mover.pack(tensor) for mover in moving_weights)
     return next(filter(None, packed), None) or KeptTensor(tensor)
 
@@ -231,7 +224,6 @@ def present(parameter: Tensor) -> Tensor:
 
 
 def restore(packed: Packed) -> Tensor:
-    """The unpack hook."""
     return packed.restore()
 
 
@@ -242,12 +234,10 @@ def weights_are_refetched() -> AbstractContextManager[Any]:
 
 @functools.cache
 def empty_on(device: torch.device) -> Tensor:
-    """Return an empty tensor on a device, the same one each time."""
     return torch.empty(0, device=device)
 
 
 def modified_in_place(shape: Sequence[int], dtype: torch.dtype, saved: int, found: str) -> RuntimeError:
-    """Return the error that autograd raises for a write to a saved tensor; `found` tells what happened to it."""
     return RuntimeError(
         "one of the variables needed for gradient computation has been modified by an inplace operation: "
         f"{dtype} tensor of shape {list(shape)} was saved at version {saved}, {found}. "

@@ -33,7 +33,6 @@ class StreamedForward(ForwardOverride):
         self._run_uncompiled = torch.compiler.disable(self._run)  # type: ignore[no-untyped-call]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the layer's forward."""
         if self.handle.is_enabled:
             return self._run_uncompiled(args, kwargs)
         module: Any = self.module()
@@ -96,7 +95,6 @@ class LayerOffloading:
 
     @property
     def parameters(self) -> frozenset[Parameter]:
-        """The weights that stream."""
         return frozenset(parameter for weights in self._weights for parameter in weights.parameters)
 
     def begin(self, weights: FrozenWeights, entered: int = 0) -> None:
@@ -130,7 +128,6 @@ class LayerOffloading:
             weights.attach()
 
     def leave(self, weights: FrozenWeights) -> None:
-        """Note that a forward of a layer has ended."""
         with self._lock:
             weights.calls -= 1
 
@@ -155,7 +152,6 @@ class LayerOffloading:
             self._fetched, self._at_work = [], -1
 
     def stats(self) -> OffloadStats:
-        """Return copied bytes, and times of copies and stalls, since layer offloading was enabled."""
         self._timeline.harvest()
         on_host = 0 if self._file else self.streamed_bytes
         return OffloadStats(**vars(self._counters), held_bytes=on_host, reserved_bytes=on_host)
@@ -203,24 +199,22 @@ def enable_layer_offloading(
 ) -> LayerOffloading:
     """Keep the frozen weights of a model's layers in page-locked host memory, and fetch them one layer ahead.
 
-    A weight streams if it wants no gradient, has at least two dimensions and belongs to one layer only; what is trained, norms
-    and biases stay on the device. At most two layers' weights are on the device at once. Each layer is fetched once in forward
-    and once for recomputation and backward together. Every pass streams: training, evaluation, generation.
+    A weight streams if it wants no gradient, has at least two dimensions and belongs to one layer only. At most two layers'
+    weights are on the device at once, in training, evaluation and generation. Each layer is fetched once in forward and once for
+    recomputation and backward together.
 
     Call it before `enable_activation_offloading`, and before FSDP2 shards the model, with the weights that stream as its
-    `ignored_params`. The weights may be in host memory before, or not loaded yet: `load_state_dict` afterwards writes them to
-    where they wait.
+    `ignored_params`. A `load_state_dict` afterwards writes the weights to where they wait.
 
     Args:
-        model: any module with layers.
         layers: modules, module names, classes or class names; None: see `find_layers`.
         device: on which the layers compute; None: that of the weights, or the accelerator if these are in host memory.
         dtype: the weights' type from now on; None: as they are.
         resident_layers: number of layers, evenly spread, whose weights stay on the device.
-        group: processes of one machine that call this together and share one copy on the host, with the values that the first
-            one has; the others may have any. None: this process has a copy of its own.
-        directory: folder on a disk whose file takes the weights, where host memory is too small for them. The file has no name and
-            goes with the process. A fetch reads it past the page cache, through page-locked buffers of at most 134 MB together.
+        group: processes of one machine that call this together and share one copy on the host, with the values of the first;
+            None: this process has a copy of its own.
+        directory: folder on a disk whose unnamed file takes the weights, where host memory is too small for them. A fetch reads it
+            through page-locked buffers of at most 134 MB together.
 
     Returns:
         The handle. `release()` frees the device's copies between phases, `disable()` restores the model.
@@ -266,7 +260,6 @@ def _device_of(layers: Sequence[NamedLayer]) -> torch.device:
 
 
 def _frozen_matrices(model: nn.Module, layer: nn.Module) -> dict[str, Parameter]:
-    """Return the weights of a layer that can stream, by name."""
     uses = Counter(id(p) for p in _all_parameters(model))
     inside = Counter(id(p) for p in _all_parameters(layer))
     return {

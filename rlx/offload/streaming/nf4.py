@@ -45,7 +45,6 @@ class NF4Linear(nn.Linear):
         self.bias = linear.bias
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return the product in the input's dtype."""
         return NF4Product.apply(input, self.weight, self.bias)  # type: ignore[no-any-return, no-untyped-call]
 
 
@@ -54,13 +53,11 @@ class NF4Product(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Save the bytes alone."""
         ctx.save_for_backward(weight)
         return F.linear(input, dequantized(weight, input.dtype), bias)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, Tensor | None]:
-        """Return the gradients of input and bias."""
         (weight,) = ctx.saved_tensors
         of_rows = gradient.reshape(-1, gradient.shape[-1])
         of_input = of_bias = None
@@ -103,7 +100,6 @@ def quantized(weight: Tensor, device: torch.device | None = None) -> Tensor:
 
 
 def dequantized(packed: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the weight (out, in) in bf16, fp16 or fp32 of its bytes, on their device."""
     rows, columns = packed.shape[0], packed.shape[1] * 16 // 9
     flat, codes = packed.detach().reshape(-1), rows * columns // 2
     library, scales = _library(), flat[codes:].view(torch.float32)
@@ -112,7 +108,6 @@ def dequantized(packed: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def in_full(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a quantised weight dequantised to `dtype`, and any other tensor as it is."""
     return dequantized(tensor, dtype) if is_quantized(tensor) else tensor
 
 

@@ -97,11 +97,9 @@ class FrozenWeights:
 
     @property
     def is_fetched(self) -> bool:
-        """Whether the weights are on the device, or on their way."""
         return self._buffer is not None
 
     def fetch(self) -> None:
-        """Begin to copy the weights to the device, unless they are there as they are now."""
         versions = self._current_versions()
         if self._buffer is not None and (self._is_attached or versions == self._versions):
             return
@@ -144,7 +142,6 @@ class FrozenWeights:
         self._buffer = None
 
     def restore(self) -> None:
-        """Give the parameters memory of their own on the device; nothing streams afterwards."""
         self.drop()
         self._check_in_place(self._on_host)
         for parameter, host in zip(self.parameters, self._on_host, strict=True):
@@ -185,7 +182,6 @@ class SavedWeight:
         self._version = tensor._version
 
     def restore(self) -> Tensor:
-        """Return the tensor on fetched bytes; RuntimeError if it was written to since."""
         now = self._parameter._version
         if now != self._version:
             found = f"but is at version {now}"
@@ -198,7 +194,6 @@ class _Streamed:
     """Tells the engine where weights that stream are (`MovingWeights`)."""
 
     def pack(self, tensor: Tensor) -> SavedWeight | None:
-        """Return a `SavedWeight` for a weight that streams."""
         parameter = tensor if isinstance(tensor, Parameter) else tensor._base
         if not isinstance(parameter, Parameter) or parameter.dtype != tensor.dtype:
             return None
@@ -206,7 +201,6 @@ class _Streamed:
         return None if weights is None else SavedWeight(weights, parameter, tensor)
 
     def present(self, parameter: Tensor) -> Tensor:
-        """Return an alias on the device of a weight that streams."""
         weights = _weights_of(parameter)
         return parameter if weights is None else weights.on_device(parameter)
 

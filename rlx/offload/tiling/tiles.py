@@ -47,7 +47,6 @@ class TiledModule(NamedTuple):
         return [attrgetter(name)(self.module) for name in self.names]
 
     def with_weights(self, weights: Sequence[Tensor], run: Callable[[], None]) -> None:
-        """Call `run` while the module has other weights."""
         registered: dict[str, Tensor] = {}
         with self.lock, contextlib.ExitStack() as stack:
             for name, weight in zip(self.names, weights, strict=True):
@@ -72,7 +71,6 @@ class _Tile:
         self.values: list[Tensor | None] = []
 
     def of(self, rows: Tensor) -> Tensor:
-        """Return the tile's part of a result of `_rows`."""
         return rows.narrow(-2, self.start, self.length)
 
     def pack(self, tensor: Tensor) -> int:
@@ -139,7 +137,6 @@ class TiledCall:
         self._ambient: AmbientState | None = None
 
     def forward(self, hidden: Tensor, weights: Sequence[Tensor], out: Tensor) -> None:
-        """Fill the output and build the graphs of the tiles."""
         leaves = [_leaf(weight, weight.requires_grad) for weight in weights]
         self._weight_edges = [_edge(leaf) for leaf in leaves]
         rows, out_rows = _rows(hidden.detach()), _rows(out.detach())
@@ -164,7 +161,6 @@ class TiledCall:
             raise
 
     def backward(self, gradient: Tensor, hidden: Tensor, weights: Sequence[Tensor]) -> list[Tensor | None]:
-        """Return the gradients of the input and of the weights; None for tensors that want none."""
         wanted = [index for index, edge in enumerate(self._weight_edges) if edge is not None]
         sums = {index: _WeightGradient(weights[index]) for index in wanted}
         leaves = [_leaf(w, edge is not None) for w, edge in zip(weights, self._weight_edges, strict=True)]
@@ -229,7 +225,6 @@ class _TiledFunction(torch.autograd.Function):
 
 
 def run_tiled(tiled: TiledModule, hidden: Tensor, weights: Sequence[Tensor], length: int, dtype: torch.dtype) -> Tensor:
-    """Return the module's output, of a given dtype, computed in tiles; `hidden` and `length` as for `TiledCall`."""
     call = TiledCall(tiled, hidden, length)
     out: Tensor = _TiledFunction.apply(call, dtype, hidden, *weights)  # type: ignore[no-untyped-call]
     call.forward(hidden, weights, out)
@@ -237,7 +232,6 @@ def run_tiled(tiled: TiledModule, hidden: Tensor, weights: Sequence[Tensor], len
 
 
 def run_tiled_without_graph(tiled: TiledModule, hidden: Tensor, length: int, dtype: torch.dtype) -> Tensor:
-    """Return the module's output, computed in tiles without a graph."""
     out = torch.empty_like(hidden, dtype=dtype)
     with torch.no_grad():
         for tile in _tiles(hidden, length):

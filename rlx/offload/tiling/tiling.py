@@ -82,7 +82,6 @@ class TiledForward(ForwardOverride):
         return TiledModule(module, self.original(module), _weight_names(module), self._lock)
 
     def _dtype(self, tiled: TiledModule, hidden: Tensor, weights: Sequence[Tensor]) -> torch.dtype | str:
-        """Return the dtype of the output; or why the module cannot be computed in tiles."""
         if not all(map(is_plain, (hidden, *weights))) or any(map(is_fsdp1, tiled.module.modules())):
             return "gets or holds other than plain tensors"
         if not hidden.is_contiguous():
@@ -104,7 +103,6 @@ class Tiling:
         self.norms: tuple[str, ...] = ()
 
     def add(self, name: str, module: nn.Module, is_mlp: bool) -> None:
-        """Compute a module in tiles from now on."""
         self._forwards.append(weakref.ref(TiledForward(self, name, module, is_mlp)))
         if is_mlp:
             self.mlps += (name,)
@@ -112,11 +110,9 @@ class Tiling:
             self.norms += (name,)
 
     def tile_length(self, positions: int, width: int, widest: int) -> int:
-        """Return the positions of a tile; see `tile_tokens`."""
         return tile_tokens(positions, width, widest) if self.positions_per_tile is None else self.positions_per_tile
 
     def note_left_alone(self, name: str, why: str) -> None:
-        """Log once for each reason that a module is not computed in tiles."""
         if why not in self._has_noted:
             self._has_noted.add(why)
             logger.info("tiling: %s %s, and is not computed in tiles. Logged once", name, why)
@@ -135,15 +131,12 @@ def enable_tiling(
 ) -> Tiling:
     """Compute the MLPs and norms of a model tile by tile over the positions, in forward and in backward.
 
-    A layer's working set then does not grow with its widest intermediate result: a call keeps its input only, and backward
-    recomputes one tile at a time. If the layer is recomputed as well, its MLP is left out of that. Modules that are not
-    position-wise (experts with routing, convolutions), or that compute on streams of their own, are not tiled. Call this before
-    FSDP1 wraps the model.
+    A call keeps its input only, and backward recomputes one tile at a time. If the layer is recomputed as well, its MLP is left
+    out of that. Modules that are not position-wise (experts with routing, convolutions), or that compute on streams of their own,
+    are not tiled. Call this before FSDP1 wraps the model; before or after FSDP2 shards it.
 
     Args:
-        model: any module with layers; under FSDP2 before or after it is sharded.
-        positions_per_tile: tokens per tile, of all sequences together. None: so many that the widest intermediate result of a
-            tile has about 2^28 elements, or that eight of them are as large as the input, whichever is more.
+        positions_per_tile: tokens per tile, of all sequences together. None: see `tile_tokens`.
         layers: modules, module names, classes or class names; None: see `find_layers`.
 
     Returns:

@@ -36,7 +36,6 @@ CASES = [
     (f"{MODEL}.activation_offload.directory=/tmp", [f"{MODEL}.activation_offload.directory"]),
     (f"{GAE} critic.model.activation_offload.directory=/tmp", ["critic.model.activation_offload.directory"]),
     (f"{MODEL}.activation_offload.max_device_bytes=9", [f"{MODEL}.activation_offload.max_device_bytes"]),
-    (f"{MODEL}.activation_offload.cache_directory=/tmp", [f"{MODEL}.activation_offload.cache_directory"]),
     (
         f"{MODEL}.activation_offload.pin_memory=False {MODEL}.activation_offload.use_streams=False",
         [f"{MODEL}.activation_offload.pin_memory", f"{MODEL}.activation_offload.use_streams"],
@@ -45,7 +44,6 @@ CASES = [
         (f"{GAE} critic.model.{key}", [f"critic.model.{key.split('=')[0]}"])
         for key in (
             "activation_offload.max_device_bytes=9",
-            "activation_offload.cache_directory=/tmp",
             "activation_offload.pin_memory=False",
         )
     ),

@@ -77,10 +77,6 @@ OTHERS = {
     ("max_device_bytes", "auto"): FINE,
     ("max_device_bytes", "most"): FAULT,
     ("max_device_bytes", None): FAULT,
-    ("cache_directory", "auto"): FINE,
-    ("cache_directory", None): WARNING,
-    ("cache_directory", "/somewhere"): WARNING,
-    ("cache_directory", 3): FAULT,
     ("save", "everything"): FAULT,
     ("tier", "tape"): FAULT,
 }

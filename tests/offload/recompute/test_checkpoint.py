@@ -1,13 +1,10 @@
 """Boundary mode: each hazard of recomputation against plain autograd, bit for bit."""
 
-import math
 import weakref
 
 import pytest
 import torch
 import torch.nn.functional as F
-
-from rlx.offload.recompute import saved_slots as slots
 
 
 @pytest.mark.parametrize(("prefetch", "early", "late"), [(None, 0, 1), (0, 0, 0), (1, 1, 1), (2, 2, 2), (100, 3, 3)])
@@ -79,43 +76,6 @@ def test_recomputation_stops_early(enable, toys):
     assert calls.count("not needed") == 3
 
 
-PRODUCT_FLOPS = 2 * 4 * 8 * 8
-
-
-@pytest.mark.parametrize(
-    ("kind", "worth", "again"),
-    [
-        ("product", PRODUCT_FLOPS, 0),
-        ("product", PRODUCT_FLOPS + 1, 3),
-        ("without a bias", PRODUCT_FLOPS, 0),
-        ("without a bias", PRODUCT_FLOPS + 1, 3),
-        ("of a frozen weight", PRODUCT_FLOPS, 0),
-        ("of a frozen weight", PRODUCT_FLOPS + 1, 3),
-        ("function", math.inf, 0),
-    ],
-)
-def test_a_small_product_at_the_end_is_not_worth_leaving_out(compare, toys, monkeypatch, kind, worth, again):
-    monkeypatch.setattr(slots, "MIN_SKIPPED_FLOPS", worth)
-    ends = []
-
-    def forward(block, x):
-        if kind == "function":
-            y = x.sin()
-        elif kind == "without a bias":
-            y = F.linear(x.sin()[None], block.lin.weight)[0]
-        else:
-            y = block.lin(x.sin())
-        ends.append(None)
-        return y
-
-    model = toys.of(forward)
-    if kind == "of a frozen weight":
-        for layer in model.layers:
-            layer.lin.weight.requires_grad_(False)
-    compare(model, toys.step, True)
-    assert len(ends) == 2 * 3 + again, "two steps, one of them without the engine"
-
-
 @pytest.mark.parametrize("where", ["in the layer", "outside"])
 def test_a_parameter_in_the_place_of_another_tensor_is_refused(enable, toys, where):
     model = toys.of(
@@ -151,27 +111,6 @@ def test_the_default_device_of_forward_is_repeated(enable, toys):
         loss = model(x)
     loss.backward()
     assert seen == ["meta"] * 6
-
-
-def test_a_node_that_asks_twice_for_what_it_saved(compare, toys):
-    class Square(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            ctx.save_for_backward(x)
-            return x * x
-
-        @staticmethod
-        def backward(ctx, grad):
-            return grad * ctx.saved_tensors[0] + grad * ctx.saved_tensors[0]
-
-    compare(toys.of(lambda block, x: Square.apply(block.lin(x))), toys.step, True)
-
-
-def test_a_model_without_gradients_moves_nothing(enable, toys):
-    model = toys.stack().requires_grad_(False)
-    handle = enable(model, True)
-    assert not toys.step(model).requires_grad
-    assert handle.stats().offloaded_bytes == 0
 
 
 def test_inputs_made_in_inference_mode(compare, toys):

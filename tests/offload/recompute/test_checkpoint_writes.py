@@ -28,17 +28,6 @@ def raises_as_plain(toys, enable, forward, after=None):
             x.sum().backward()
 
 
-def test_a_write_behind_the_last_save_raises(toys, enable):
-    """Recomputation stops before this write; the version counter of forward tells."""
-
-    def forward(block, x):
-        y = block.lin(x).exp()
-        y.add_(1)
-        return y
-
-    raises_as_plain(toys, enable, forward)
-
-
 def test_a_write_through_a_view_of_what_a_layer_computed_raises(toys, enable):
     views = []
 

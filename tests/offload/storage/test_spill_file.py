@@ -66,12 +66,6 @@ def test_what_host_memory_has_no_room_for_goes_to_disk(compare, toys, tmp_path, 
     assert str(tmp_path) in warnings[0]
 
 
-def test_buffers_for_the_disk_stay_below_the_cap(compare, toys, tmp_path):
-    host_arena(False).trim()
-    stats = compare(toys.wide(), toys.read_wide, False, **on_disk(tmp_path, max_host_bytes=3 * MIN_STAGING_BYTES + 5))
-    assert 0 < stats.reserved_bytes <= max(3 * MIN_STAGING_BYTES, 2 * MIB)  # whole pages
-
-
 def test_an_arena_that_others_fill_makes_room_beside_it_with_one_warning(compare, toys, tmp_path, caplog):
     arena = host_arena(False)
     arena.trim()
@@ -85,20 +79,6 @@ def test_an_arena_that_others_fill_makes_room_beside_it_with_one_warning(compare
         account.free(block)
     assert stats.reserved_bytes == MIB
     assert caplog.text.count("host arena is full") == 1
-
-
-def test_nothing_grows_where_nobody_asks_for_statistics(enable, toys, tmp_path):
-    model = toys.stack()
-    handle = enable(model, False, tier="disk", directory=str(tmp_path))
-    for _ in range(5):
-        toys.step(model).backward()
-    (tier,) = (tier for tiers in handle.session._tiers.values() for tier in tiers)
-    toys.step(model)
-    freed = len(tier.freed)
-    for _ in range(5):
-        toys.step(model)
-    assert len(tier.freed) <= freed < 100
-    assert handle.stats().held_bytes == 0
 
 
 def test_two_models_share_a_file(enable, toys, tmp_path):

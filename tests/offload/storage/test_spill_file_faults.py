@@ -7,18 +7,13 @@ import os
 import pickle
 import resource
 import signal
-import subprocess
-import sys
-import textwrap
-import threading
 import time
 
 import pytest
 import torch
 
 from rlx.offload import DiskError, OffloadOptions, enable_activation_offloading, host_arena, trim
-from rlx.offload.storage.disk import DiskTier, ExtentFile, StagingBuffers, extent_file
-from rlx.offload.storage.offloader import CopyStreams, Counters, Timeline
+from rlx.offload.storage.disk import extent_file
 from rlx.offload.storage.ranges import PAGE_ALIGN_BYTES
 
 MODES = pytest.mark.parametrize("enable_ckpt", [True, False], ids=["boundary", "all"])
@@ -49,35 +44,6 @@ CHILD = """
     grads = torch.autograd.grad(loss, list(layers.parameters()))
     print(all(map(torch.equal, grads, expected)), flush=True)
 """
-
-
-@pytest.fixture
-def child(tmp_path):
-    """`child()`: a process that stands between forward and backward, with its activations in the folder."""
-    started = []
-
-    def start():
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "env": environment}
-        process = subprocess.Popen([sys.executable, "-c", textwrap.dedent(CHILD), str(tmp_path)], **pipes)
-        started.append(process)
-        return process
-
-    yield start
-    for process in started:
-        process.kill()
-        process.communicate()
-
-
-@pytest.mark.slow
-def test_processes_that_share_a_folder_and_one_that_is_killed(child, tmp_path):
-    killed, other = child(), child()
-    assert (killed.stdout.readline(), other.stdout.readline()) == ("forward\n", "forward\n")
-    killed.send_signal(signal.SIGKILL)
-    killed.wait()
-    assert list(tmp_path.iterdir()) == []
-    out, _ = other.communicate("go on\n", timeout=60)
-    assert (out, other.returncode) == ("True\n", 0)
 
 
 @pytest.fixture
@@ -224,30 +190,3 @@ def test_a_forked_child_is_refused(enable, toys, tmp_path):
             os._exit(0)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 17
     loss.backward()
-
-
-def test_a_thread_that_cannot_be_started_is_an_error_after_which_nothing_hangs(tmp_path, monkeypatch):
-    file = ExtentFile(str(tmp_path))
-    tier = DiskTier(file, StagingBuffers(host_arena(False), PAGE_ALIGN_BYTES), warning=None)
-    copy_streams = CopyStreams(torch.device("cpu"), True, Counters(), Timeline())
-    source = torch.zeros(40 * PAGE_ALIGN_BYTES, dtype=torch.uint8)
-    go_on = threading.Event()
-    file.submit(go_on.wait, writes=True)  # the one thread there is has something to do
-
-    def refuse(thread):
-        raise RuntimeError("can't start new thread")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", refuse)
-        with pytest.raises(RuntimeError, match="new thread"):
-            tier.allocate(source.numel()).write(copy_streams, source)
-    go_on.set()
-    gc.collect()
-    allocation = tier.allocate(source.numel())
-    allocation.write(copy_streams, source)
-    file.drain()
-    allocation.written.wait()
-    del allocation
-    assert host_arena(False).held_bytes == 0
-    file.trim()
-    assert file.nbytes == 0

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from rlx.offload import OffloadOptions, enable_activation_offloading, enable_layer_offloading, enable_tiling
+from rlx.offload import OffloadOptions, enable_activation_offloading, enable_layer_offloading
 from rlx.offload.streaming.nf4 import (
     NF4Linear,
     QuantizationError,
@@ -54,15 +54,6 @@ def test_gradients_are_those_of_the_dequantised_weights(decoder, toys, request, 
         request.addfinalizer(enable_activation_offloading(model, save != "all", options).disable)
     for _ in range(3):  # `auto` measures first
         toys.grade(plain, read).assert_equal(toys.grade(model, read))
-
-
-def test_tiles(decoder, toys):
-    model, plain = decoder
-    for each in decoder:
-        enable_tiling(each, 4)
-    enable_layer_offloading(model)
-    enable_activation_offloading(model, True, OffloadOptions(save="attention", min_bytes=0))
-    toys.grade(plain, read).assert_equal(toys.grade(model, read))
 
 
 def test_attention_mode_keeps_projections(decoder, toys):
@@ -118,15 +109,6 @@ def test_dequantised_weights_quantise_to_the_same_bytes(dtype):
     assert packed.shape == (96, 72)
     assert torch.equal(quantized(dequantized(packed, dtype)), packed)
     assert torch.equal(dequantized(packed, torch.float32).to(dtype), dequantized(packed, dtype))
-
-
-def test_what_stays_as_it_is(toys):
-    model = toys.adapt(toys.stack(lambda: toys.attend(64, 4, 2), width=64))
-    model.layers[0].odd = nn.Linear(40, 8).requires_grad_(False)
-    model.layers[0].twice = model.layers[0].again = nn.Linear(64, 8).requires_grad_(False)
-    quantize_layers(model)
-    assert {type(m) for m in (model.embed, model.head, model.layers[0].odd, model.layers[0].twice)} == {nn.Linear}
-    assert not any(is_quantized(p) for p in model.parameters() if p.requires_grad)
 
 
 @pytest.mark.parametrize("width", [16, 64])

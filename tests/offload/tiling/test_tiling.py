@@ -13,7 +13,6 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlx.offload import OffloadOptions, enable_activation_offloading, enable_tiling
-from rlx.offload.tiling import tiling
 
 SMALL = {
     "vocab_size": 64,
@@ -141,17 +140,6 @@ def test_gradients_are_those_without_tiles_to_rounding(name):
             handle.disable()
     tiling.disable()
     assert_close(graded(model), expected, 0.0)
-
-
-def test_the_gradient_of_the_input_of_a_norm_is_the_same_to_the_last_bit():
-    model, found = make(), []
-    for tiles in (None, 5):
-        tiling = enable_tiling(model, tiles)
-        x = rows(2, 32, 8, requires_grad=True)
-        model.layers[0].norm(x).square().sum().backward()
-        found.append(x.grad)
-        tiling.disable()
-    assert torch.equal(*found)
 
 
 def test_sums_over_tiles_lose_nothing_in_bf16():
@@ -336,28 +324,6 @@ def test_what_is_not_position_wise_is_left_alone(kind, caplog):
     notes = [r.getMessage() for r in caplog.records if "is not computed in tiles" in r.getMessage()]
     assert len(notes) == 1
     assert "layers.0.mlp mixes positions, draws random numbers or returns something else" in notes[0]
-
-
-def test_what_computes_on_several_streams_is_left_alone(monkeypatch, caplog):
-    """On streams that are told: real ones are in test_gpu_tiling."""
-    caplog.set_level(logging.INFO, "rlx.offload")
-    current = ["main"]
-    monkeypatch.setattr(tiling, "_stream", lambda tensor: current[0])
-
-    class OnTheSide(Shift):
-        def forward(self, x):
-            current[0] = "side"
-            y = self.up(x).relu()
-            current[0] = "main"
-            return self.down(y)
-
-    model = make()
-    model.layers[0].mlp = OnTheSide().double()
-    enable_tiling(model, 4)
-    loss = model(rows(2, 9, 8)).square().sum()
-    loss.backward()
-    notes = [r.getMessage() for r in caplog.records if "is not computed in tiles" in r.getMessage()]
-    assert len(notes) == 1 and "layers.0.mlp computes on several streams" in notes[0]
 
 
 def test_the_check_of_a_module_keeps_nothing_alive():
