@@ -1,19 +1,17 @@
 """Decides for `save="auto"`: the first passes of each length are measured (`measure.py`), later ones follow a plan.
 
-Lengths are grouped into buckets, each 1.25 times as long as the one before; a bucket has one profile and one plan. The next passes
-after a measured one run as with `save="boundary"` until the device has finished it: nobody waits for it. The very first pass chooses
-kernels and allocates memory, so it is not measured.
+Lengths are grouped into buckets, each 1.25 times as long as the one before; a bucket has one profile and one plan. The passes after a
+measured one run as with `save="boundary"` until the device has finished it. The very first pass chooses kernels and allocates memory,
+so it is not measured.
 
 Note [states that come later]
-The optimizer's first step makes its states, which last. With gradient accumulation, passes are profiled and planned before it.
-Such a plan takes memory that is free then, and nobody else needs it until the step. So each planned pass looks at what is free
-when it begins. If that is much less than the plan's budget, the pass is planned anew from the same profile, before its first layer
-runs.
+With gradient accumulation, passes are planned before the optimizer's first step makes its states, and use the memory that these will
+take. So each planned pass looks at what is free when it begins. If that is much less than the plan's budget, the pass is planned anew
+from the same profile, before its first layer runs.
 
 Note [ranks plan by themselves]
-Ranks have different lengths and measure different times, so their plans differ: two ranks may recompute differently in the same
-pass. That changes no result. It would only matter to communication in a layer's forward, which a recomputation repeats. So a model
-with such layers gets no plan.
+Ranks have different lengths and measure different times, so their plans differ. That changes no result. It would only matter to
+communication in a layer's forward, which a recomputation repeats. So a model with such layers gets no plan.
 
 Note [a device that waits for the host]
 The host needs about as long to profile all calls of a layer as the device needs to compute it with a few thousand tokens. If the

@@ -4,19 +4,17 @@ A measured layer runs as with `save="boundary"`. Times come from device events, 
 Bytes come from torch's allocator; its peak is reset at each layer of a measured pass.
 
 Note [what a layer is charged with]
-A budget limits the memory that a step adds to what exists before its layers begin, apart from the gradients it makes. So a layer
-is charged with its own peak, in forward or in backward. It is also charged with the other memory that exists then and that no
-plan can change: rotary tables and masks, the first layer's inputs if the model keeps them, the memory of the head and the loss,
-and the gradient of the layer's output. It is not charged with memory of other layers that depends on the plan: inputs that are
-still being copied to the host, and prefetched inputs.
+A budget limits the memory that a step adds to what exists before its layers begin, apart from the gradients it makes. A layer is
+charged with its own peak, in forward or in backward, and with the other memory of that moment that no plan can change: rotary tables
+and masks, the first layer's inputs if the model keeps them, head and loss, and the gradient of the layer's output. It is not charged
+with memory of other layers that depends on the plan: inputs on their way to the host, and prefetched inputs.
 
 Note [what FSDP2 holds during a step]
-FSDP2 holds memory that no plan can change, so a budget must cover it. In the backward of a layer it has four parts: the gathered
-parameters of the layer and of the layer before, the layer's gradients before they are reduced, and the buffer that reduces those of
-the layer after it. Parameters of the first layer are already gathered when that layer begins, so they are subtracted from the memory
-that exists before it. The buffer does not exist in the last layer, so each other layer compares the memory when its backward begins
-with the memory when the backward of the last layer began. Gradients of gathered parameters are freed within the pass: the layer is
-charged with them.
+In the backward of a layer FSDP2 holds the gathered parameters of the layer and of the layer before, the layer's gradients before they
+are reduced, and the buffer that reduces those of the layer after it. A budget must cover all of it. Parameters of the first layer are
+gathered before that layer begins, so they are subtracted from the memory that exists before it. The buffer does not exist in the last
+layer, so each other layer compares the memory when its backward begins with that of the last layer. Gradients of gathered parameters
+are freed within the pass: the layer is charged with them.
 """
 
 from __future__ import annotations

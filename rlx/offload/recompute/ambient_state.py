@@ -94,9 +94,8 @@ def _set_host_states(states: HostStates) -> None:
 class _Sections:
     """Sections of code whose random numbers must be repeatable: forwards, and recomputations of layers that drew numbers.
 
-    A device has one generator for all threads. If two threads draw at once, their numbers interleave and cannot be repeated.
-    So each section notes whether another thread ran a section meanwhile. Sections go by their owner, and ending one twice does
-    no harm: Ctrl-C may interrupt the end, and a section that stays open would refuse random numbers on all other threads.
+    A device has one generator for all threads, so each section notes whether another thread ran a section meanwhile. Ending a
+    section twice does no harm: Ctrl-C may interrupt the end, and an open section would forbid random numbers on other threads.
     """
 
     def __init__(self) -> None:

@@ -1,32 +1,29 @@
 """The slots of a layer call: autograd holds their numbers in place of the tensors that it saves in a recomputed layer.
 
-Example: `y = x.exp()` saves `y`. The pack hook notes `y` and returns 7, if seven tensors were saved before. When forward
-has ended, slot 7 keeps of `y` its shape, its dtype and a way to tell whether `y` was written to; the memory is free.
+Example: `y = x.exp()` saves `y`. The pack hook notes `y` and returns 7, if seven tensors were saved before. When forward has ended,
+slot 7 keeps shape and dtype of `y`, and a way to tell whether `y` was written to; the memory is free.
 
 Note [the work of hooks]
-Autograd calls a hook for each tensor that it saves. Work in a hook costs several times as much as in a loop, because
-the layer's kernels run between the calls. So the hooks only append tensors to a list, which is examined when forward, or the
-recomputation, has ended. Until then a layer's saved tensors stay alive, which takes less memory than recomputing the layer
-takes later. The lists are cleared in any case: the graph holds the hooks, these hold the lists, and the tensors hold the graph.
+Work in a hook costs several times as much as in a loop, because the layer's kernels run between the calls. So the hooks only append
+tensors to a list, which is examined when forward, or the recomputation, has ended. Until then a layer's saved tensors stay alive,
+which takes less memory than recomputing the layer takes later. The lists are cleared in any case: the graph holds the hooks, these
+hold the lists, and the tensors hold the graph.
 
 Note [who may write to a saved tensor]
 Plain autograd raises an error for a write to a saved tensor, so the slots must notice one.
 
-* A result of an operation in the layer. It is recomputed before backward reads it, so a write does no harm, but is
-  reported. While forward runs the version counter tells. After forward a weak reference to the tensor, or to its base,
-  is enough: once the tensor and its views are gone nobody can write to it. One case is missed: a write through an
-  alias without a graph (`y.detach()`), after `y` is gone.
-* A tensor from before the layer (a constant, a mask). Recomputation reads it again, and any alias may write to it. So
-  the slots keep an alias without memory that shares its version counter.
+* A result of an operation in the layer. It is recomputed before backward reads it, so a write does no harm, but is reported. While
+  forward runs the version counter tells. After forward a weak reference to the tensor, or to its base, is enough: once the tensor and
+  its views are gone nobody can write to it. One case is missed: a write through `y.detach()` after `y` is gone.
+* A tensor from before the layer (a constant, a mask). Recomputation reads it again, and any alias may write to it. So the slots keep
+  an alias without memory that shares its version counter.
 
 Note [layers on several streams]
-A layer may compute on streams of its own, and wait for them before it uses their results. A recomputation that stops after
-the last saved tensor would skip the waits behind it. So a layer that saves a tensor on another stream than the one on
-which its recomputation began is run to its end, in this recomputation and all later ones.
-
-Asking for the current stream takes time, so the hook asks at every tensor only if the saved tensors have new shapes or dtypes. If
-backward reaches a part on a side stream first, the recomputation begins there, so that stream is compared with the one on which
-forward began. Backward may read the tensors on any of the streams; each first waits for the recomputation.
+A layer may compute on streams of its own. A recomputation that stops after the last saved tensor would skip the waits for them. So a
+layer that saves a tensor on another stream than the one on which its recomputation began is run to its end, now and later. If backward
+reaches a part on a side stream first, the recomputation begins there, so that stream is compared with the one on which forward began.
+Backward may read the tensors on any of the streams; each first waits for the recomputation. Asking for the current stream takes time,
+so the hook asks at every tensor only if the saved tensors have new shapes or dtypes.
 """
 
 from __future__ import annotations

@@ -1,14 +1,13 @@
 """Recorders: they make a `CachedOp` of calls in a layer's forward, those of `save="attention"` or those that a plan names.
 
 Note [when a result is stashed]
-A kernel may write to a result in place without the version counter noticing: Liger's rotary embedding, an autograd
-Function, does so. If a result is stashed before such a write, the write may tear the copy. If it is stashed after it,
-recomputation would apply the write a second time. So the result of a linear map waits until it is known which operation
-reads it:
+A kernel may write to a result in place past the version counter, as Liger's rotary embedding does, an autograd Function. Stashed before
+such a write, a result may be torn; stashed after it, the recomputation would apply the write a second time. So the result of a linear
+map waits until it is known which operation reads it:
 
 * At a call of attention it is stashed if the arguments do not share its memory, or are views of it.
-* Otherwise it is stashed when a later call, or the layer's end, is reached from it in the graph, and no autograd
-  Function reads it. A result that is not reached within `MAX_NODES` nodes is not cached.
+* Otherwise it is stashed when a later call, or the layer's end, is reached from it in the graph within `MAX_NODES` nodes, and no
+  autograd Function reads it.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
 """Replay: in recomputation cached ops hand out their results instead of running.
 
-In forward a recorder (`recorder.py`) sees each call of attention and of a linear map, and the tensors that autograd saved in
-it. For a call that can be cached it makes a `CachedOp`. In recomputation a `ReplayMode` sees the same calls in the same order.
-A cached op does not run: its slots are filled and its result is handed out.
+In forward a recorder (`recorder.py`) sees each call of attention and of a linear map, and the tensors that autograd saved in it. For a
+call that can be cached it makes a `CachedOp`. In recomputation a `ReplayMode` sees the same calls in the same order. A cached op does
+not run: its slots are filled and its result is handed out.
 
-Which calls are cached? With `save="attention"`: attention, the linear maps before it (the q, k and v projections), the
-first one after it (the output projection), and the layer's last one if anything after it makes recomputation pass it.
-With `save="auto"`: the operations that the plan names.
+Which calls are cached? With `save="attention"`: attention, the linear maps before it, the first one after it, and the layer's last one
+if recomputation passes it. With `save="auto"`: the operations that the plan names.
 
 Note [when a cached op is right]
 * The call ran as in plain autograd, in gradient mode, with the kernel that was chosen. Its backward reads exactly the

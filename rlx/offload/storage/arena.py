@@ -1,23 +1,22 @@
 """Host memory for offloaded bytes: one arena per process for page-locked memory and one for pageable memory.
 
-Everything that is offloaded in a process shares it: activations, parameters and optimizer states. A `HostArena` owns the memory
-and reserves it from the system. An `Account` is one user's share, with a cap and its own accounting. Call `trim()` before memory is
-needed elsewhere; the next step reserves and page-locks it again, which takes about 0.4 s per GiB.
+Activations, parameters and optimizer states of a process share it. A `HostArena` owns the memory and reserves it from the system. An
+`Account` is one user's share, with a cap and its own accounting. Call `trim()` before memory is needed elsewhere; the next step
+reserves and page-locks it again, which takes about 0.4 s per GiB.
 
 Note [who may free a host buffer]
-A block belongs to the object that allocated it. That object may die whenever Python collects garbage, on any thread, while a
-copy still reads or writes the block. So `Account.free` takes no lock and waits for nothing: it appends the block, and the event
-that ends its last copy, to a deque. The next call that allocates or asks for figures moves the blocks whose event has passed to
-the free ranges. A call that finds no room waits for the events, oldest first, before it asks the system for memory. So a steady
-step reserves no memory. And no copy runs on a slab that is free as a whole, so that it may be unlocked and returned.
+A block belongs to the object that allocated it. That object may die on any thread while a copy still reads or writes the block. So
+`Account.free` takes no lock and waits for nothing: it appends the block, and the event that ends its last copy, to a deque. The next
+call that allocates or asks for figures moves the blocks whose event has passed to the free ranges. A call that finds no room waits for
+the events, oldest first, before it asks the system for memory. So a steady step reserves none, and no copy runs on a slab that is free
+as a whole and may be unlocked and returned.
 
 Note [memory from the system]
-torch's allocator of page-locked memory rounds each request up to a power of two. Before torch 2.12 it returns nothing to the
-system. So on CUDA this module registers ordinary pages with the driver instead. Other accelerators use torch's allocator.
+torch's allocator of page-locked memory rounds each request up to a power of two, and returns nothing to the system before torch 2.12.
+So on CUDA this module registers ordinary pages with the driver instead. Other accelerators use torch's allocator.
 
 Note [a forked child and page-locked memory]
-Linux copies pages that a driver has pinned as soon as the process forks, for a data loader's worker say. So children do not
-inherit these pages.
+Linux copies pinned pages as soon as the process forks, for a data loader's worker say. So children do not inherit these pages.
 """
 
 from __future__ import annotations

@@ -2,25 +2,23 @@
 
 Note [reads and writes cannot wait for each other]
 Bytes go to and from the disk in chunks, through page-locked staging buffers.
-*Write.* Forward allocates a staging buffer, queues the copy into it and hands it to a writer thread. The thread waits for the
-copy, writes the chunk and frees the buffer. Forward waits while all staging buffers are in use.
-*Read.* A reader thread waits until the chunks of its allocation are written. It then allocates a staging buffer, reads the
-chunk and queues the copy to the device.
-These waits make no circle. Writers wait for the device only. Readers wait for writers, and have threads and staging buffers of
-their own, at most one buffer a thread. Forward and backward wait for writers and readers. No writer or reader takes a lock that
-is held during a wait. On the device a copy waits only for work that was queued before it.
+*Write.* Forward allocates a staging buffer, or waits for one, queues the copy into it and hands it to a writer thread. The thread
+waits for the copy, writes the chunk and frees the buffer.
+*Read.* A reader thread waits until the chunks of its allocation are written. It then allocates a staging buffer, reads the chunk and
+queues the copy to the device.
+These waits make no circle. Writers wait for the device only. Readers wait for writers, and have threads and staging buffers of their
+own, at most one buffer a thread. Forward and backward wait for both. No writer or reader takes a lock that is held during a wait. On
+the device a copy waits only for work that was queued before it.
 
 Note [who may free an extent]
-The owner of a disk allocation may die at any moment, while writes and reads of the allocation are queued or running. A queued
-task has a weak reference to the allocation and finds it gone. A running task has a strong one. So the last holder frees the
-extents in `DiskAllocation.__del__`. That takes no lock: it appends them to a queue, which is emptied before the file hands out
-more. `held_bytes` drops earlier, when the owner calls `free`.
+The owner of a disk allocation may die while writes and reads are queued or running. A queued task has a weak reference to the
+allocation and finds it gone. A running task has a strong one. So the last holder frees the extents in `DiskAllocation.__del__`. That
+takes no lock: it appends them to a queue, which is emptied before the file hands out more. `held_bytes` drops earlier, at `free`.
 
 Note [the file]
-One per process and directory, shared by everything that spills there. It has no name (or loses it at once), so that the system
-removes it with the process, however that ends. It grows in steps, and reserves the room of each step in the file system before
-anything is written: a full disk is noticed early. Reads and writes bypass the page cache if the file system allows it. Each byte
-is written once and read once, so that caching it would only evict other pages.
+One per process and directory. It has no name, so that the system removes it with the process. It grows in steps, and reserves the room
+of each step before anything is written: a full disk is noticed early. Reads and writes bypass the page cache if the file system allows
+it: each byte is written once and read once, so that caching it would only evict other pages.
 """
 
 from __future__ import annotations

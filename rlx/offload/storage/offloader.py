@@ -1,26 +1,25 @@
 """Offloads ranges of bytes of one device and fetches them back.
 
-`CopyStreams` copies between one device and host memory, on streams of its own, and times the copies. An `Offloader` makes `OffloadedRange`s, one for each range of bytes off the device. Without an accelerator copies are
-synchronous, so that none is ever in flight.
+`CopyStreams` copies between one device and host memory and times the copies. An `Offloader` makes an `OffloadedRange` for each range
+of bytes off the device. Without an accelerator copies are synchronous, so that none is ever in flight.
 
 Note [streams and lifetimes]
-*Offload.* The range is copied on a stream of its own, which first waits for the compute stream: only then are the bytes
-written. `_source` keeps the memory until the copy has ended. The host does not poll for that end, for it runs ahead of the
-device. Instead `release_source` makes the compute stream wait for the copy and drops the memory at once. The memory belongs to
-the compute stream, so that the allocator hands it out after that wait only. `Offloader.release_older` and `limit_in_flight`
-decide when to release. If backward comes before the release, it uses the source and nothing is copied back.
+*Offload.* The copy runs on a stream of its own, which first waits for the compute stream: only then are the bytes written. `_source`
+keeps the memory until the copy has ended. The host runs ahead of the device and does not poll for that end: `release_source` makes
+the compute stream wait for the copy and drops the memory at once. The memory belongs to the compute stream, so that the allocator
+reuses it after that wait only. `Offloader.release_older` and `limit_in_flight` decide when to release. If backward comes first, it
+uses the source and nothing is copied back.
 
-*Fetch.* The buffer is allocated on the compute stream that is current at that moment, and filled on another stream. That stream
-first waits for the compute stream, which may still read the memory's former content, and for the copy to the host, which may
-still write the block. From disk, a thread issues these copies as it reads, and the first user of the bytes waits until all are
-issued. Every user makes its current stream wait for the copies. So the buffer is freed like any tensor of plain autograd.
+*Fetch.* The buffer is allocated on the current compute stream and filled on another one. That stream first waits for the compute
+stream, which may still read the memory's former content, and for the copy to the host, which may still write the block. From disk, a
+thread issues these copies as it reads. Every user waits until all copies are issued, and makes its current stream wait for them. So
+the buffer is freed like any tensor of plain autograd.
 
-*Death.* A graph may be dropped at any moment. If a copy from the source or into the buffer may still run, the compute stream is
-made to wait for it before the memory is freed (`OffloadedRange.__del__`, `FetchBuffer.__del__`). The allocation is freed with
-the last copy's event (Note [who may free a host buffer], Note [who may free an extent]).
+*Death.* A graph may be dropped at any moment. The compute stream waits for copies that may still run before their memory is freed
+(`OffloadedRange.__del__`, `FetchBuffer.__del__`). The allocation is freed with the last copy's event (Note [who may free a host
+buffer], Note [who may free an extent]).
 
-*A write to the source* during the copy would tear the bytes. The release reads the version counter. If it has changed, the
-bytes are never handed out, and backward raises.
+*A write to the source* during the copy would tear the bytes. The release reads the version counter; after a write backward raises.
 """
 
 from __future__ import annotations

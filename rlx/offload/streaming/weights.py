@@ -1,18 +1,16 @@
 """The frozen weights of one layer: one block of host memory or of a file, and a copy on the device while the layer is at work.
 
 Note [where a frozen weight is]
-The parameter stays the same object with the same version counter; only `parameter.data` changes. While the layer waits, it is
-a view of the host memory, or of the mapped file. While the layer is at work, it is a view of the fetched buffer. So a state
-dict, an export or a checkpoint reads the right values at any time, and a write before or after the layer's work changes the
-host's copy. A write while the layer is at work changes the device's copy, and is copied to the host when the layer leaves the
-device. The file is read past the page cache; the system writes changed pages of the mapping to it before such a read.
+The parameter stays the same object with the same version counter; only `parameter.data` changes. While the layer waits, it is a view
+of the host memory or of the mapped file; while the layer is at work, of the fetched buffer. So a state dict or checkpoint reads the
+right values at any time. A write while the layer is at work is copied to the host when the layer leaves the device. The file is read
+past the page cache; the system writes changed pages of the mapping to it before such a read.
 
 Note [who keeps a fetched buffer]
-A layer that leaves the device drops its reference to the buffer, nothing more. Tensors that autograd has saved are views of
-the buffer and keep it. So backward reads right values in any order, and the memory is free after the last of them. Example: a
-layer is recomputed. Autograd saves views of this fetch, so that the layer's backward needs no second one.
-Tensors saved in forward would keep every layer's buffer until backward. Layers that are recomputed keep none of them. For
-others the pack hook replaces a weight by a `SavedWeight`, which fetches it again.
+A layer that leaves the device drops its reference to the buffer, nothing more. Tensors that autograd has saved are views of the buffer
+and keep it. So backward reads right values in any order, and a recomputed layer's backward needs no second fetch. Tensors saved in
+forward would keep every layer's buffer until backward: recomputed layers keep none of them, and for others the pack hook replaces a
+weight by a `SavedWeight`, which fetches it again.
 """
 
 from __future__ import annotations

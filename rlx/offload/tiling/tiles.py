@@ -1,16 +1,14 @@
 """One call of a position-wise module, computed tile by tile over the positions, in forward and in backward.
 
-Only the input of the call and the weights are kept. Backward recomputes each tile when it comes to it, so that the intermediate
-results of one tile exist at a time. The idea is that of Arctic long sequence training (arXiv:2506.13996). This implementation
-returns the gradients of the weights to autograd instead of summing them up itself, so that it needs no support from FSDP. And it
-stops recomputing a tile after the last operation whose result the tile's backward needs.
+Only the input of the call and the weights are kept. Backward recomputes each tile when it comes to it, up to the last operation whose
+result it needs, so that the intermediate results of one tile exist at a time. The idea is that of Arctic long sequence training
+(arXiv:2506.13996). Here the gradients of the weights go to autograd, so that FSDP needs no support for tiles.
 
 Note [tensors that a tiled call keeps]
-Input and weights are saved before anything is computed. If the call is in a layer that is recomputed, and nothing after it needs
-its output, the layer's recomputation ends there and does not run the module. Forward builds the graph of each tile, on aliases
-of the weights, so that hooks of the weights see one gradient each. The graph saves numbers in place of tensors. When backward
-asks for the first of them, the tile's forward runs again up to the last saved tensor. Each tensor is handed out once. The
-gradients of the weights are summed over tiles in fp32 or wider, and rounded once at the end.
+Input and weights are saved before anything is computed: the recomputation of a layer that needs no output of the call ends there.
+Forward builds the graph of each tile, on aliases of the weights, so that hooks of the weights see one gradient each. The graph saves
+numbers in place of tensors. When backward asks for the first of them, the tile's forward runs again up to the last saved tensor. Each
+tensor is handed out once. The gradients of the weights are summed over tiles in fp32 or wider, and rounded once at the end.
 """
 
 from __future__ import annotations
