@@ -95,11 +95,11 @@ def engine_step(folder: str, options: argparse.Namespace, device: torch.device) 
         engine.update(batch, MicroBatchRule(rows=1), objective)
 
     def hand_over() -> int:
-        engine.to_host(parameters=False)
-        return int(engine.offload_stats()["reserved_bytes"])
+        engine.memory.to_host(parameters=False)
+        return int(engine.memory.stats()["reserved_bytes"])
 
-    assert engine.optimizer is not None
-    return engine.root, engine.optimizer, step, hand_over
+    assert engine.stepper is not None
+    return engine.root, engine.stepper.optimizer, step, hand_over
 
 
 def peer_step(folder: str, mode: str, device: torch.device) -> tuple[Any, ...]:

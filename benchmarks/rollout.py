@@ -129,7 +129,7 @@ def measure_sync(worker: Worker, settings: RolloutConfig, rounds: int) -> Figure
     actor, _ = roles(worker)
     worker.call("rollout", "sync", 0)
     seconds = [seconds_of(lambda: worker.call("rollout", "sync", 1), worker.device) for _ in range(rounds)]
-    count = sum(tensor.numel() for _, tensor in actor.engine.weights())
+    count = sum(tensor.numel() for _, tensor in actor.engine.weights.full())
     actor.rest()
     bytes_each = 4 if settings.dtype == "fp32" or worker.device.type == "cpu" else 2
     source = torch.empty(count * bytes_each, dtype=torch.uint8, device=worker.device)

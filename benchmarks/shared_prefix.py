@@ -33,7 +33,7 @@ from benchmarks.common import (
     write_json,
 )
 from rlx.algorithms.losses import LossSettings, vanilla
-from rlx.models.head_log_probs import head_replaced
+from rlx.models.log_probs import head_replaced
 from rlx.models.packed_attention import use_packed_attention, why_not_packed
 from rlx.models.prefix_tree import NEVER, Tree, tree_of_rows
 from rlx.offload.plan.shapes import SHAPES

@@ -9,13 +9,12 @@ from pathlib import Path
 
 import torch
 
-from rlx.checkpoint.folders import replacing
+from rlx.checkpoint.folders import RemoteFolder, replacing
 from rlx.checkpoint.manifest import MANIFEST
-from rlx.checkpoint.remote import RemoteFolder
 from rlx.checkpoint.role import read_adapters, read_description, read_weights
 from rlx.errors import ExplainedError, storing
-from rlx.models.adapter_folder import CONFIG, write_adapters
 from rlx.models.hf_folder import FolderParts
+from rlx.models.lora import CONFIG, write_adapters
 from rlx.program import program
 from rlx.step_folders import step_of, steps_in
 
@@ -62,7 +61,7 @@ def export(
     own = next(tensor.dtype for tensor in weights.values() if tensor.is_floating_point())
     written = folder_parts.narrower(own) if dtype is None else DTYPES[dtype]
     with storing(out, AGAIN), replacing(out) as partial:
-        folder_parts.write_with_weights(partial, weights, trust_remote_code, written)
+        folder_parts.write_with_weights(partial, weights, written)
     names = {kind: name for name, kind in DTYPES.items()}
     if written.itemsize < own.itemsize:
         more = f"; --dtype {names[own]} keeps all digits" if own in names else ""

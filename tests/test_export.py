@@ -14,8 +14,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
 
-from rlx.checkpoint.loading import load_all
 from rlx.checkpoint.manifest import MANIFEST, seal
+from rlx.checkpoint.tensors import load_all
 from rlx.config.schema import FSDPConfig, ModelConfig, OptimConfig, TinyModelConfig
 from rlx.engine.engine import Engine
 from rlx.engine.fsdp_units import local
@@ -49,7 +49,7 @@ def checkpoint(tmp_path_factory):
         )
         for parameter in engine.root.parameters():
             torch.nn.init.normal_(local(parameter), std=0.05)
-        engine.save(folder / "global_step_1" / role, ("model",))
+        engine.weights.save(folder / "global_step_1" / role, ("model",))
         engine.root.eval()
         with torch.no_grad():
             said[role] = engine.root(input_ids=IDS).logits
@@ -91,7 +91,7 @@ def test_weights_that_are_no_longer_equal_are_both_written(tmp_path):
     model, tokenizer = make_tiny(TinyModelConfig(32, 48, 2, 2))
     weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     weights["lm_head.weight"] += 1
-    FolderParts.of(model, "lm", tokenizer).write_with_weights(tmp_path, weights, False)
+    FolderParts.of(model, "lm", tokenizer).write_with_weights(tmp_path, weights)
     assert "lm_head.weight" in names(tmp_path)
 
 

@@ -48,7 +48,7 @@ def vllm_error(made: TinyModel) -> tuple[float, str]:
 
 def sampler_error(sweep_batch: Batch, trained: Engine, plain: "PreTrainedModel", sampler: Rollout) -> tuple[float, str]:
     """Return the largest difference of a sampler's log-probs to the trainer's, and of the tokens' to the most likely ones."""
-    weights = ((name, x.float()) for name, x in trained.weights())
+    weights = ((name, x.float()) for name, x in trained.weights.full())
     sampler.update_weights(weights, version=1)
     errors, note = [0.0], ""
     for temperature in TEMPERATURES:

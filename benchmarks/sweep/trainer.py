@@ -161,16 +161,16 @@ def compared(
         is_policy = objective.distribution is not None
         found = trained.log_probs(own, MICRO, TEMPERATURE) if is_policy else {"values": trained.values(own, MICRO)}
         errors += [float((found[name] - x[rows.start : rows.stop]).abs().max()) for name, x in wanted.figures.items()]
-    before = {name: x.clone() for name, x in trained.weights()}
+    before = {name: x.clone() for name, x in trained.weights.full()}
     adapters = {}
-    if trained.adapters:
-        for name, adapter in trained.adapters.items():
+    if trained.weights.adapted:
+        for name, adapter in trained.weights.adapted.items():
             a = trained.root.get_submodule(name).lora_A.default.weight
             adapters[f"{name}.weight"] = (full(a), adapter.scale, adapter.transposed)
     trained.update(own, MICRO, objective)
-    changes = {name: x - before[name] for name, x in trained.weights()}
+    changes = {name: x - before[name] for name, x in trained.weights.full()}
     errors.append(largest_difference(changes, wanted_changes(wanted, adapters)))
-    note = "" if trained._forward.packs or not trained.model_config.use_remove_padding else "padded"
+    note = "" if trained._forward.packs or not trained.weights.model.use_remove_padding else "padded"
     return float(torch.tensor(errors).max()), note
 
 
@@ -196,9 +196,9 @@ def saved_error(made: TinyModel) -> tuple[float, str]:
     now = trained.log_probs(made.batch, MICRO, TEMPERATURE)
     with TemporaryDirectory() as folder:
         checkpoint = Path(folder) / "checkpoint"
-        trained.save(checkpoint, ("model", "optimizer", "extra", "hf_model"))
+        trained.weights.save(checkpoint, ("model", "optimizer", "extra", "hf_model"))
         loaded = engine(made)
-        loaded.load(checkpoint)
+        loaded.weights.load(checkpoint)
         again = loaded.log_probs(made.batch, MICRO, TEMPERATURE)
         with torch.no_grad():
             exported = figures_of(made.model("lm", checkpoint / "hf_model"), made.batch)

@@ -89,12 +89,8 @@ class Digest:
 def seal(folder: Path, known: Mapping[str, FileEntry]) -> None:
     """Write the manifest of a folder that is otherwise complete. The file system has everything on its disk afterwards.
 
-    Args:
-        folder: its folders with a manifest of their own are listed by that alone.
-        known: entries of files whose digests were computed while they were written; other files are read.
-
-    Raises:
-        CheckpointError: a known file is not in the folder.
+    Folders inside with a manifest of their own are listed by that alone. Files without `known` entries, whose digests were computed
+    while they were written, are read. Raises CheckpointError if a known file is not in the folder.
     """
     files, names = {}, set(_names(folder))
     if unseen := sorted(set(known) - names):
@@ -118,11 +114,8 @@ def seal(folder: Path, known: Mapping[str, FileEntry]) -> None:
 def damage(folder: Path) -> list[str]:
     """Return what is wrong with a sealed folder, as far as names, sizes and small files show it; quick.
 
-    A folder without a manifest is damaged too.
-
-    Raises:
-        OtherVersionError: a later version of rlx wrote a manifest.
-        OSError: a file cannot be read, which does not mean that it is damaged.
+    A folder without a manifest is damaged too. Raises OtherVersionError if a later version of rlx wrote a manifest; OSError if a file
+    cannot be read, which does not mean that it is damaged.
     """
     faults = []
     for below, name, entry in _listed(folder, faults):
@@ -137,9 +130,7 @@ def damage(folder: Path) -> list[str]:
 def damaged_chunks(folder: Path, part: int = 0, parts: int = 1) -> list[str]:
     """Return the chunks whose digests are wrong, among this `part` of `parts` of all chunks; reads that share of the folder.
 
-    Raises:
-        CheckpointError: a file is not as the manifests list it. Another process that found it may see another file system.
-        OSError: a file cannot be read, which does not mean that it is damaged.
+    Raises CheckpointError if a file is not as the manifests list it (another process may see another file system); OSError as `damage`.
     """
     unreadable: list[str] = []
     chunks = [
@@ -154,12 +145,7 @@ def damaged_chunks(folder: Path, part: int = 0, parts: int = 1) -> list[str]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file.
-
-    Raises:
-        CheckpointError: there is no such file, or it holds something else; the message names it.
-        OSError: it cannot be read.
-    """
+    """Return the object in a JSON file. Raises CheckpointError, which names the file, if there is none; OSError if it cannot be read."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
@@ -172,11 +158,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def require_keys(path: Path, found: Mapping[str, Any], expected: Iterable[str]) -> None:
-    """Compare the keys of an object that was read from an undamaged file with those that this version writes.
-
-    Raises:
-        OtherVersionError: they are others; the message names them.
-    """
+    """Raise OtherVersionError if the keys of an object that was read from an undamaged file are not those that this version writes."""
     lacking, unknown = sorted(set(expected) - set(found)), sorted(set(found) - set(expected))
     if lacking or unknown:
         parts = [f"has no {', '.join(lacking)}"] * bool(lacking)

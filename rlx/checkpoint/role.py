@@ -18,7 +18,6 @@ from typing import Any
 
 from torch import Tensor
 
-from rlx.checkpoint.loading import load_all
 from rlx.checkpoint.manifest import (
     FORMAT,
     MANIFEST,
@@ -32,10 +31,10 @@ from rlx.checkpoint.manifest import (
     read_json,
     require_keys,
 )
+from rlx.checkpoint.tensors import load_all
 from rlx.errors import storing
-from rlx.models.adapter_folder import AdapterKind
 from rlx.models.hf_folder import FolderParts
-from rlx.models.lora import ADAPTER, Adapter, adapter_weights, merged_weights, plain_name
+from rlx.models.lora import ADAPTER, Adapter, AdapterKind, adapter_weights, merged_weights, plain_name
 from rlx.offload.streaming.nf4 import in_full
 from rlx.step_folders import steps_in
 
@@ -70,32 +69,22 @@ def write_extra_files(
     description: Description,
     folder_parts: FolderParts,
     weights: dict[str, Tensor],
-    trust_remote_code: bool,
 ) -> dict[str, FileEntry]:
     """Write all but the sharded state: description, parts of the model's folder and, if there are full weights, hf_model.
 
-    Returns:
-        No entries, because these files are read for their digests.
-
-    Raises:
-        StorageError: the system refused to write.
+    Returns no entries, because these files are read for their digests. Raises StorageError if the system refused to write.
     """
     with storing(partial):
         (partial / "checkpoint.json").write_text(json.dumps(asdict(description), indent=2) + "\n")
         folder_parts.write(partial / "card")
         if weights:
             dtype = folder_parts.narrower(next(iter(weights.values())).dtype)
-            folder_parts.write_with_weights(partial / "hf_model", weights, trust_remote_code, dtype)
+            folder_parts.write_with_weights(partial / "hf_model", weights, dtype)
     return {}
 
 
 def read_description(folder: Path) -> Description:
-    """Return the description of one role's checkpoint.
-
-    Raises:
-        OtherVersionError: another version of rlx wrote it.
-        CheckpointError: the folder is no checkpoint.
-    """
+    """Return the description of one role's checkpoint. Raises OtherVersionError or CheckpointError if it is none that this version wrote."""
     path = folder / "checkpoint.json"
     if not path.is_file():
         raise CheckpointError(
@@ -145,11 +134,7 @@ RIGHT: dict[str, Callable[[Any], bool]] = {
 
 
 def require_undamaged(folder: Path) -> None:
-    """Check all files of a checkpoint against its manifest in this process.
-
-    Raises:
-        CheckpointError: a file is damaged, missing or not in the manifest; the message names it and another checkpoint of the run.
-    """
+    """Check all files of a checkpoint against its manifest in this process. Raises CheckpointError, which names another checkpoint."""
     if faults := damage(folder) or damaged_chunks(folder):
         step, role = folder.absolute().parent, folder.name
         others = [
@@ -160,11 +145,7 @@ def require_undamaged(folder: Path) -> None:
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
-    """Return the weights of a checkpoint on the CPU with adapters merged; works in a single process without process group.
-
-    Raises:
-        CheckpointError: the checkpoint is damaged or holds no model.
-    """
+    """Return the weights of a checkpoint on the CPU with adapters merged; works in a single process without process group."""
     weights, description = _model(folder)
     with _belonging_together(folder):
         return _merged(weights, description)
@@ -181,8 +162,7 @@ def _merged(weights: dict[str, Tensor], description: Description) -> dict[str, T
 def read_adapters(folder: Path) -> tuple[dict[str, Tensor], AdapterKind, str | None]:
     """Return the adapters of a checkpoint as `read_weights` does its weights, their kind, and the path of their base model.
 
-    Raises:
-        CheckpointError: the checkpoint is damaged, has no adapters, or has a value head that was trained beside them.
+    Raises CheckpointError if the checkpoint is damaged, has no adapters, or has a value head that was trained beside them.
     """
     weights, description = _model(folder)
     if not description.adapters or description.head != "lm":

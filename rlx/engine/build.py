@@ -1,8 +1,8 @@
-"""Build a role's model before it is sharded: weights, adapters, fused kernels, tiled MLPs and recomputation."""
+"""Build a role's model before it is sharded: weights, adapters, fused kernels, tiled MLPs, recomputation, streamed weights."""
 
 import logging
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -10,12 +10,11 @@ from torch import nn
 
 from rlx.checkpoint.manifest import few
 from rlx.config.schema import ModelConfig
-from rlx.engine.forward import Head
 from rlx.engine.fsdp_units import local
-from rlx.models.adapter_folder import load_adapters
-from rlx.models.loading import ModelError, apply_liger, load_model, load_skeleton, rope_by_length
-from rlx.models.lora import Adapter, add_lora
-from rlx.offload import enable_tiling
+from rlx.identity import machine_identity
+from rlx.models.loading import Head, ModelError, apply_liger, load_model, load_skeleton, rope_by_length
+from rlx.models.lora import Adapter, add_lora, load_adapters
+from rlx.offload import LayerOffloading, enable_layer_offloading, enable_tiling
 from rlx.offload.runtime.layers import find_layers
 from rlx.offload.streaming.nf4 import QuantizationError, quantize_layers
 
@@ -36,18 +35,10 @@ class BuiltModel(NamedTuple):
 def build_model(
     model: ModelConfig, head: Head, dtype: torch.dtype, seed: int, trains: bool, device: torch.device
 ) -> BuiltModel:
-    """Return the model of a role. All processes call this together.
+    """Return the model of a role, in host memory; `device` quantises the base of adapters. All processes call this together.
 
-    Args:
-        model: the weights to load and how to run them.
-        head: the kind of output.
-        dtype: type of the weights.
-        seed: of weights that no file holds: a value head and adapters.
-        trains: whether the model gets gradients.
-        device: which quantises the base of adapters; the model itself is in host memory.
-
-    Raises:
-        ModelError: the model cannot be loaded, or does not take the adapters or the quantisation.
+    `seed` is that of weights that no file holds: a value head and adapters. Raises ModelError if the model cannot be loaded, or
+    does not take the adapters or the quantisation.
     """
     plain = _load(model, head, dtype, seed)
     if dist.get_rank() == 0 and (kind := rope_by_length(plain.config.get_text_config())):
@@ -81,8 +72,7 @@ def build_model(
 def require_finite(source: str, named: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Check this process's share of the weights; all processes join.
 
-    Raises:
-        ModelError: a weight is NaN or infinite on some process, so no gradient would be finite.
+    Raises ModelError if a weight is NaN or infinite on some process: no gradient would be finite.
     """
     faults = []
     for name, tensor in named:
@@ -118,3 +108,56 @@ def _enable_checkpointing(plain: "PreTrainedModel") -> None:
     """Turn on transformers' recomputation. The method's name differs between the versions of transformers we support."""
     enable = getattr(plain, "activation_checkpointing_enable", None) or plain.gradient_checkpointing_enable
     enable({"use_reentrant": False})
+
+
+def stream_frozen(
+    model: nn.Module,
+    layers: Sequence[nn.Module],
+    strategy: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    directory: str | None = None,
+) -> LayerOffloading:
+    """Move the frozen weights of layers to host memory or a disk, in the type of computation, before the model is sharded.
+
+    The processes of a machine share one copy. Rank 0 has the weights; other processes may have them on the meta device. Raises
+    ValueError with FSDP1, which cannot ignore parameters, and OSError if host memory or the disk has no room.
+    """
+    if strategy != "fsdp2":
+        raise ValueError(f"layer_offload: got strategy={strategy}, expected fsdp2; set layer_offload=False")
+    group = None
+    if dist.get_world_size() > 1:
+        machines: list[str] = [""] * dist.get_world_size()
+        dist.all_gather_object(machines, machine_identity())
+        _fill_frozen(model, layers, device, is_everywhere=len(set(machines)) > 1)
+        for machine in dict.fromkeys(machines):
+            made = dist.new_group([rank for rank, name in enumerate(machines) if name == machine])
+            group = made if machine == machines[dist.get_rank()] else group
+    return enable_layer_offloading(
+        model,
+        layers,
+        device=device,
+        dtype=dtype,
+        group=cast(dist.ProcessGroup | None, group),
+        directory=directory,
+    )
+
+
+def _fill_frozen(model: nn.Module, layers: Sequence[nn.Module], device: torch.device, is_everywhere: bool) -> None:
+    """Give frozen weights of layers that are on the meta device memory on the host, untouched, so that it takes no room.
+
+    With `is_everywhere` each process gets rank 0's values, because other machines have no copy to share.
+    """
+    inside = [parameter for layer in layers for parameter in layer.parameters() if not parameter.requires_grad]
+    made = {parameter: parameter for parameter in inside}
+    for parameter in made:
+        if parameter.is_meta:
+            made[parameter] = nn.Parameter(torch.empty_like(parameter, device="cpu"), requires_grad=False)
+        if is_everywhere:
+            value = made[parameter].detach().to(device)
+            dist.broadcast(value, src=0)
+            made[parameter].data.copy_(value)
+    for part in model.modules():
+        for name, parameter in part.named_parameters(recurse=False, remove_duplicate=False):
+            if made.get(parameter, parameter) is not parameter:
+                setattr(part, name, made[parameter])

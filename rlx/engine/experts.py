@@ -26,7 +26,7 @@ class ExpertOptions:
     """How an engine treats experts.
 
     Args:
-        replays: whether forwards of rows that bring experts use these instead of the routers' own choice.
+        replays: whether forwards use the experts that rows bring instead of the routers' own choice.
         balance: weight of the load-balancing loss in updates; 0: there is none.
     """
 
@@ -37,13 +37,7 @@ class ExpertOptions:
 class Experts:
     """Gives experts to the routers of one model, micro-batch by micro-batch, and reads what they record.
 
-    Args:
-        routing: of the model.
-        options: how to treat its experts.
-        device: of this process.
-
-    Raises:
-        RoutingError: the balance needs logits that a router does not show.
+    Raises RoutingError if the balance needs logits that a router does not show.
     """
 
     def __init__(self, routing: ExpertRouting, options: ExpertOptions, device: torch.device):

@@ -8,7 +8,7 @@ import inspect
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,16 +21,13 @@ from rlx.engine.experts import ExpertOptions, Experts
 from rlx.engine.micro_batches import MicroBatch
 from rlx.heartbeat import beat
 from rlx.models.experts import ExpertRouting
-from rlx.models.head_log_probs import head_replaced
 from rlx.models.loading import ModelError
-from rlx.models.log_probs import token_log_probs
+from rlx.models.log_probs import head_replaced, token_log_probs
 from rlx.models.packed_attention import joined, use_packed_attention, why_not_packed
 from rlx.models.prefix_tree import Tree
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-Head = Literal["lm", "value", "score"]
 
 logger = logging.getLogger(__name__)
 
@@ -40,10 +37,7 @@ _ROUNDING = 2.0**-8  # share of the largest logit: the rounding of bf16; kernels
 def sequence_scores(model: nn.Module, ids_BT: Tensor, mask_BT: Tensor, pad_token_id: int) -> Tensor:
     """Return the score (B,) that a sequence classifier with one label gives each row, in fp32 or wider.
 
-    Args:
-        model: sharded or not. It reads its score at the last token that is not `pad_token_id`.
-        ids_BT, mask_BT: the tokens, and True for tokens that are not padding; on the model's device.
-        pad_token_id: of the model.
+    It reads the score at the last token that is not `pad_token_id`. `mask_BT` is true for tokens that are not padding.
     """
     input_ids = ids_BT.masked_fill(~mask_BT, pad_token_id)
     scores: Tensor = model(input_ids=input_ids, attention_mask=mask_BT.long()).logits[:, 0]
@@ -64,8 +58,8 @@ class Forward:
         root: the module to call: the model, sharded or not.
         plain: the model inside `root`.
         device: of this process.
-        attention: the attention implementation for packed sequences, as transformers names it; None to pad the rows.
-        sequence_group: the processes that share each packed row; `MicroBatch.packed` then holds the part of this process.
+        attention: for packed sequences, as transformers names it; None to pad the rows.
+        sequence_group: the processes that share each packed row, of which `MicroBatch.packed` then holds a part.
     """
 
     def __init__(
@@ -84,15 +78,10 @@ class Forward:
         self.why_padded: str | None = f"use_remove_padding=False or attn_implementation={attention}"
 
     def __call__(self, part: MicroBatch, distribution: Distribution | None) -> dict[str, Tensor]:
-        """Return the model's figures at the positions that predict the tokens of the window.
+        """Return the model's figures at the positions that predict the tokens of the window, (B, W) each in fp32 or wider.
 
-        Args:
-            part: on the model's device, packed if `packs` is true.
-            distribution: of a language model; None for a value model.
-
-        Returns:
-            For a language model log_probs of the window's tokens and, if asked for, entropy; for a value model values. If the
-            rows bring experts, also what `Experts.differing` compares. All are (B, W), in fp32 or wider.
+        They are log_probs of the window's tokens and, if asked for, entropy; of a value model (without distribution) values. If the
+        rows bring experts, also what `Experts.differing` compares.
         """
         beat()
         if self.experts is None:
@@ -136,10 +125,9 @@ class Forward:
         return (*SEQUENCE, EXPERTS) if self.experts is not None and EXPERTS in batch else SEQUENCE
 
     def find_experts(self, options: ExpertOptions | None) -> None:
-        """Find the routers of a mixture of experts, and from now on treat its experts as the options say, if there are any.
+        """Find the routers of a mixture of experts, and from now on treat its experts as the options say.
 
-        Raises:
-            RoutingError: the model has no experts, or chooses them in a way that cannot be watched.
+        Raises RoutingError if the model has no experts, or chooses them in a way that cannot be watched.
         """
         if options is None:
             return
@@ -148,11 +136,7 @@ class Forward:
         self.experts = Experts(routing, options, self._device)
 
     def require_causal(self) -> None:
-        """Try a few tokens.
-
-        Raises:
-            ModelError: the model's output at a token depends on later tokens, or its forward fails.
-        """
+        """Raise ModelError if an output depends on later tokens, or the forward of a few tokens fails."""
         try:
             causal = self._looks_back_only()
         except Exception as error:

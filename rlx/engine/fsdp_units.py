@@ -46,10 +46,7 @@ def sharding_units(model: nn.Module) -> dict[str, nn.Module]:
     """Return the layers of a transformers model that become units of their own, by their name in the model.
 
     A layer that shares a parameter with the rest of the model is left to the root: FSDP would give each of two units its own
-    copy and break the tie. For example Zamba's attention layers share one set of weights.
-
-    Raises:
-        ValueError: there are no such layers.
+    copy. For example Zamba's attention layers share one set of weights. Raises ValueError if no layer is left.
     """
     layers = find_layers(model, None)
     found = {name: layer for name, layer in layers if not _shares_parameters(model, name, layer)}

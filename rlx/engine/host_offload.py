@@ -11,8 +11,8 @@ own streams wait for the current one before they read a parameter.
 
 Note [a checkpoint reads the block]
 A save in the background writes offloaded bytes from their block (`rlx/engine/saving.py`). `keep_until` keeps the block allocated
-and unchanged until they are read, even if `fetch` gives its bytes back to the device before. `begin_offload` and `begin_parts`, in
-the optimizer's step, leave such a block as it is and copy to another one. Only if the host has no room for that, they wait.
+and unchanged until they are read, even if `fetch` gives its bytes back to the device before. `begin_parts`, in the optimizer's
+step, leaves such a block as it is and writes to another one. Only if the host has no room for that, it waits.
 
 Note [host memory between updates]
 After an update the offloading engine's arena stays reserved but holds no activations. Offloaded parameters and optimizer states
@@ -59,16 +59,11 @@ class TensorOffload:
     """Frees the device memory behind tensors and fills it again, without replacing the tensors.
 
     Only bytes move. Parameters, their views, FSDP's references and the optimizer's state stay the same objects, so this class
-    works with both kinds of FSDP. Nobody may use the tensors between `offload` and `fetch`.
-
-    Args:
-        arena: host memory for the bytes.
-        name: of these tensors, for accounts and messages.
+    works with both kinds of FSDP. Nobody may use the tensors between `offload` and `fetch`. Accounts and messages have `name`.
     """
 
     def __init__(self, arena: HostArena, name: str) -> None:
         self._offloaded: OffloadedStorages | None = None
-        self._copied: torch.Event | None = None  # after the last copy that `prefetch` or `begin_offload` queued
         self._kept_until: Future[Any] | None = None
         self._next: Block | None = None  # gets the bytes that are written by parts
         self._account = arena.account(name=name)
@@ -81,11 +76,8 @@ class TensorOffload:
     def offload(self, tensors: Iterable[Tensor]) -> None:
         """Move the bytes of these tensors (for a DTensor, of its shard) to host memory; shared storages move once.
 
-        Args:
-            tensors: on one device. Memory that torch did not allocate cannot be freed and stays on the device.
-
-        Raises:
-            HandOverError: the host has no room; all tensors are unchanged.
+        Memory that torch did not allocate cannot be freed and stays. Raises HandOverError if the host has no room; all tensors are
+        unchanged.
         """
         assert self._offloaded is None, f"{self._account.name} are offloaded already"
         found = {s.data_ptr(): s for s in (local(t).untyped_storage() for t in tensors) if s.nbytes() and s.resizable()}
@@ -109,15 +101,22 @@ class TensorOffload:
             storage.resize_(0)
 
     def fetch(self) -> None:
-        """Fetch all bytes and free the host memory.
-
-        Raises:
-            HandOverError: the device has no room; everything stays offloaded.
-        """
+        """Fetch all bytes and free the host memory. Raises HandOverError if the device has no room; everything stays offloaded."""
         if self._offloaded is None:
             return
-        self.prefetch(None)
-        storages, _, block = self._offloaded
+        storages, lengths, block = self._offloaded
+        try:
+            for storage, nbytes in zip(storages, lengths, strict=True):
+                storage.resize_(nbytes)
+        except RuntimeError as error:
+            for storage in storages:
+                storage.resize_(0)
+            raise HandOverError(
+                f"{self._account.name}: no device memory to fetch {block.nbytes / 1e9:.2f} GB from host memory, where they "
+                f"stay ({str(error).splitlines()[0]}). Offload the other roles too (param_offload, optimizer_offload), or lower "
+                "the sampler's share (rollout.gpu_memory_utilization) or the micro-batches"
+            ) from error
+        copy_on(None, _pairs(storages, block))
         self._offloaded = None
         self._free(block, _event(storages[0].device))
 
@@ -144,37 +143,6 @@ class TensorOffload:
         else:
             until.add_done_callback(lambda _: account.free(block, after=after))
 
-    def prefetch(self, stream: torch.Stream | None) -> None:
-        """Queue the copies to the device on a stream; the host memory stays allocated for `begin_offload`.
-
-        Args:
-            stream: None for the current one.
-
-        Raises:
-            HandOverError: the device has no room; everything stays offloaded.
-        """
-        assert self._offloaded is not None
-        storages, lengths, block = self._offloaded
-        try:
-            for storage, nbytes in zip(storages, lengths, strict=True):
-                storage.resize_(nbytes)
-        except RuntimeError as error:
-            for storage in storages:
-                storage.resize_(0)
-            raise HandOverError(
-                f"{self._account.name}: no device memory to fetch {block.nbytes / 1e9:.2f} GB from host memory, where they "
-                f"stay ({str(error).splitlines()[0]}). Offload the other roles too (param_offload, optimizer_offload), or lower "
-                "the sampler's share (rollout.gpu_memory_utilization) or the micro-batches"
-            ) from error
-        self._copied = copy_on(stream, ((here, there) for here, there in _pairs(storages, block)))
-
-    def begin_offload(self, stream: torch.Stream | None) -> None:
-        """Queue the copies of prefetched bytes back to the host on a stream; `release` frees their device memory."""
-        assert self._offloaded is not None
-        self._write_to(self._writable())
-        pairs = _pairs(self._offloaded.storages, self._offloaded.block)
-        self._copied = copy_on(stream, ((there, here) for here, there in pairs))
-
     def begin_parts(self) -> None:
         """Prepare to read and write offloaded bytes by parts, all of them once. See Note [a checkpoint reads the block]."""
         self._next = self._writable()
@@ -191,8 +159,11 @@ class TensorOffload:
 
     def end_parts(self) -> None:
         """End what `begin_parts` began, after the current stream has waited for the copies of all parts."""
-        assert self._next is not None
-        self._write_to(self._next)
+        assert self._next is not None and self._offloaded is not None
+        storages, _, before = self._offloaded
+        if self._next is not before:
+            self._free(before, _event(storages[0].device))
+            self._offloaded = self._offloaded._replace(block=self._next)
         self._next = None
 
     def _writable(self) -> Block:
@@ -209,27 +180,6 @@ class TensorOffload:
             text = "%s: the optimizer's step waited %.1f s for a checkpoint: the host has no %.2f GB to go on with"
             logger.info(text, self._account.name, seconds, block.nbytes / 1e9)
         return block
-
-    def _write_to(self, block: Block) -> None:
-        assert self._offloaded is not None
-        storages, _, before = self._offloaded
-        if block is not before:
-            self._free(before, _event(storages[0].device))
-            self._offloaded = self._offloaded._replace(block=block)
-
-    def wait_for_copy(self) -> None:
-        """Make the current stream wait for the last copy that was queued."""
-        if self._copied is not None:
-            assert self._offloaded is not None
-            torch.accelerator.current_stream(self._offloaded.storages[0].device).wait_event(self._copied)
-            self._copied = None
-
-    def release(self) -> None:
-        """Free the device memory after the copies of `begin_offload`; do nothing if nothing is offloaded."""
-        if self._offloaded is not None:
-            self.wait_for_copy()
-            for storage in self._offloaded.storages:
-                storage.resize_(0)
 
     def _room(self, nbytes: int) -> Block:
         arena = self._account.arena

@@ -23,9 +23,9 @@ from torch import Tensor
 
 from rlx.algorithms.partition import partition
 from rlx.data.batch import EXPERTS, TENSORS, Batch
-from rlx.models.attention_kernels import to_device
 from rlx.models.loading import why_not_shared
 from rlx.models.prefix_tree import NEVER, Tree, tree_of_rows
+from rlx.models.tree_attention import to_device
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -33,11 +33,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class MicroBatchRule:
-    """The largest micro-batch: a number of `rows`, or of `tokens` that its forward computes.
-
-    Raises:
-        ValueError: both or neither are given, or one is below 1.
-    """
+    """The largest micro-batch: a number of `rows`, or of `tokens` that its forward computes. Raises ValueError for another choice."""
 
     rows: int | None = None
     tokens: int | None = None
@@ -113,9 +109,9 @@ def divide(
     A row that is longer than a limit of tokens becomes a micro-batch of its own.
 
     Args:
-        lengths: of the rows, in their order.
+        lengths: of the rows.
         rule: the limit.
-        packs: whether rows are packed; if they are padded, padding counts as tokens.
+        packs: whether rows are packed; otherwise padding counts as tokens.
         at_least: number of micro-batches that the processes agreed on; some may be empty.
         groups: of packed rows that stay together as far as the limit allows; None: none do.
     """
@@ -237,13 +233,9 @@ class MicroBatch(NamedTuple):
 
 
 def pack(batch: Batch, rows: list[int], lengths: Sequence[RowLength], least_gain: float = NEVER) -> MicroBatch:
-    """Lay rows out as one packed row, or a dummy if there are none. Responses keep their columns, without trailing empty ones.
+    """Lay some rows out as one packed row, or a dummy if there are none. Responses keep their columns, without trailing empty ones.
 
-    Args:
-        batch: of all rows.
-        rows: the numbers of those to lay out.
-        lengths: of all rows.
-        least_gain: see `tree_of_rows`.
+    `lengths` are those of all rows; for `least_gain` see `tree_of_rows`.
     """
     share, chosen = (batch.rows(rows), [lengths[row] for row in rows]) if rows else (_dummy(batch), [RowLength(1, 1)])
     # A row without response tokens counts as having one, which is padding.
@@ -310,13 +302,7 @@ def take(batch: Batch, rows: list[int], lengths: Sequence[RowLength]) -> MicroBa
 
 
 def shifted(column: Tensor, start: Tensor, width: int) -> Tensor:
-    """Return `width` entries of each row from the row's own start on, with 0 outside the row.
-
-    Args:
-        column: (B, N, …).
-        start: (B,) int64, may be negative.
-        width: number of entries to return.
-    """
+    """Return `width` entries of each row of (B, N, …) from its own `start` (B,) on, which may be negative; 0 outside the row."""
     index = start[:, None] + torch.arange(width)
     outside = (index < 0) | (index >= column.shape[1])
     entries = column[torch.arange(len(column))[:, None], index.clamp(0, column.shape[1] - 1)]
@@ -335,13 +321,8 @@ def _dummy(batch: Batch) -> Batch:
 class SequenceGroup:
     """Neighbouring processes that share every row of packed sequences (Ulysses). All processes build theirs together.
 
-    Args:
-        size: processes that share a row.
-        config: of the model that reads the row.
-
-    Raises:
-        ValueError: `size` does not divide the number of processes or of query heads; or the frequencies of the model's rotary
-            embedding depend on the longest sequence, and each process would only see a part of it.
+    Raises ValueError if `size` does not divide the number of processes or of query heads, or if the frequencies of the model's
+    rotary embedding depend on the longest sequence, of which each process sees only a part.
     """
 
     def __init__(self, size: int, config: "PreTrainedConfig"):

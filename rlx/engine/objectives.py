@@ -103,11 +103,7 @@ def _per_token(stats: dict[str, Tensor], mask_BR: Tensor, tokens: float) -> dict
 
 
 def load_policy_loss(config: PolicyLossConfig) -> PolicyLoss:
-    """Return the policy loss that the configuration names, one of rlx or a user's.
-
-    Raises:
-        UserCodeError: the user's file is missing, fails to import, lacks the name, or the name cannot be called as a loss.
-    """
+    """Return the policy loss of the configuration, built in or a user's. Raises UserCodeError if the latter cannot be loaded."""
     if config.path is None:
         return POLICY_LOSSES[config.loss_mode]
     return load_callable(config.path, config.name, POLICY_LOSS)
@@ -116,8 +112,7 @@ def load_policy_loss(config: PolicyLossConfig) -> PolicyLoss:
 def _checked(answer: Any, mask_BR: Tensor, config: PolicyLossConfig) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the result of a policy loss after checking its form, because a user's loss may return anything.
 
-    Raises:
-        ValueError: the result is not one loss per token with statistics per token.
+    Raises ValueError if it is not one loss per token with statistics per token.
     """
     shape, where = tuple(mask_BR.shape), f"{config.name} in {config.path}"
     match answer:
@@ -150,9 +145,8 @@ def _checked(answer: Any, mask_BR: Tensor, config: PolicyLossConfig) -> tuple[Te
 class PolicyObjective(Objective):
     """A policy loss, an entropy bonus and the KL to the reference, weighted as configured.
 
-    With rollout_is the importance weight multiplies each token's policy loss. It does not multiply the other terms, because
-    they are no averages over the sampled tokens' probabilities. A rejected token counts in no term and no denominator: the loss is
-    the mean over the remaining tokens.
+    With rollout_is the importance weight multiplies each token's policy loss alone: the other terms are no averages over the
+    sampled tokens' probabilities. A rejected token counts in no term and no denominator: the loss is the mean over the rest.
 
     Metrics: pg_loss, ppo_kl (mean of old - new log-prob), the policy loss's own statistics; with use_kl_loss also kl_loss,
     with entropy_coeff also entropy_loss (both unweighted). With bypass_mode the old log-probs are the sampler's. This pass is
@@ -163,9 +157,6 @@ class PolicyObjective(Objective):
         temperature: of sampling; log-probs are computed at it.
         horizon: longest response allowed [tokens].
         correction: of the sampler's mismatch; the driver computes weights and rejections.
-
-    Raises:
-        UserCodeError: a user's policy loss cannot be loaded.
     """
 
     def __init__(
@@ -196,11 +187,9 @@ class PolicyObjective(Objective):
         self.columns = ("old_log_probs", "advantages", *(name for name, read in optional.items() if read))
 
     def mask(self, batch: Batch) -> Tensor:
-        """See Objective."""
         return batch["loss_mask" if self.correction.rejects else "response_mask"]
 
     def share(self, outputs: dict[str, Tensor], batch: Batch, totals: Totals) -> Share:
-        """See Objective."""
         actor, mask_BR, bypass = self.actor, self.mask(batch), self.correction.bypass_mode
         log_probs, entropy = outputs["log_probs"], outputs.get("entropy")
         weights = self.weights(batch, self.horizon, log_probs.dtype, totals)
@@ -231,14 +220,8 @@ class PolicyObjective(Objective):
 class ValueObjective(Objective):
     """The clipped squared error of the value model.
 
-    Metrics: vf_loss, clip_fraction, vpred_mean (mean value).
-
-    Args:
-        critic: the configuration. Its loss_agg_mode must be set; null would mean the actor's.
-        horizon: longest response allowed [tokens].
-
-    Raises:
-        ValueError: loss_agg_mode is null.
+    Metrics: vf_loss, clip_fraction, vpred_mean (mean value). `horizon` is the longest response allowed [tokens]. Raises
+    ValueError if loss_agg_mode is null, which would mean the actor's.
     """
 
     columns = ("values", "returns")
@@ -251,7 +234,6 @@ class ValueObjective(Objective):
         self.loss_agg_mode, self.clip, self.horizon = critic.loss_agg_mode, critic.cliprange_value, horizon
 
     def share(self, outputs: dict[str, Tensor], batch: Batch, totals: Totals) -> Share:
-        """See Objective."""
         mask_BR, values = batch["response_mask"], outputs["values"]
         weights = self.weights(batch, self.horizon, values.dtype, totals)
         loss_BR, stats = value_loss(values, batch["values"], batch["returns"], self.clip)

@@ -1,7 +1,13 @@
-"""AdamW, its learning-rate schedule, and clipping of sharded gradients."""
+"""AdamW on shards with fp32 masters, its learning-rate schedule, and clipping of sharded gradients.
+
+Note [no DTensors in AdamW]
+torch's AdamW would step the DTensors of FSDP2. An operation on a DTensor looks up its layout in caches that have no limit and
+whose keys hold the operation's numbers. AdamW's numbers differ in each step, because they hold powers of its betas, so the caches
+grew with every step: by 17 kB for a model of 0.1 MB (torch 2.11). A shard is a plain tensor, which needs no layout.
+"""
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
 from typing import Any
@@ -11,12 +17,119 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Optimizer
+from torch.optim.adamw import adamw
 
 from rlx.config.schema import OptimConfig
 from rlx.engine.fsdp_units import local
-from rlx.engine.shard_adamw import NARROW, MasterAdamW, ShardAdamW
 
 PART, PART_ELEMENTS = 32, 1 << 28  # most parameters and elements of a call, which may copy gradients in fp32
+SAMPLE = 32_768  # numbers of each process at most, whose change is measured
+MASTER = "master"
+NARROW = (torch.bfloat16, torch.float16)
+
+
+class ShardAdamW(AdamW):
+    """AdamW with the same state and, bit for bit, the same steps; moments have `state_dtype`, None: that of the parameters."""
+
+    state_dtype: torch.dtype | None = None
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        """Step the parameters that have gradients."""
+        assert closure is None
+        for group in self.param_groups:
+            trained = [p for p in group["params"] if p.grad is not None]
+            self.step_group(group, trained, [self.state_of(p) for p in trained])
+
+    def step_group(self, group: dict[str, Any], trained: list[Tensor], states: list[dict[str, Tensor]]) -> None:
+        """Step parameters of a group with their states; all have gradients."""
+        step_shards(group, [local(p) for p in trained], [local(p.grad) for p in trained], states)
+
+    def state_of(self, parameter: Tensor) -> dict[str, Tensor]:
+        """Return a parameter's state, a new one before its first step."""
+        state: dict[str, Tensor] = self.state[parameter]
+        if not state:
+            state.update(self.new_state(parameter))
+        return state
+
+    @torch.no_grad()
+    def new_state(self, parameter: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """Yield the state before the first step by name, each tensor made when it is asked for."""
+        is_fused = any(group["fused"] for group in self.param_groups)
+        # The fused kernel reads the count on the device.
+        yield "step", torch.zeros((), dtype=torch.float32, device=local(parameter).device if is_fused else None)
+        for name in ("exp_avg", "exp_avg_sq"):
+            yield name, torch.zeros_like(parameter, dtype=self.state_dtype, requires_grad=False)
+
+
+def step_shards(
+    group: dict[str, Any], weights: list[Tensor], gradients: list[Tensor], states: Sequence[dict[str, Tensor]]
+) -> None:
+    """Step weights, which are shards, with the options of a group of AdamW's parameters; the states may be DTensors."""
+    moments, squares = ([local(state[name]) for state in states] for name in ("exp_avg", "exp_avg_sq"))
+    adamw(
+        weights,
+        gradients,
+        moments,
+        squares,
+        [],
+        [state["step"] for state in states],
+        fused=group["fused"],
+        amsgrad=False,
+        beta1=group["betas"][0],
+        beta2=group["betas"][1],
+        lr=group["lr"],
+        weight_decay=group["weight_decay"],
+        eps=group["eps"],
+        maximize=False,
+    )
+
+
+class MasterAdamW(ShardAdamW):
+    """AdamW whose state has, besides both moments, an fp32 master of each bf16 or fp16 parameter.
+
+    At the learning rates of RL an update is smaller than half the distance between two bf16 numbers. A bf16 weight of 0.02 changes
+    in steps of 1.2e-4, and AdamW with lr 1e-6 asks for 1e-6: rounding to nearest returns the old weight. A master copy in fp32 sums
+    such updates until the bf16 weight moves. The model computes with the bf16 weight, which is the master rounded to nearest.
+
+    A step equals AdamW's on the masters with the same gradients in fp32, bit for bit: gradients are widened first, then clipped by
+    `gradient_scale`. The state holds `step`, `exp_avg`, `exp_avg_sq` and `master`, all fp32, sharded like the parameter.
+    """
+
+    state_dtype = torch.float32
+
+    def __init__(self, parameters: Iterable[nn.Parameter], **options: Any):
+        super().__init__(parameters, **options)
+        self.gradient_scale = 1.0
+
+    def step_group(self, group: dict[str, Any], trained: list[Tensor], states: list[dict[str, Tensor]]) -> None:
+        """Step the masters, then round them to the parameters."""
+        masters = [local(state[MASTER]) for state in states]
+        step_shards(group, masters, [self._widened(local(p.grad)) for p in trained], states)
+        for parameter, master in zip(trained, masters, strict=True):
+            local(parameter).copy_(master)
+
+    def _widened(self, gradient: Tensor) -> Tensor:
+        wide = gradient.float()
+        if self.gradient_scale == 1.0:
+            return wide
+        return wide * self.gradient_scale if wide is gradient else wide.mul_(self.gradient_scale)
+
+    @torch.no_grad()
+    def new_state(self, parameter: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """As ShardAdamW.new_state; the master is last."""
+        yield from super().new_state(parameter)
+        yield MASTER, parameter.detach().to(torch.float32, copy=True)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
+        """Load a state and keep its fp32 numbers, which torch's optimizers would round to the parameters' type."""
+        super().load_state_dict(dict(state_dict))
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        saved = [number for group in state_dict["param_groups"] for number in group["params"]]
+        for number, parameter in zip(saved, parameters, strict=True):
+            for name, value in state_dict["state"].get(number, {}).items():
+                if name != "step":
+                    self.state[parameter][name] = value.to(device=parameter.device, dtype=torch.float32, copy=True)
 
 
 def learning_rate_factor(step: int, total_steps: int, optim: OptimConfig) -> float:
@@ -57,10 +170,9 @@ def build_optimizer(parameters: Iterable[nn.Parameter], optim: OptimConfig) -> A
 def _torchao_optimizer(trained: list[nn.Parameter], optim: OptimConfig) -> AdamW:
     """Return the optimizer of torchao, an optional package, that `optim.optimizer` names: `_AdamW` or `AdamW8bit`.
 
-    It rounds bf16 weights stochastically: it takes one of the two bf16 neighbours of the exact result, the nearer one more often,
-    so that the mean of many results is exact. Updates below the distance of neighbours thus move some weights, without masters.
-    Moments in 8 bits have a scale for each 256 numbers (Dettmers et al. 2021, arXiv:2110.02861); tensors below 4,096 numbers keep
-    theirs in the weights' type.
+    It rounds bf16 weights stochastically to one of the two neighbours of the exact result, so that the mean of many results is exact
+    and updates below the distance of neighbours move some weights, without masters. Moments in 8 bits have a scale for each 256
+    numbers (Dettmers et al. 2021, arXiv:2110.02861); tensors below 4,096 numbers keep theirs in the weights' type.
     """
     try:
         import torchao.optim
@@ -124,19 +236,18 @@ def step_in_parts(optimizer: AdamW) -> None:
     while parameters:
         ends = accumulate(local(p).numel() for p in parameters[:PART])
         count = max(1, sum(end <= PART_ELEMENTS for end in ends))
-        with stepping_only(optimizer, parameters[:count]):
+        with stepping_only(optimizer, {id(p): p for p in parameters[:count]}):
             optimizer.step()
         parameters = parameters[count:]
 
 
 @contextmanager
-def stepping_only(optimizer: AdamW, parameters: Iterable[Tensor], part: Tensor | None = None) -> Iterator[None]:
-    """Restrict the optimizer to these of its parameters, or to `part` in place of each."""
-    ids = set(map(id, parameters))
+def stepping_only(optimizer: AdamW, chosen: Mapping[int, Tensor]) -> Iterator[None]:
+    """Restrict the optimizer to some of its parameters: by their ids, what it steps in place of each."""
     whole = [group["params"] for group in optimizer.param_groups]
     try:
         for group in optimizer.param_groups:
-            group["params"] = [p if part is None else part for p in group["params"] if id(p) in ids]
+            group["params"] = [chosen[id(p)] for p in group["params"] if id(p) in chosen]
         yield
     finally:
         for group, before in zip(optimizer.param_groups, whole, strict=True):
@@ -147,15 +258,9 @@ def stepping_only(optimizer: AdamW, parameters: Iterable[Tensor], part: Tensor |
 def clip_gradients(optimizer: AdamW, max_norm: float, replicas: int, device: torch.device) -> float:
     """Scale all gradients so that their global norm is at most `max_norm`, and return the norm before that.
 
-    The squared norms of all shards are summed in fp64 over all processes, for both kinds of FSDP. Every process therefore gets
-    the same number and takes the same decision. Gradients with a norm that is not finite are left unchanged. With masters the
-    optimizer scales the gradients itself, in fp32.
-
-    Args:
-        optimizer: over sharded parameters; those without a gradient are skipped.
-        max_norm: largest norm [unit of the gradients].
-        replicas: number of processes that hold each shard.
-        device: where the default process group reduces.
+    The squared norms of all shards are summed in fp64 over all processes, for both kinds of FSDP, `replicas` of which hold each
+    shard. Every process therefore gets the same number and takes the same decision. Gradients with a norm that is not finite stay
+    unchanged. With masters the optimizer scales the gradients itself, in fp32.
     """
     gradients = [local(p.grad) for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     norms = [torch.zeros((), dtype=torch.float64, device=device)]
@@ -174,17 +279,11 @@ def clip_gradients(optimizer: AdamW, max_norm: float, replicas: int, device: tor
     return norm
 
 
-SAMPLE = 32_768  # numbers of each process at most
-
-
 class UpdateProbe:
-    """Compares a sample of the weights before and after a step: every k-th number of this process's shards, one behind the other.
+    """Compares a sample of the weights before and after a step: every k-th number of this process's concatenated shards.
 
-    A small `share` means that updates are lost to rounding: bf16 weights without masters at a low learning rate. Each tensor counts by
-    its size. Every k-th tensor would not do: of Qwen2.5-7B every sixth is a bias or the weight of a norm.
-
-    Args:
-        parameters: those that are trained.
+    A small `share` means that updates are lost to rounding: bf16 weights without masters at a low learning rate. Every k-th tensor
+    would not do: of Qwen2.5-7B every sixth is a bias or the weight of a norm.
     """
 
     def __init__(self, parameters: Iterable[Tensor]):

@@ -1,41 +1,207 @@
-"""Split AdamW's state by bytes over device and host, and step the part on the host piece by piece.
+"""Take the steps of an engine's optimizer, whose state may be split by bytes over device and host.
 
 Note [a step in pieces]
-While one piece is stepped, the next is prefetched and the previous one offloaded, each on its own stream. The device therefore
-holds at most three pieces, and none in forward and backward. AdamW treats each parameter separately, so the result equals that
-of one step over everything, bit for bit. The device memory of a piece belongs to the compute stream: a prefetch starts after the
-work that used the memory before, and a piece is released after the copy that offloads it. The host memory of a piece stays
-allocated meanwhile. A step can therefore only lack device memory, which is checked before anything moves.
+A piece is some parameters, or a slice of a large one, such as an embedding. Their state's tensors stay in host memory; the step
+copies it to the device, steps, and copies it back. While one piece is stepped, the next is prefetched and the previous one
+offloaded, each on its own stream. The device therefore holds at most three pieces, and none in forward and backward. AdamW treats
+each element separately, so the result equals that of one step over everything, bit for bit. The device memory of a piece belongs
+to the compute stream: a prefetch starts after the work that used the memory before, and a piece is released after the copy that
+offloads it. A step can only lack device memory, which is checked before anything moves.
 """
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 
 import torch
 from torch import Tensor
 
-from rlx.engine.host_offload import HandOverError, TensorOffload
-from rlx.engine.optimizer import state_bytes, step_in_parts, stepping_only
-from rlx.engine.shard_adamw import ShardAdamW
-from rlx.engine.state_pieces import StatePiece, cut
+from rlx.config.schema import OptimConfig
+from rlx.engine.fsdp_units import local
+from rlx.engine.host_offload import HandOverError, TensorOffload, copy_on
+from rlx.engine.optimizer import (
+    ShardAdamW,
+    build_optimizer,
+    clip_gradients,
+    configure,
+    learning_rate_factor,
+    state_bytes,
+    step_in_parts,
+    stepping_only,
+)
+from rlx.engine.sharding import Sharded
 from rlx.offload import HostArena
 
+SLICE_ALIGNMENT = 64  # elements of a slice; vector instructions then group them as in the whole parameter
 PIECE_BYTES = 1 << 30
+Pairs = Iterator[tuple[Tensor, Tensor]]
 TEMPORARY = 0.5  # of a piece: what AdamW allocates for its step
 
 
-class OptimizerStateOnHost:
-    """Steps an optimizer whose state is in host memory, all of it or what exceeds a number of bytes.
+class ParameterState:
+    """The state of one parameter in host memory. What the host has no room for stays on the device until the next `to_host`."""
 
-    Args:
-        optimizer: over parameters that are on the device when it steps.
-        arena: host memory for the state.
-        name: of the state, for accounts and messages.
-        device: where the optimizer steps.
-        piece_bytes: state to fetch at a time; the state of a larger parameter is divided.
-        device_bytes: state that may stay on the device.
+    def __init__(self, optimizer: ShardAdamW, parameter: Tensor, nbytes: int, arena: HostArena, name: str):
+        self.optimizer, self.parameter, self.nbytes, self._place = optimizer, parameter, nbytes, (arena, name)
+        self.steps: Tensor | None = None  # before the step that is under way
+        self.forget()
+
+    def forget(self) -> None:
+        """Give up the bytes in host memory; the optimizer gets another state."""
+        self._by_name: dict[str, TensorOffload] = {}
+
+    @property
+    def offloads(self) -> list[TensorOffload]:
+        """Holders of the state's tensors in host memory."""
+        return list(self._by_name.values())
+
+    @property
+    def tensors(self) -> dict[str, tuple[Tensor, TensorOffload]]:
+        """The state's tensors by name, without the count of steps, each with what may hold it in host memory."""
+        state = self.optimizer.state.get(self.parameter, {})
+        return {name: (x, self._offload(name)) for name, x in state.items() if name != "step"}
+
+    def _offload(self, name: str) -> TensorOffload:
+        return self._by_name.setdefault(name, TensorOffload(*self._place))
+
+    def to_host(self) -> None:
+        """Offload the tensors that are on the device; a state that is missing is none."""
+        for tensor, offload in self.tensors.values():
+            if not offload.is_offloaded:
+                offload.offload([tensor])
+
+    def to_device(self) -> None:
+        for offload in self.offloads:
+            offload.fetch()
+
+    @property
+    def made_bytes(self) -> int:
+        """Bytes of the device that `make` needs."""
+        return local(self.parameter).numel() * 4 * (not self.optimizer.state.get(self.parameter))
+
+    def make(self) -> None:
+        """Make a state that is missing, one tensor at a time, which goes to the host before the next."""
+        if self.parameter.grad is None or self.parameter in self.optimizer.state:
+            return
+        for name, tensor in self.optimizer.new_state(self.parameter):
+            self.optimizer.state[self.parameter][name] = tensor
+            if name != "step":
+                with suppress(HandOverError):
+                    self._offload(name).offload([tensor])
+
+    def cut(self, most_bytes: int) -> Iterator["_Slice"]:
+        """Yield slices of at most about this size."""
+        elements, count = local(self.parameter).numel(), -(-self.nbytes // most_bytes)
+        length = max(1, -(-elements // max(1, count) // SLICE_ALIGNMENT)) * SLICE_ALIGNMENT
+        for start in range(0, max(1, elements), length):
+            end = min(start + length, elements)
+            yield _Slice(self, start, end, self.nbytes * (end - start) // max(1, elements))
+
+
+class _Slice:
+    """Some neighbouring elements of a parameter and their state."""
+
+    def __init__(self, state: ParameterState, start: int, end: int, nbytes: int):
+        self.state, self.start, self.end, self.nbytes = state, start, end, nbytes
+        self.is_first, self.is_last = start == 0, end == local(state.parameter).numel()
+        self._parts: dict[str, Tensor] = {}
+
+    def read(self) -> Pairs:
+        """Yield the copies that bring the state to the device."""
+        for name, (tensor, offload) in self.state.tensors.items():
+            if offload.is_offloaded:
+                if self.is_first:
+                    offload.begin_parts()
+                device = local(self.state.parameter).device
+                self._parts[name] = torch.empty(self.end - self.start, dtype=tensor.dtype, device=device)
+                yield from offload.read_parts(self._parts[name], self._first_byte(tensor))
+            else:
+                self._parts[name] = local(tensor).view(-1)[self.start : self.end]
+
+    def begin_step(self) -> Tensor:
+        """Return the slice as a parameter with its state, for the optimizer."""
+        parameter, optimizer = self.state.parameter, self.state.optimizer
+        own = local(parameter).detach().view(-1)[self.start : self.end]
+        own.grad_dtype = None  # any type, as the parameter's
+        own.grad = local(parameter.grad).reshape(-1)[self.start : self.end]
+        if self.is_first:
+            self.state.steps = optimizer.state[parameter]["step"].clone()
+        assert self.state.steps is not None
+        optimizer.state[own] = {"step": self.state.steps.clone(), **self._parts}
+        return own
+
+    def end_step(self, own: Tensor) -> None:
+        stepped = self.state.optimizer.state.pop(own)["step"]
+        if self.is_last:
+            self.state.optimizer.state[self.state.parameter]["step"].copy_(stepped)
+
+    def written(self) -> Pairs:
+        """Yield the copies that bring the state back to the host."""
+        for name, part in self._parts.items():
+            tensor, offload = self.state.tensors[name]
+            if offload.is_offloaded:
+                yield from offload.written_parts(part, self._first_byte(tensor))
+
+    def release(self) -> None:
+        """Free the device memory after these copies."""
+        if self._parts and self.is_last:
+            for _, offload in self.state.tensors.values():
+                if offload.is_offloaded:
+                    offload.end_parts()
+            with suppress(HandOverError):
+                self.state.to_host()  # what the host had no room for
+        self._parts.clear()
+
+    def _first_byte(self, tensor: Tensor) -> int:
+        return (local(tensor).storage_offset() + self.start) * tensor.itemsize
+
+
+class Piece:
+    """Slices whose states are on the device at once. A step calls `fetch`, `step`, `leave` and `release`, in this order."""
+
+    def __init__(self, optimizer: ShardAdamW, slices: list[_Slice]):
+        self.nbytes = sum(each.nbytes for each in slices)
+        self._optimizer, self._slices = optimizer, slices
+        self._copied: torch.Event | None = None
+
+    def _stepped(self) -> list[_Slice]:
+        return [each for each in self._slices if each.state.parameter.grad is not None]
+
+    def fetch(self, stream: torch.Stream | None) -> None:
+        """Queue the copies to the device."""
+        self._copied = copy_on(stream, [pair for each in self._stepped() for pair in each.read()])
+
+    def step(self) -> None:
+        """Step these slices after the copies."""
+        self._wait()
+        own = {id(each.state.parameter): each.begin_step() for each in self._stepped()}
+        with stepping_only(self._optimizer, own):
+            self._optimizer.step()
+        for each in self._stepped():
+            each.end_step(own[id(each.state.parameter)])
+
+    def leave(self, stream: torch.Stream | None) -> None:
+        """Queue the copies to the host."""
+        self._copied = copy_on(stream, [pair for each in self._stepped() for pair in each.written()])
+
+    def release(self) -> None:
+        """Free the device memory after these copies."""
+        self._wait()
+        for each in self._stepped():
+            each.release()
+
+    def _wait(self) -> None:
+        if self._copied is not None:
+            torch.accelerator.current_stream(local(self._slices[0].state.parameter).device).wait_event(self._copied)
+            self._copied = None
+
+
+class OptimizerStateOnHost:
+    """Steps an optimizer whose state is in host memory, all of it or what exceeds `device_bytes`.
 
     Attributes:
-        staying: the parameters whose state stays there.
+        staying: the parameters whose state stays on the device.
+        pieces: of the moving state, in the order of the step.
     """
 
     def __init__(
@@ -54,48 +220,47 @@ class OptimizerStateOnHost:
         sizes = {p: state_bytes(optimizer, p) for group in optimizer.param_groups for p in group["params"]}
         self.staying = _largest_within(sizes, device_bytes)
         stays = set(self.staying)
-        moving = {p: nbytes for p, nbytes in sizes.items() if p not in stays}
-        self._moving = list(cut(optimizer, moving, piece_bytes, arena, name))
+        moving = [ParameterState(optimizer, p, n, arena, name) for p, n in sizes.items() if p not in stays]
+        self._groups: list[list[ParameterState]] = []  # neighbours of a piece's size; larger ones by themselves
+        for state in moving:
+            if self._groups and sum(each.nbytes for each in (*self._groups[-1], state)) <= piece_bytes:
+                self._groups[-1].append(state)
+            else:
+                self._groups.append([state])
+        self.pieces: list[Piece] = []
+        for group in self._groups:
+            slices = [piece for state in group for piece in state.cut(piece_bytes)]
+            together = [slices] if len(group) > 1 else [[each] for each in slices]
+            self.pieces += [Piece(optimizer, each) for each in together]
 
     @property
-    def pieces(self) -> list[StatePiece]:
-        """The pieces of the moving state in the order of the step."""
-        return [piece for states in self._moving for piece in states.pieces]
+    def _moving(self) -> list[ParameterState]:
+        return [state for group in self._groups for state in group]
 
     def to_host(self) -> None:
-        """Offload the part of the moving state that is on the device.
-
-        Raises:
-            HandOverError: the host has no room; the rest is still on the device.
-        """
-        for states in self._moving:
-            states.to_host()
+        """Offload the moving state. Raises HandOverError if the host has no room; the rest is still on the device."""
+        for state in self._moving:
+            state.to_host()
 
     def to_device(self) -> None:
-        """Fetch all of the state.
-
-        Raises:
-            HandOverError: the device has no room; the rest is still in host memory.
-        """
-        for states in self._moving:
-            states.to_device()
+        """Fetch all of the state. Raises HandOverError if the device has no room; the rest is still in host memory."""
+        for state in self._moving:
+            state.to_device()
 
     def step(self) -> None:
         """Take the optimizer's step and leave the moving state in host memory. See Note [a step in pieces].
 
-        Raises:
-            HandOverError: the device has no room; nothing has changed.
+        Raises HandOverError if the device has no room; nothing has changed.
         """
         self._require_room()
-        for states in self._moving:
-            states.make()
-        pieces = self.pieces
-        before: StatePiece | None = None
-        for piece in pieces[:1]:
+        for state in self._moving:
+            state.make()
+        for piece in self.pieces[:1]:
             piece.fetch(self._arriving)
-        with stepping_only(self._optimizer, self.staying):  # while the first piece arrives
+        with stepping_only(self._optimizer, {id(p): p for p in self.staying}):  # while the first piece arrives
             step_in_parts(self._optimizer)
-        for piece, following in zip(pieces, [*pieces, None][1:], strict=True):
+        before: Piece | None = None
+        for piece, following in zip(self.pieces, [*self.pieces, None][1:], strict=True):
             if following is not None:
                 following.fetch(self._arriving)
             piece.step()
@@ -109,35 +274,31 @@ class OptimizerStateOnHost:
     def replace(self, make: Callable[[], None]) -> None:
         """Replace the whole state, without holding the moving part on the device all at once.
 
-        Args:
-            make: gives a state to the parameters that the optimizer has while it is called; no parameter has one before.
-
-        Raises:
-            HandOverError: the host has no room.
+        `make` gives a state to the parameters that the optimizer has while it is called; no parameter has one before. Raises
+        HandOverError if the host has no room.
         """
-        for states in self._moving:
-            states.forget()
         made = {}
-        for parameters, moving in [(self.staying, None), *((states.parameters, states) for states in self._moving)]:
+        for parameters, moving in [(self.staying, []), *(([each.parameter for each in g], g) for g in self._groups)]:
             self._optimizer.state.clear()
-            with stepping_only(self._optimizer, parameters):
+            with stepping_only(self._optimizer, {id(p): p for p in parameters}):
                 if parameters:
                     make()
             made |= self._optimizer.state
-            if moving is not None:
-                moving.to_host()
+            for state in moving:
+                state.forget()
+                state.to_host()
         self._optimizer.state.update(made)
 
     @property
     def offloads(self) -> list[TensorOffload]:
         """Holders of the moving state in the order of the step; a checkpoint reads their host memory."""
-        return [offload for states in self._moving for offload in states.offloads]
+        return [offload for state in self._moving for offload in state.offloads]
 
     def _require_room(self) -> None:
         sizes = [0, *(piece.nbytes for piece in self.pieces), 0]
         before_now_after = zip(sizes, sizes[1:], sizes[2:], strict=False)
         at_once = [int(sum(three) + TEMPORARY * three[1]) for three in before_now_after]
-        nbytes = max([0, *at_once, *(states.made_bytes for states in self._moving)])
+        nbytes = max([0, *at_once, *(state.made_bytes for state in self._moving)])
         try:
             torch.empty(nbytes, dtype=torch.uint8, device=self._device)  # one block, which the pieces then share
         except RuntimeError as error:
@@ -157,3 +318,64 @@ def _largest_within(sizes: dict[Tensor, int], nbytes: float) -> list[Tensor]:
             nbytes -= sizes[parameter]
             chosen.append(parameter)
     return chosen
+
+
+class Stepper:
+    """An engine's optimizer with its learning-rate schedule.
+
+    Args:
+        device_bytes: of its state that may stay on the device; infinite: all of it.
+        before_step: is called right before parameters and states change.
+
+    Attributes:
+        optimizer: over the parameters that are trained.
+        on_host: the state that is not on the device; None if all of it is there.
+        updates: steps asked for, including skipped ones; the learning rate follows them.
+        steps: steps taken.
+    """
+
+    def __init__(
+        self,
+        sharded: Sharded,
+        optim: OptimConfig,
+        total_steps: int,
+        grad_clip: float,
+        device_bytes: float,
+        arena: HostArena,
+        name: str,
+        before_step: Callable[[], None],
+    ):
+        self._sharded, self._optim, self._total_steps, self._grad_clip = sharded, optim, total_steps, grad_clip
+        self._before_step = before_step
+        self.optimizer = build_optimizer(sharded.root.parameters(), optim)
+        self.on_host: OptimizerStateOnHost | None = None
+        if device_bytes < math.inf:
+            place = arena, f"{name}_optimizer_state", sharded.device
+            self.on_host = OptimizerStateOnHost(self.optimizer, *place, device_bytes=device_bytes)
+        self.updates = self.steps = 0
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
+
+    def missing_bytes(self) -> int:
+        """Return the bytes of state that the first step will allocate on the device; 0 after that step."""
+        parameters = self.parameters if self.on_host is None else self.on_host.staying
+        missing = (p for p in parameters if not self.optimizer.state.get(p))
+        return sum(state_bytes(self.optimizer, p) for p in missing if local(p).device.type != "cpu")
+
+    def step(self) -> dict[str, float]:
+        """Step, unless the gradients' norm is not finite, and free them. Return grad_norm (before clipping), lr (of this step), skipped (0 or 1)."""
+        lr = self._optim.lr * learning_rate_factor(self.updates, self._total_steps, self._optim)
+        configure(self.optimizer, self._optim, lr)
+        norm = clip_gradients(self.optimizer, self._grad_clip, self._sharded.replicas, self._sharded.device)
+        if finite := math.isfinite(norm):
+            self._before_step()
+            if self.on_host is None:
+                step_in_parts(self.optimizer)
+            else:
+                self.on_host.step()
+            self.steps += 1
+        self._sharded.drop_gradients(self.optimizer)
+        self.updates += 1
+        return {"grad_norm": norm, "lr": lr, "skipped": float(not finite)}

@@ -1,4 +1,4 @@
-"""Save an engine's state while training goes on: a thread writes bytes that do not change meanwhile; and continue from it.
+"""Write an engine's state to a checkpoint while training goes on: a thread writes bytes that do not change meanwhile.
 
 Note [who waits for a save]
 `begin` copies device memory to staging in the arena, and waits for these copies. Bytes that are in host memory already are written
@@ -14,12 +14,10 @@ If the host has no room for staging, `begin` writes before it returns, one tenso
 """
 
 import logging
-import math
 import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,50 +25,31 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict import (
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
-from torch.optim import AdamW
 
 from rlx.checkpoint import folders
-from rlx.checkpoint.loading import load
-from rlx.checkpoint.manifest import CheckpointError, FileEntry, seal
-from rlx.checkpoint.role import Description, read_description
+from rlx.checkpoint.manifest import FileEntry, seal
 from rlx.checkpoint.tensors import Piece, Source, pieces_of, shard_name, write_safetensors
-from rlx.engine.fsdp_units import local
-from rlx.engine.host_offload import NOTICEABLE_S, TensorOffload, obtainable_bytes, range_of, spare_block
-from rlx.engine.sharded import Sharded
+from rlx.engine.host_offload import NOTICEABLE_S, TensorOffload, obtainable_bytes, range_of
 from rlx.errors import ExplainedError, StorageError, storing
-from rlx.models.lora import Adapter
 from rlx.offload import Block, HostArena, trim
 
-WRAPPED = "_fsdp_wrapped_module."  # what FSDP1 adds to names
-RESERVED_AT_ONCE = 1 << 30  # so that several processes of a machine see what the others have taken
 Entries = dict[str, FileEntry]
 Parts = Mapping[str, Mapping[str, Tensor]]
 logger = logging.getLogger(__name__)
 
 
 class _HostRead:
-    """Host memory that a save reads in place: as many sources as were counted.
-
-    Attributes:
-        read: is done when the save needs the memory no more.
-    """
+    """Host memory that a save reads in place: as many sources as were counted. `read` is done when the save needs it no more."""
 
     def __init__(self) -> None:
         self.read: Future[None] = Future()
         self._left = 0
 
     def count(self) -> None:
-        """Expect one more source."""
         self._left += 1
 
     def let_go(self) -> None:
-        """Count a source that has been read; the thread that writes does."""
+        """Count a source that has been read; the thread that writes calls it."""
         self._left -= 1
         if not self._left:
             self.give_up()
@@ -106,32 +85,13 @@ class _LocatedPiece(NamedTuple):
 
 
 class CheckpointWriter:
-    """Writes the sharded state of one role, one save at a time. All processes call `begin` and `finish` together.
-
-    Args:
-        arena: host memory for staging.
-        name: of the role, for accounts and messages.
-        device: of the state.
-    """
+    """Writes the sharded state of one role, one save at a time. All processes call `begin` and `finish` together."""
 
     def __init__(self, arena: HostArena, name: str, device: torch.device):
         self._arena, self._name, self._device = arena, name, device
         self._account = arena.account(name=f"{name}_checkpoint")
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"{name}-checkpoint")
         self._pending: _PendingSave | None = None
-
-    def reserve(self, state: Iterable[Tensor]) -> None:
-        """Take host memory for saves of this state now, because page-locking takes time: 1 GB about 0.2 s.
-
-        A save needs it for staging and, where the state is in host memory, for the steps that go on meanwhile. It takes less where
-        all of it would make host memory short.
-        """
-        left, blocks = sum(local(tensor).nbytes for tensor in state), []
-        while left > 0 and (block := spare_block(self._account, min(left, RESERVED_AT_ONCE))) is not None:
-            blocks.append(block)
-            left -= block.nbytes
-        for block in blocks:
-            self._account.free(block)
 
     def begin(
         self,
@@ -148,10 +108,9 @@ class CheckpointWriter:
             parts: state by the name of its folder; the storages of offloaded tensors may be empty.
             offloads: hold those tensors.
             in_background: return as soon as no byte on the device is needed any more.
-            frozen: memory of the host that nobody changes.
+            frozen: memory of the host that never changes.
 
-        Raises:
-            StorageError: the disk has no room.
+        Raises StorageError if the disk has no room.
         """
         assert self._pending is None, "the save before has not been finished"
         partial = folders.partial_of(folder)
@@ -203,8 +162,7 @@ class CheckpointWriter:
     def finish(self) -> None:
         """Wait for the thread, write the manifest and let the folder appear; do nothing if there is no save.
 
-        Raises:
-            CheckpointError, StorageError: the write failed on a process; what was written is removed.
+        Raises CheckpointError, StorageError if the write failed on a process; what was written is removed.
         """
         if self._pending is None:
             return
@@ -330,13 +288,7 @@ def _at_once(work: Callable[..., Entries], *arguments: Any) -> Future[Entries]:
 def _raise_everywhere(
     folder: Path, of_rank_0: Callable[[], None] | None = None, fault: BaseException | None = None
 ) -> None:
-    """Let rank 0 do something. If that or something before failed anywhere, raise it everywhere and remove what was written.
-
-    Args:
-        folder: that is written.
-        of_rank_0: what rank 0 does.
-        fault: of this process, before.
-    """
+    """Let rank 0 do something. If that, or something before, failed anywhere, raise it everywhere and remove what was written."""
     if dist.get_rank() == 0 and fault is None and of_rank_0 is not None:
         try:
             with storing(folder):
@@ -357,103 +309,3 @@ def _gather(own: Any) -> list[Any]:
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, own)
     return found
-
-
-# What an engine saves and continues from ---------------------------------------------------------------------------
-
-
-def parts_of(description: Description, sharded: Sharded, optimizer: AdamW | None) -> dict[str, dict[str, Tensor]]:
-    """Return the sharded state to save, by the name of its folder; all processes join. The storages are the engine's own."""
-    parts: dict[str, dict[str, Tensor]] = {}
-    if "model" in description.contents:
-        parts["model"] = _tensors(get_model_state_dict(sharded.root, options=sharded.state_options))
-    # Asking an optimizer for its state before its first step makes it take an empty step.
-    if "optimizer" in description.contents and optimizer is not None and description.steps:
-        parts["optimizer"] = _tensors(_optimizer_state(sharded, optimizer))
-    return parts
-
-
-def _optimizer_state(sharded: Sharded, optimizer: AdamW) -> dict[str, Any]:
-    return get_optimizer_state_dict(sharded.root, optimizer, options=_flat(sharded))
-
-
-def _flat(sharded: Sharded) -> Any:
-    return replace(sharded.state_options, flatten_optimizer_state_dict=True)
-
-
-def _tensors(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Leave out numbers such as learning rates, which come from the configuration; torchao's are tensors."""
-    tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
-    return {name: value for name, value in tensors.items() if not name.startswith("param_groups.")}
-
-
-def read(
-    folder: Path,
-    head: str,
-    sharded: Sharded,
-    optimizer: AdamW | None,
-    adapters: Mapping[str, Adapter],
-    in_parts: Callable[[Callable[[], None]], None] = lambda make: make(),
-) -> Description:
-    """Replace model and optimizer by those of a checkpoint; all processes join.
-
-    Any number of processes and either kind of FSDP may have written it. If it lacks the optimizer's state or the position in the
-    schedule, these start anew, with a warning. The digests of the tensors are not checked, see `require_undamaged`.
-
-    Args:
-        folder, head, sharded, optimizer, adapters: the checkpoint, and what continues from it.
-        in_parts: calls its argument, once or for some of the optimizer's parameters at a time, to make their state.
-
-    Returns:
-        The description, with the counters from which to continue.
-
-    Raises:
-        CheckpointError: it is no checkpoint, has no model, its model has another head, or its tensors do not fit.
-    """
-    description = read_description(folder)
-    if description.head != head or "model" not in description.contents:
-        raise CheckpointError(
-            f"{folder}: got head {description.head} and contents {list(description.contents)}, expected head {head} and a "
-            "model among the contents; to resume, save with checkpoint.save_contents=[model,optimizer,extra]"
-        )
-    _require_same_scale(folder, description.adapters, adapters)
-    model = get_model_state_dict(sharded.root, options=sharded.state_options)
-    load(_tensors(model), folder / "model")
-    set_model_state_dict(sharded.root, model, options=sharded.state_options)
-    if optimizer is not None:
-        optimizer.state.clear()
-        saved = folder / "optimizer"
-        in_parts(lambda: _read_optimizer(saved, sharded, optimizer) if saved.is_dir() else None)
-        if not saved.is_dir() and description.steps:
-            logger.warning("%s holds no optimizer state: AdamW's moments start anew", folder)
-            description = replace(description, steps=0)
-        if "extra" not in description.contents and description.updates:
-            logger.warning("%s holds no extra: the learning rate's schedule starts anew", folder)
-            description = replace(description, updates=0)
-    return description
-
-
-def _require_same_scale(folder: Path, saved: Mapping[str, Adapter], own: Mapping[str, Adapter]) -> None:
-    """Refuse adapters that would count more or less than they did when they were trained; their tensors would fit."""
-    for layer in saved.keys() & own.keys():
-        if not math.isclose(saved[layer].scale, own[layer].scale):
-            raise CheckpointError(
-                f"{folder}: got adapters that are scaled by {saved[layer].scale:g}, expected {own[layer].scale:g} as configured; set "
-                "model.lora_alpha and model.lora.use_rslora as in the run that saved them"
-            )
-
-
-def _read_optimizer(folder: Path, sharded: Sharded, optimizer: AdamW) -> None:
-    """Make the state of the parameters that the optimizer has now; all processes join."""
-    state = _optimizer_state(sharded, optimizer)
-    try:
-        lacking = load(_tensors(state), folder, of_optimizer=True)
-    except CheckpointError as error:
-        raise CheckpointError(
-            f"{error}. Continue with optim.optimizer, optim.master_weights and fsdp_config.model_dtype of the run that saved it, or "
-            "save without the optimizer to begin with new moments"
-        ) from None
-    set_optimizer_state_dict(sharded.root, optimizer, state, options=_flat(sharded))
-    for name, parameter in sharded.root.named_parameters():
-        if f"state.{name.replace(WRAPPED, '')}" in lacking:  # it never had a gradient, so it has no state yet
-            optimizer.state.pop(parameter, None)

@@ -33,12 +33,10 @@ class RoutingError(ValueError):
 
 
 class Router(NamedTuple):
-    """The module that chooses the experts of a layer, E and K, and how it does.
+    """The innermost module around the choice of a layer's experts: of E = `experts`, K = `chosen`.
 
     Args:
-        name, module: in the model; the innermost module around the choice.
         layer: number of the decoder layer.
-        experts, chosen: E and K.
         dims: of the scores that it takes the best of.
         linear_maps: number of its linear maps to E numbers; the logits are unambiguous if it has one.
     """
@@ -57,11 +55,10 @@ class Pass:
     """One forward and its backward: the experts given to routers, and what they record by layer.
 
     Args:
-        given_NLK: experts of each token and layer, of an integer type; None: none.
+        given_NLK: experts of each token and layer; None: none.
         replays: whether routers take them instead of their own choice.
         weights_N: of the tokens in the sums of probabilities; None: there are no such sums.
-        records: whether routers record `own` and `used`: the experts that each chooses, and those that its layer uses, (N, K)
-            as `small_integers`.
+        records: whether routers record the experts (N, K) that each chooses (`own`) and its layer uses (`used`).
         probabilities: weighted sum of the softmax of its logits over the tokens, (E,) in fp32 or wider, with its graph.
         is_open: whether routers still record.
     """
@@ -77,19 +74,10 @@ class Pass:
 
 
 class ExpertRouting:
-    """The routers of one model. Hooks on them stay as long as the model lives.
+    """The routers of one model, by layer. Hooks on them stay as long as the model lives.
 
-    Args:
-        model: its routers run in `run`.
-        run: a forward of `tokens` tokens without gradients.
-        tokens: their number, at least 2.
-
-    Attributes:
-        routers: by layer, in their order.
-        now: the pass that runs; None: routers are left alone.
-
-    Raises:
-        RoutingError: the model has no experts, or a layer of it chooses them in another way than by one call of `torch.topk`.
+    `run` is a forward of `tokens` tokens, at least 2, without gradients. `now` is the pass that runs; None: routers are left
+    alone. Raises RoutingError if the model has no experts, or a layer chooses them in another way than by one `torch.topk`.
     """
 
     def __init__(self, model: nn.Module, run: Callable[[], object], tokens: int):
@@ -281,12 +269,7 @@ def _check(model: str, found: list[Router], blocks: Iterable[str]) -> None:
 
 
 def differing_layers(one: dict[int, Tensor], given_NLK: Tensor) -> Tensor:
-    """Return for each token the share of the layers in which its set of experts is another one, (N,) fp32.
-
-    Args:
-        one: experts (N, K) by layer.
-        given_NLK: those to compare with.
-    """
+    """Return for each token the share of the layers in which `one` has another set of experts than given_NLK, (N,) fp32."""
     differs = [
         (experts.long().sort(dim=-1).values != given_NLK[:, layer].long().sort(dim=-1).values).any(dim=-1)
         for layer, experts in one.items()

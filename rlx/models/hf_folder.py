@@ -38,6 +38,7 @@ class FolderParts:
     config: "PreTrainedConfig"  # the architecture
     generation: "GenerationConfig | None"  # sampling defaults and stop tokens, as read; None for a value model
     tokenizer: "PreTrainedTokenizerBase | None"  # None for a folder without one
+    trust_remote_code: bool = False  # run code that came with the model
 
     @classmethod
     def of(
@@ -46,13 +47,15 @@ class FolderParts:
         head: Head,
         tokenizer: "PreTrainedTokenizerBase | None",
         dtype: torch.dtype | None = None,
+        trust_remote_code: bool = False,
     ) -> "FolderParts":
         """Return these parts for a loaded model; `dtype` is the type that its folder names, if that is another one."""
         config = copy.deepcopy(model.config)
         if dtype is not None:
             config.dtype = dtype
         config.use_cache = True  # training needs no key/value cache, but generation from the folder does
-        return cls(head, config, model.generation_config if head == "lm" else None, tokenizer)
+        generation = model.generation_config if head == "lm" else None
+        return cls(head, config, generation, tokenizer, trust_remote_code)
 
     @classmethod
     def read(cls, folder: Path, head: Head, trust_remote_code: bool) -> "FolderParts":
@@ -66,7 +69,7 @@ class FolderParts:
                 generation = GenerationConfig.from_pretrained(folder)
             if (folder / "tokenizer_config.json").exists():
                 tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
-        return cls(head, config, generation, tokenizer)
+        return cls(head, config, generation, tokenizer, trust_remote_code)
 
     def write(self, folder: Path) -> None:
         """Write config, generation config and tokenizer, but no weights."""
@@ -80,11 +83,11 @@ class FolderParts:
         if self.generation is not None:
             self.generation.to_json_file(folder / "generation_config.json")
 
-    def try_writing(self, trust_remote_code: bool) -> None:
+    def try_writing(self) -> None:
         """Write everything but weights to a temporary folder. Raises ModelError if a checkpoint or an export could not."""
         with tempfile.TemporaryDirectory() as folder, explained("it back as a checkpoint would save it"):
             self.write(Path(folder))
-            self.write_with_weights(Path(folder), {}, trust_remote_code)
+            self.write_with_weights(Path(folder), {})
 
     def narrower(self, own: torch.dtype) -> torch.dtype:
         """Return the 16-bit type that the model was read in if the weights are in fp32, else the weights' own."""
@@ -92,20 +95,13 @@ class FolderParts:
         read = getattr(torch, read, None) if isinstance(read, str) else read
         return read if own == torch.float32 and read in (torch.bfloat16, torch.float16) else own
 
-    def write_with_weights(
-        self, folder: Path, weights: dict[str, Tensor], trust_remote_code: bool, dtype: torch.dtype | None = None
-    ) -> None:
+    def write_with_weights(self, folder: Path, weights: dict[str, Tensor], dtype: torch.dtype | None = None) -> None:
         """Write a folder that `from_pretrained` loads; it is made if missing.
 
         Weights are full tensors on CPU by the names of the model's state_dict; of tied ones the first is enough, and it alone is
-        written, as in the folders of others.
+        written, as in the folders of others. Parameters get `dtype`, by default that of the weights; buffers keep theirs.
 
-        Args:
-            folder, weights, trust_remote_code: see above.
-            dtype: of the parameters in the folder; None: that of the weights. Buffers keep theirs.
-
-        Raises:
-            ModelError: the weights are not those of the config, or one is beyond the range of `dtype`.
+        Raises ModelError if the weights are not those of the config, or one is beyond the range of `dtype`.
         """
         from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, GenerationConfig
 
@@ -114,7 +110,8 @@ class FolderParts:
             ensure_value_class(self.config)
         dtype = dtype or next((tensor.dtype for tensor in weights.values()), torch.float32)
         with torch.device("meta"):
-            model = auto_class.from_config(copy.deepcopy(self.config), dtype=dtype, trust_remote_code=trust_remote_code)
+            config, trusts = copy.deepcopy(self.config), self.trust_remote_code
+            model = auto_class.from_config(config, dtype=dtype, trust_remote_code=trusts)
         if self.generation is not None:
             model.generation_config = GenerationConfig()
         parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}

@@ -31,13 +31,8 @@ def ensure_value_class(config: "PreTrainedConfig") -> None:
     """Register a class for an architecture with `AutoModelForTokenClassification`, in this process.
 
     Most decoders of transformers have none. The new class is the base model with a linear layer, made from the same mixin as
-    transformers' own classes. Its weights have the same names, so a checkpoint of one loads into the other.
-
-    Args:
-        config: of the model.
-
-    Raises:
-        NoValueClassError: the model is an encoder with a decoder, or its type has no base model.
+    transformers' own classes. Its weights have the same names, so a checkpoint of one loads into the other. Raises
+    NoValueClassError if the model is an encoder with a decoder, or its type has no base model.
     """
     from transformers import (
         MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
@@ -77,11 +72,7 @@ def ensure_value_class(config: "PreTrainedConfig") -> None:
 
 
 def _backbone(config: "PreTrainedConfig", base: type) -> str:
-    """Return the name of the base model in the language model, whose weights the critic loads.
-
-    Raises:
-        NoValueClassError: there is none, as in BART's decoder.
-    """
+    """Return the name of the base model in the language model, whose weights the critic loads; NoValueClassError without one, as in BART."""
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
@@ -119,14 +110,9 @@ class ModelError(ExplainedError, ValueError):
 
 
 def load_tokenizer(path: str, trust_remote_code: bool) -> "PreTrainedTokenizerBase":
-    """Return the tokenizer of a model, with a pad token: its own, else its EOS token.
+    """Return the tokenizer of a folder or hub name, with a pad token: its own, else its EOS token.
 
-    Args:
-        path: Hugging Face folder or hub name.
-        trust_remote_code: run code that comes with the folder.
-
-    Raises:
-        ModelError: there is no tokenizer, or it has no EOS token.
+    Raises ModelError if there is no tokenizer, or it has no EOS token.
     """
     from transformers import AutoTokenizer
 
@@ -153,13 +139,7 @@ def load_config(config: ModelConfig) -> "PreTrainedConfig":
 
     Every rate whose name contains `drop` or `noise` becomes 0 unless overridden, such as `attention_dropout`, `layerdrop` or
     the `router_jitter_noise` of a mixture of experts. With them the same tokens would have other log-probs at each forward,
-    and PPO's ratio would be noise.
-
-    Args:
-        config: reads path, trust_remote_code, override_config.
-
-    Raises:
-        ModelError: nothing can be loaded from the path, or the model's config lacks or refuses an override.
+    and PPO's ratio would be noise. Raises ModelError if nothing can be loaded, or the config lacks or rejects an override.
     """
     from transformers import AutoConfig
 
@@ -205,8 +185,7 @@ def load_model(config: ModelConfig, head: Head, dtype: torch.dtype, seed: int = 
         seed: of a fresh value head, whose weights are then the same on every machine. They are small, so that first values
             are near 0, but not 0, so that the backbone learns from the first step. The caller's random state is unchanged.
 
-    Raises:
-        ModelError: the model or its kernel does not exist, or the checkpoint lacks weights or has other shapes.
+    Raises ModelError if the model or its kernel does not exist, or the checkpoint lacks weights or has other shapes.
     """
     auto_class, loaded_config = class_and_config(config, head)
     with (
@@ -239,11 +218,7 @@ def load_model(config: ModelConfig, head: Head, dtype: torch.dtype, seed: int = 
 
 
 def load_skeleton(config: ModelConfig, head: Head, dtype: torch.dtype) -> "PreTrainedModel":
-    """Return the model of `load_model` on the meta device: shapes without weights, for processes that receive them later.
-
-    Raises:
-        ModelError: the model or its kernel does not exist.
-    """
+    """Return the model of `load_model` on the meta device: shapes without weights, for processes that receive them later."""
     auto_class, loaded_config = class_and_config(config, head)
     with explained(f"{config.path} as {head} model"), torch.device("meta"):
         model = auto_class.from_config(
@@ -259,7 +234,7 @@ def load_skeleton(config: ModelConfig, head: Head, dtype: torch.dtype) -> "PreTr
 def fault_of_ties(config: ModelConfig, skeleton: "PreTrainedModel") -> str | None:
     """Return the fault of a folder whose config ties weights that differ in its safetensors files, or None.
 
-    `load_model` refuses such a model too, wherever its weights are. This only reads weights that the config ties.
+    `load_model` rejects such a model too, wherever its weights are. This only reads weights that the config ties.
     """
     from safetensors import safe_open
 
@@ -292,11 +267,7 @@ def _unlike(target: str, source: str) -> str:
 
 
 def class_and_config(config: ModelConfig, head: Head) -> tuple[Any, "PreTrainedConfig"]:
-    """Return the auto class that makes the model, and the model's config; reads no weights.
-
-    Raises:
-        ModelError: as `load_config`; or the model has no head of this kind, or not one with a single score.
-    """
+    """Return the auto class that makes the model, and its config; reads no weights. Raises ModelError if the model has no such head."""
     from transformers import (
         AutoModelForCausalLM,
         AutoModelForSequenceClassification,
@@ -337,13 +308,7 @@ def rope_by_length(config: "PreTrainedConfig") -> str | None:
 
 
 def why_not_shared(size: int, processes: int, config: "PreTrainedConfig") -> str | None:
-    """Return why `size` of all processes cannot share each sequence (Ulysses), or None if they can.
-
-    Args:
-        size: processes that share a sequence.
-        processes: all of the run.
-        config: of the text model.
-    """
+    """Return why `size` of all processes cannot share each sequence (Ulysses) of a text model, or None if they can."""
     if kind := rope_by_length(config):
         return (
             f"ulysses_sequence_parallel_size: got {size} for a model with rope_type {kind}, expected 1: its frequencies depend "

@@ -1,4 +1,4 @@
-"""Put LoRA adapters of peft into a model, and merge adapters into the model's weights.
+"""Put LoRA adapters of peft into a model, merge them into its weights, and read and write folders in peft's format.
 
 Note [how experts are adapted]: the weights of experts are tensors (experts, out, in), or (experts, in, out), instead of linear
 layers. peft's `ParamWrapper` around a module of experts holds the adapters of one of its tensors; two tensors have two wrappers, one
@@ -8,10 +8,12 @@ training. peft's own forward swaps the module's class meanwhile, which sharding,
 Shapes, as peft has them: A is (experts * rank, in), B is (out, rank * experts), with the experts last.
 """
 
+import json
 import warnings
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
@@ -20,7 +22,8 @@ from torch.func import functional_call
 
 from rlx.config.schema import ModelConfig
 from rlx.errors import did_you_mean
-from rlx.models.loading import ModelError
+from rlx.models.hf_folder import as_open_as_folder
+from rlx.models.loading import ModelError, explained
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -28,6 +31,23 @@ if TYPE_CHECKING:
 ADAPTER = "default"
 ADAPTER_PARTS = ("lora_A", "lora_B", "lora_magnitude_vector")
 """The parameters of an adapter, as peft names them; DoRA alone has the last."""
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_PREFIX = "base_model.model."
+# Options of peft with which its layers compute something else than rlx's, and the values without effect.
+_UNKNOWN = {
+    "bias": ("none", None),
+    # Others, such as pissa, olora and corda, also change the base weights, which the folder does not hold.
+    "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),
+    "modules_to_save": (None, []),
+    "rank_pattern": ({}, None),
+    "alpha_pattern": ({}, None),
+    "trainable_token_indices": (None, {}),
+    "layer_replication": (None,),
+    "lora_bias": (False, None),
+    "use_qalora": (False, None),
+    "use_bdlora": (None,),
+    "alora_invocation_tokens": (None,),
+}
 
 
 class Adapter(NamedTuple):
@@ -55,19 +75,11 @@ def add_lora(model: "PreTrainedModel", config: ModelConfig, seed: int = 0) -> di
     `x.base_layer.weight` and gets `x.lora_A.default.weight` (rank, in) and `x.lora_B.default.weight` (out, rank); with DoRA
     also `x.lora_magnitude_vector.default.weight` (out). Everything that is trained has the type of `adapter_dtype`, because
     most updates of RL are too small for bf16. In a forward the caller may cast it to the type of the weights. Adapters of
-    experts are named and shaped as in Note [how experts are adapted].
+    experts are named and shaped as in Note [how experts are adapted]. `all-linear` is every linear layer except the head, and no
+    experts. The fresh adapters of a `seed` are the same on every machine; the caller's random state is unchanged.
 
-    Args:
-        model: a transformers model that is not yet sharded.
-        config: reads lora_rank, lora_alpha, target_modules, lora. `all-linear` is every linear layer except the head, and no experts.
-        seed: of the fresh adapters, which are then the same on every machine. The caller's random state is unchanged.
-
-    Returns:
-        The adapted layers by name, for `merged_weights`.
-
-    Raises:
-        ModelError: peft is missing, the rank is 0, or a target does not exist, is neither linear nor experts, or is tied to another
-            weight.
+    Returns the adapted layers by name, for `merged_weights`. Raises ModelError if peft is missing, the rank is 0, or a target does
+    not exist, is neither linear nor experts, or is tied to another weight.
 
     Source: arXiv:2106.09685, section 4.1; DoRA: arXiv:2402.09353, equation 5; rsLoRA: arXiv:2312.03732.
     """
@@ -148,14 +160,9 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 
 
 def refuse_idle_adapters(model: nn.Module, run: Callable[[], object]) -> None:
-    """Refuse adapters that the model does not call, because it reads their layer's weight itself, as Mamba does.
+    """Raise ModelError for adapters that the model does not call, because it reads their layer's weight itself, as Mamba does.
 
-    Args:
-        model: with adapters; may be sharded.
-        run: a forward of the model as in training.
-
-    Raises:
-        ModelError: the layer around an adapter runs without calling it.
+    `run` is a forward of the model as in training. The model may be sharded.
     """
     called: set[nn.Module] = set()
     inside = [(parent, name, child) for parent in model.modules() for name, child in parent.named_children()]
@@ -190,12 +197,10 @@ def merged_weights(
     Args:
         parameters: by their names in the adapted model: all of them, or any part that includes the adapters of its layers.
         adapters: the result of `add_lora`.
-        gather: returns the full tensor of a parameter, for example from its shards. It is called once for each parameter, in
-            the same order on every process.
+        gather: returns the full tensor of a parameter; called once for each, in the same order on every process.
 
-    Yields:
-        The name as in the model before `add_lora`, and the full tensor in the dtype of the parameter. The adapter's product
-        is computed and added in at least fp32.
+    Yields the name as in the model before `add_lora`, and the full tensor in the dtype of the parameter. The adapter's product
+    is computed and added in at least fp32.
     """
     layers = {f"{plain_name(layer)}.{adapter.parameter}": layer for layer, adapter in adapters.items()}
     for name, parameter in parameters.items():
@@ -376,3 +381,147 @@ def _forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     left, right = expert_product(a, b, len(weight), is_transposed(inner))
     merged = torch.baddbmm(weight, left, right, alpha=self.scaling[name])
     return functional_call(self.base_layer, {f"{path}{self.parameter_name}": merged}, args, kwargs)
+
+
+class AdapterKind(NamedTuple):
+    """What the parameters of an adapter mean; `experts` are the names of experts' weights with adapters."""
+
+    rank: int
+    alpha: float
+    use_dora: bool
+    use_rslora: bool
+    experts: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, config: ModelConfig) -> "AdapterKind":
+        """Return the configured kind."""
+        return cls(config.lora_rank, config.lora_alpha, config.lora.use_dora, config.lora.use_rslora)
+
+
+def write_adapters(folder: Path, weights: Mapping[str, Tensor], kind: AdapterKind, base: str | None = None) -> None:
+    """Write a folder that peft's `PeftModel.from_pretrained` and vLLM load.
+
+    Weights are full tensors by their names in the adapted model, as `adapter_weights` yields them. `base` is the folder or hub name
+    of the model below them, for tools that load both.
+    """
+    from safetensors.torch import save_file
+
+    write_config(folder, weights, kind, base)
+    tensors = {peft_name(name): tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    as_open_as_folder(folder / WEIGHTS)
+
+
+def write_config(folder: Path, weights: Iterable[str], kind: AdapterKind, base: str | None = None) -> None:
+    """Write the file of such a folder that describes its adapters; arguments as of `write_adapters`."""
+    owners = {name.rpartition(".")[0] for name in kind.experts}
+    targets = sorted({layer for name in weights if plain_name(layer := name.rpartition(".lora_")[0]) not in owners})
+    settings = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": kind.rank,
+        "lora_alpha": int(kind.alpha) if float(kind.alpha).is_integer() else kind.alpha,
+        "use_dora": kind.use_dora,
+        "use_rslora": kind.use_rslora,
+        "target_modules": targets,
+        "target_parameters": sorted(kind.experts) or None,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "inference_mode": True,
+    }
+    (folder / CONFIG).write_text(json.dumps(settings, indent=2) + "\n")
+
+
+def adapter_faults(path: str, config: ModelConfig) -> list[str]:
+    """Return why a folder cannot be the start of a configured model: its files, its kind, options of peft. `load_adapters` compares the layers."""
+    folder, key = Path(path), "lora_adapter_path"
+    lacking = [name for name in (CONFIG, WEIGHTS) if not (folder / name).is_file()]
+    if lacking:
+        return [f"{key}: {folder} has no {' and no '.join(lacking)}; expected a folder that peft or rlx.export wrote"]
+    try:
+        found = json.loads((folder / CONFIG).read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        return [f"{key}: {folder / CONFIG} cannot be read as JSON ({error})"]
+    if not isinstance(found, dict) or found.get("peft_type") != "LORA":
+        return [f"{key}: {folder / CONFIG} is no configuration of LoRA, expected peft_type LORA"]
+    faults = [
+        f"{key}: {folder} was made with peft's {name}={found[name]!r}, which rlx does not have; expected {usual[0]!r}"
+        for name, usual in _UNKNOWN.items()
+        if name in found and found[name] not in usual
+    ]
+    wanted = {"r": ("lora_rank", config.lora_rank), "lora_alpha": ("lora_alpha", config.lora_alpha)}
+    wanted |= {name: (f"lora.{name}", getattr(config.lora, name)) for name in ("use_dora", "use_rslora")}
+    for name, (own, value) in wanted.items():
+        theirs = found.get(name, False)
+        if theirs != value:
+            faults.append(
+                f"{key}: the adapters of {folder} have {name}={theirs}, but {own}={value}; set {own}={theirs}"
+            )
+    return faults
+
+
+def load_adapters(model: "PreTrainedModel", config: ModelConfig) -> None:
+    """Copy the adapters of `config.lora_adapter_path` into a model after `add_lora`, before sharding.
+
+    On the meta device this only checks names and shapes. Raises ModelError if there is no such folder, or its adapters are of
+    another kind or for other layers.
+    """
+    path = config.lora_adapter_path
+    assert path is not None
+    if faults := adapter_faults(path, config):
+        raise ModelError("; ".join(faults))
+    from safetensors import safe_open
+
+    own = {peft_name(name): parameter for name, parameter in model.named_parameters() if _is_part(name)}
+    with explained(f"the adapters of {path}"):
+        file: Any = safe_open(Path(path) / WEIGHTS, framework="pt")
+        theirs = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    _require_equal_experts(path, {name for name, _ in adapted_experts(model)})
+    _require_equal_layers(path, own, theirs)
+    with torch.no_grad():
+        for name, parameter in own.items():
+            if not parameter.is_meta:
+                parameter.copy_(file.get_tensor(name))
+
+
+def _require_equal_experts(path: str, own: set[str]) -> None:
+    """peft's names of parameters do not tell which weight of an expert they change; its configuration does, by ends of names."""
+    theirs = json.loads((Path(path) / CONFIG).read_text()).get("target_parameters") or []
+    pairs = {(name, end) for name in own for end in theirs if name == end or name.endswith(f".{end}")}
+    if ({name for name, _ in pairs}, {end for _, end in pairs}) != (own, set(theirs)):
+        raise ModelError(
+            f"lora_adapter_path: {path} has target_parameters={theirs}, but target_modules means the experts' weights "
+            f"{sorted(own)[:3]}; name the same ones in target_modules"
+        )
+
+
+def _require_equal_layers(path: str, own: Mapping[str, nn.Parameter], theirs: Mapping[str, tuple[int, ...]]) -> None:
+    for what, names in (("lacks", own.keys() - theirs.keys()), ("has in excess", theirs.keys() - own.keys())):
+        if names:
+            some = ", ".join(sorted(names)[:3])
+            targets = ",".join(sorted({_leaf(name) for name in theirs}))
+            raise ModelError(
+                f"lora_adapter_path: {path} {what} {len(names)} parameters of adapters, such as {some}; expected those of the "
+                f"layers in target_modules. Set target_modules={targets}, or take adapters of this model"
+            )
+    for name, parameter in own.items():
+        if tuple(parameter.shape) != theirs[name]:
+            raise ModelError(
+                f"lora_adapter_path: {name} of {path} has shape {theirs[name]}, expected {tuple(parameter.shape)}; the "
+                "adapters belong to another model"
+            )
+
+
+def _is_part(name: str) -> bool:
+    return name.endswith(f".{ADAPTER}.weight") and name.split(".")[-3] in ADAPTER_PARTS
+
+
+def peft_name(name: str) -> str:
+    """Return peft's name in a file for a parameter of an adapted model: without the adapter's name."""
+    layer, part = name.removesuffix(f".{ADAPTER}.weight").rsplit(".", 1)
+    return f"{_PREFIX}{layer}.{part}" + (".weight" if part in ("lora_A", "lora_B") else "")
+
+
+def _leaf(name: str) -> str:
+    return name.rpartition(".lora_")[0].rpartition(".")[2]

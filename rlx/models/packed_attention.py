@@ -22,9 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function
 
-from rlx.models.attention_kernels import has_flash
 from rlx.models.prefix_tree import Tree
-from rlx.models.tree_attention import ROUND, tree_attention
+from rlx.models.tree_attention import ROUND, has_flash, tree_attention
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -38,8 +37,7 @@ def heads_for_tokens(x: Tensor, group: dist.ProcessGroup) -> Tensor:
             share, each head is repeated up to the least common multiple.
         group: its processes hold neighbouring parts of the row, in the order of their ranks.
 
-    Returns:
-        (1, H' / P, N, D), with H' = lcm(H, P).
+    Returns (1, H' / P, N, D), with H' = lcm(H, P).
     """
     size = dist.get_world_size(group)
     heads = math.lcm(x.shape[1], size)
@@ -49,15 +47,7 @@ def heads_for_tokens(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def tokens_for_heads(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Reverse the exchange: return all heads of this process's own tokens.
-
-    Args:
-        x: (1, N, H / P, D), all tokens of a part of the heads.
-        group: as in `heads_for_tokens`.
-
-    Returns:
-        (1, N / P, H, D).
-    """
+    """Reverse the exchange: turn (1, N, H / P, D), all tokens of some heads, into (1, N / P, H, D), all heads of own tokens."""
     parts = x.unflatten(1, (dist.get_world_size(group), -1)).transpose(0, 1)  # (P, 1, N/P, H/P, D)
     return _ToEach.apply(parts, group).permute(1, 2, 0, 3, 4).flatten(2, 3)
 
@@ -115,14 +105,10 @@ UNKNOWN = {"softcap": "caps its scores", "s_aux": "has sinks", "position_bias": 
 
 
 def why_not_packed(model: "PreTrainedModel", attention: str) -> str | None:
-    """Return a reason in the model's parts why its sequences cannot be packed, or None.
+    """Return a reason in the parts of a freshly loaded model why its sequences cannot be packed, or None.
 
     Only attention may carry information between tokens, and it must accept other implementations. `use_packed_attention` runs
     the model to find its other demands on attention.
-
-    Args:
-        model: freshly loaded.
-        attention: its implementation of attention, as transformers names it.
     """
     if attention != "sdpa" and not attention.startswith("flash_attention"):
         return f"attn_implementation={attention} has no kernel for it"
@@ -139,13 +125,8 @@ def why_not_packed(model: "PreTrainedModel", attention: str) -> str | None:
 def use_packed_attention(model: "PreTrainedModel", attention: str, run: Callable[[], Any]) -> str | None:
     """Give a model the attention of this file, if that supports everything the model asks of attention.
 
-    Args:
-        model: a transformers model.
-        attention: its implementation, which it keeps otherwise.
-        run: calls the model with some packed sequences; several processes may call it together.
-
-    Returns:
-        None if the model now has packed attention, else a feature that packed attention lacks.
+    `run` calls the model with some packed sequences; several processes may call it together. Returns None if the model now has
+    packed attention, else a feature that packed attention lacks; the model then keeps `attention`.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 

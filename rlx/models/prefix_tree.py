@@ -63,9 +63,6 @@ class Tree:
         lengths: tokens of each segment, at least 1.
         parents: index of the segment that each one continues, less than its own; `ROOT` for a root.
         padding: tokens at the end that belong to no sequence.
-
-    Raises:
-        ValueError: a length is below 1, or a parent does not come before its child.
     """
 
     def __init__(self, lengths: Sequence[int], parents: Sequence[int] | None = None, padding: int = 0):
@@ -141,14 +138,10 @@ class Tree:
     def reads(self, window: int | None = None, copied: int = 0) -> list[Read]:
         """Return the reads whose merged results are the attention of each token to itself and all tokens before it.
 
-        In the first read each segment attends to itself and to those before it of which keys are copied. Then come the levels
-        of the tree from the root on: all segments that continue those of the level attend to them. So a prompt with its
-        responses needs two reads.
-
-        Args:
-            window: tokens that each token attends to at most, itself included. There is then one read, in which each segment
-                attends to as many tokens of its path. None: all.
-            copied: the most tokens before a segment that its pair in the first read has, if there is no window.
+        In the first read each segment attends to itself and to at most `copied` tokens before it, whose keys are copied. Then come the
+        levels of the tree from the root on: all segments that continue those of the level attend to them. So a prompt with its
+        responses needs two reads. With a `window` of tokens that each token attends to at most, itself included, there is one read, in
+        which each segment attends to as many tokens of its path.
         """
         below: dict[int, list[Span]] = {}
         own: list[Pair] = []

@@ -11,7 +11,6 @@ import torch
 from rlx.config.schema import ModelConfig
 from rlx.config.schema.roles import TINY
 from rlx.errors import did_you_mean
-from rlx.models.adapter_folder import load_adapters
 from rlx.models.experts import LEAVE_EXPERTS_ALONE
 from rlx.models.hf_folder import FolderParts
 from rlx.models.loading import (
@@ -23,7 +22,7 @@ from rlx.models.loading import (
     load_skeleton,
     why_not_shared,
 )
-from rlx.models.lora import adapter_targets, add_lora, expert_targets
+from rlx.models.lora import adapter_targets, add_lora, expert_targets, load_adapters
 from rlx.models.tiny import make_tiny_config, make_tiny_tokenizer
 
 if TYPE_CHECKING:
@@ -42,11 +41,9 @@ def faults_of(
 ) -> list[str]:
     """Return the faults of a model's config, attention kernel and adapter targets, and of sharing its sequences.
 
-    Only loading finds a kernel without its package or a checkpoint that lacks weights.
+    Only loading finds a kernel without its package or a checkpoint that lacks weights. The model may be `builtin:tiny`.
 
     Args:
-        model: as configured; may be `builtin:tiny`.
-        head: the kind of output it needs.
         sizes: numbers of processes that share each of its sequences, over the roles that use the model.
         processes: all of the run.
         needs_experts: whether a key asks for something of its experts.
@@ -79,7 +76,7 @@ def faults_of(
                 "enable_gradient_checkpointing=False"
             )
         if head != "score":  # before adapters change the skeleton
-            FolderParts(head, skeleton.config, generation_of(model), None).try_writing(model.trust_remote_code)
+            FolderParts(head, skeleton.config, generation_of(model), None, model.trust_remote_code).try_writing()
         if model.lora_rank > 0:
             faults += _of_targets(skeleton, model, sampler)
         if model.lora_rank > 0 and model.lora_adapter_path is not None:

@@ -23,8 +23,8 @@ from rlx.config.schema import ModelConfig, RolloutConfig
 from rlx.config.vllm_range import supported_vllm
 from rlx.errors import did_you_mean, storing
 from rlx.heartbeat import beat
-from rlx.models.adapter_folder import AdapterKind, peft_name, write_config
 from rlx.models.loading import load_config, load_skeleton
+from rlx.models.lora import AdapterKind, peft_name, write_config
 from rlx.rollout import vllm_support as support
 from rlx.rollout.protocol import Completion, EngineError, Request, Rollout, Sampling
 from rlx.rollout.vllm_support import USE_HF, DeviceMemory, restored_process_state

@@ -32,12 +32,10 @@ class DequantizedBase:
         dist.all_gather_object(machines, machine)
         is_writer = machines.index(machine) == dist.get_rank()
         self._folder = scratch_folder("dequantized") if is_writer else None
-        weights = {name: tensor.cpu() for name, tensor in engine.base_weights() if is_writer}
+        weights = {name: tensor.cpu() for name, tensor in engine.weights.base() if is_writer}
         paths: list[str] = [""] * len(machines)
         if self._folder is not None:
             with storing(Path(self._folder.name)):
-                engine.folder_parts.write_with_weights(
-                    Path(self._folder.name), weights, engine.model_config.trust_remote_code
-                )
+                engine.weights.folder_parts.write_with_weights(Path(self._folder.name), weights)
         dist.all_gather_object(paths, self._folder.name if self._folder is not None else "")
         self.path = paths[machines.index(machine)]

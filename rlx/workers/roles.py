@@ -51,7 +51,7 @@ class EngineRole:
 
     def rest(self, parameters: bool = True) -> None:
         """See Role; without `parameters` these stay on the device."""
-        self.engine.to_host(parameters)
+        self.engine.memory.to_host(parameters)
 
 
 class TrainedRole(EngineRole):
@@ -60,48 +60,33 @@ class TrainedRole(EngineRole):
     def __init__(self, name: str, engine: Engine, settings: CheckpointConfig):
         super().__init__(engine)
         self._name, self._settings = name, settings
-        self._has_reserved = not settings.async_save
 
     def works_beside(self, method: str) -> bool:
         """Whether a method needs no device memory, so that the role that worked before need not rest."""
         if method == "begin_save":
-            return self.engine.saves_in_place(self._settings.save_contents)
+            return self.engine.weights.saves_in_place(self._settings.save_contents)
         return method in ("is_written", "finish_save")
 
     def begin_save(self, folder: str, in_background: bool | None = None, without: str | None = None) -> None:
         """Start to write a checkpoint with the configured contents, in the background if that is configured or asked for."""
         background = self._settings.async_save if in_background is None else in_background
         contents = tuple(part for part in self._settings.save_contents if part != without)
-        self.engine.begin_save(folder, contents, background)
+        self.engine.weights.begin_save(folder, contents, background)
 
     def is_written(self) -> bool:
         """Whether `finish_save` would not wait for this process's disk."""
-        return self.engine.checkpoint_writer.is_written
+        return self.engine.weights.is_written
 
     def finish_save(self) -> None:
         """Wait for the write, check it, and let the folder appear."""
-        self.engine.checkpoint_writer.finish()
+        self.engine.weights.finish_save()
 
     def load(self, folder: str) -> None:
         """Continue from a checkpoint."""
-        self.engine.load(folder)
+        self.engine.weights.load(folder)
 
     def _updated(self, metrics: Metrics) -> Metrics:
         """Return an update's metrics as `<role>/...`."""
-        if not self._has_reserved and (optimizer := self.engine.optimizer) is not None:
-            # The first step has made the optimizer's state. The first save would hold up training for this.
-            state = (
-                each
-                for states in optimizer.state.values()
-                for each in states.values()
-                if isinstance(each, torch.Tensor)
-            )
-            streamed = self.engine.streaming.parameters if self.engine.streaming is not None else frozenset()
-            own = [
-                each for each in self.engine.root.parameters() if each not in streamed
-            ]  # a save reads these in place
-            self.engine.checkpoint_writer.reserve([*own, *state])
-            self._has_reserved = True
         return {f"{self._name}/{key}": value for key, value in metrics.items()}
 
 
@@ -307,9 +292,9 @@ class RolloutRole:
             StaleSamplerError: the actor's weights changed since the last sync and the sampler's did not.
         """
         engine, started = self._actor.engine, time.monotonic()
-        weights: Iterable[tuple[str, torch.Tensor]] = engine.weights()
+        weights: Iterable[tuple[str, torch.Tensor]] = engine.weights.full()
         if self._takes_adapters:
-            weights = list(engine.adapter_weights())
+            weights = list(engine.weights.adapters())
             self._actor.rest()  # the device need not hold both bases
         gathered = time.monotonic()
         self.sampler.wake()
@@ -355,6 +340,7 @@ def _largest(number: int) -> int:
 
 def stop_tokens(tokenizer: "PreTrainedTokenizerBase", engine: Engine) -> tuple[int, ...]:
     """Return the tokens that end a response: the tokenizer's EOS and those of the model's generation config."""
-    listed = engine.folder_parts.generation.eos_token_id if engine.folder_parts.generation else None
+    generation = engine.weights.folder_parts.generation
+    listed = generation.eos_token_id if generation else None
     more = [listed] if isinstance(listed, int) else listed or []
     return tuple(sorted({int(tokenizer.eos_token_id), *(int(token) for token in more)}))

@@ -116,7 +116,7 @@ class Worker:
         """Return the memory and time that the process used since the last call.
 
         Returns:
-            `<role>/<figure>`: activation offloading as `Engine.offload_stats` names it, for roles that offload.
+            `<role>/<figure>`: activation offloading as `Memory.stats` names it, for roles that offload.
             `memory/<role>.<method>_before_gb` and so on: see `MemoryLog`; the role before already rests at "before".
             `load/<figure>`: of the sampler, see `RolloutRole.take_load`; without samples for training none.
             `memory/host_<user>_gb`: offloaded bytes in host memory now, and those reserved for them, see `host_use`.
@@ -127,7 +127,7 @@ class Worker:
             f"{name}/{figure}": value
             for name, role in self.roles.items()
             if isinstance(role, EngineRole)
-            for figure, value in role.engine.offload_stats().items()
+            for figure, value in role.engine.memory.stats().items()
         }
         figures |= {f"memory/{name}": value for name, value in self._memory.take().items()}
         sampler = self.roles.get("rollout")

@@ -5,8 +5,8 @@ from uuid import uuid4
 
 import pytest
 
+from rlx.checkpoint.folders import RemoteFolder
 from rlx.checkpoint.manifest import damage, seal
-from rlx.checkpoint.remote import RemoteFolder
 from rlx.errors import StorageError
 
 

@@ -8,9 +8,8 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 
 from rlx.checkpoint import manifest, tensors
-from rlx.checkpoint.loading import load, load_all
 from rlx.checkpoint.manifest import CheckpointError
-from rlx.checkpoint.tensors import SAFETENSORS_DTYPES, Piece, Source, shard_name, write_safetensors
+from rlx.checkpoint.tensors import SAFETENSORS_DTYPES, Piece, Source, load, load_all, shard_name, write_safetensors
 
 
 def source(name, tensor, offsets=None, parts=1):

@@ -33,10 +33,10 @@ def stopped(folder, strategy, out, lora=0, contents=ALL, updates=2, head="lm"):
     tokenizer = load_tokenizer(folder, trust_remote_code=False)
     engine = build(folder, strategy=strategy, head=head, model={"lora_rank": lora}, tokenizer=tokenizer)
     objective = {"lm": policy, "value": value}[head]()
-    engine.save(out, contents)
+    engine.weights.save(out, contents)
     for _ in range(updates):
         engine.update(share(), ROWS, objective)
-    engine.save(out, contents)
+    engine.weights.save(out, contents)
     saved = weights_of(engine)
     metrics = [engine.update(share(), ROWS, objective) for _ in range(2)]
     return metrics, saved, weights_of(engine)
@@ -55,7 +55,7 @@ def resumed(folder, strategy, out, lora=0, used=False):
         for _ in range(3):
             engine.update(share(), ROWS, policy())
         engine.log_probs(share(), ROWS, 1.0)
-    engine.load(out)
+    engine.weights.load(out)
     log_probs = engine.log_probs(share(), ROWS, 1.0)["log_probs"]
     loaded = weights_of(engine)
     metrics = [engine.update(share(), ROWS, policy()) for _ in range(2)]
@@ -68,11 +68,15 @@ def adapters_on_bf16(folder, out):
     first, second = (build(folder, FSDPConfig(model_dtype="bf16"), model=kind) for _ in range(2))
     for _ in range(2):
         first.update(share(), ROWS, policy())
-    first.save(out, ALL)
-    second.load(out)
+    first.weights.save(out, ALL)
+    second.weights.load(out)
     return [
         {name: local(p).clone() for name, p in engine.root.named_parameters()}
-        | {f"{i} {key}": local(x) for i, s in enumerate(engine.optimizer.state.values()) for key, x in s.items()}
+        | {
+            f"{i} {key}": local(x)
+            for i, s in enumerate(engine.stepper.optimizer.state.values())
+            for key, x in s.items()
+        }
         for engine in (first, second)
     ]
 
@@ -82,7 +86,7 @@ def exported(folder, strategy, out, lora=0, head="lm"):
     tokenizer = load_tokenizer(folder, trust_remote_code=False)
     engine = build(folder, strategy=strategy, head=head, model={"lora_rank": lora}, tokenizer=tokenizer)
     engine.update(share(), ROWS, {"lm": policy, "value": value}[head]())
-    engine.save(out, ("model", "hf_model"))
+    engine.weights.save(out, ("model", "hf_model"))
     engine.root.eval()
     with torch.no_grad():
         return engine.root(input_ids=torch.arange(3, 20)[None]).logits
@@ -94,16 +98,16 @@ def warnings_of_loading(folder, out):
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: told.append(record.getMessage())
     logging.getLogger("rlx").addHandler(handler)
-    build(folder).load(out)
+    build(folder).weights.load(out)
     logging.getLogger("rlx").removeHandler(handler)
     return told
 
 
 def rescaled(folder, out):
     """The message with which adapters are refused that an engine would scale otherwise."""
-    build(folder, model={"lora_rank": 2, "lora_alpha": 8}).save(out, ("model",))
+    build(folder, model={"lora_rank": 2, "lora_alpha": 8}).weights.save(out, ("model",))
     try:
-        build(folder, model={"lora_rank": 2, "lora_alpha": 4}).load(out)
+        build(folder, model={"lora_rank": 2, "lora_alpha": 4}).weights.load(out)
     except CheckpointError as error:
         return str(error)
 
@@ -112,16 +116,16 @@ def refusal(folder, out, head="lm"):
     """The message with which a checkpoint is refused."""
     engine = build(folder, head=head)
     try:
-        engine.load(out)
+        engine.weights.load(out)
     except ValueError as error:
         return str(error)
 
 
 def in_small_pieces(engine, device_bytes=0):
     """Let an engine step its state in pieces of 4 kB, so that some parameters are divided."""
-    place = engine.optimizer, host_arena(pinned=False), "model_optimizer_state", engine.device
-    engine._state_on_host = OptimizerStateOnHost(*place, piece_bytes=4096, device_bytes=device_bytes)
-    assert any(len(states.pieces) > 1 for states in engine._state_on_host._moving)
+    place = engine.stepper.optimizer, host_arena(pinned=False), "model_optimizer_state", engine.device
+    engine.stepper.on_host = OptimizerStateOnHost(*place, piece_bytes=4096, device_bytes=device_bytes)
+    assert len(engine.stepper.on_host.pieces) > len(list(engine.root.parameters()))
 
 
 def saved_beside_training(folder, strategy, out, offload):
@@ -136,25 +140,25 @@ def saved_beside_training(folder, strategy, out, offload):
         in_small_pieces(engine)
     for _ in range(2):
         engine.update(share(), ROWS, policy())
-    engine.to_host()
-    engine.save(out + "/at_once", ALL)
+    engine.memory.to_host()
+    engine.weights.save(out + "/at_once", ALL)
     held_up = threading.Event()
-    engine.checkpoint_writer._thread.submit(held_up.wait)
-    engine.begin_save(out + "/beside", ALL, in_background=True)
-    assert not engine.checkpoint_writer.is_written
+    engine.weights._writer._thread.submit(held_up.wait)
+    engine.weights.begin_save(out + "/beside", ALL, in_background=True)
+    assert not engine.weights.is_written
     least, host_offload.SHORT_SHARE = host_offload.SHORT_SHARE, 0.0
     engine.log_probs(share(), ROWS, 1.0)
-    engine.to_host()
+    engine.memory.to_host()
     metrics = engine.update(share(), ROWS, policy())
     held_up.set()
-    engine.to_host()
+    engine.memory.to_host()
     host_offload.SHORT_SHARE = least
     assert not os.path.exists(out + "/beside"), "it appears when it is whole"
-    engine.checkpoint_writer.finish()
+    engine.weights.finish_save()
     host = host_arena(pinned=False).holders()
     assert not host.get("model_checkpoint"), "the staging is free again"
     if offload:
-        held = sum(each._offloaded.block.nbytes for each in engine._state_on_host.offloads)
+        held = sum(each._offloaded.block.nbytes for each in engine.stepper.on_host.offloads)
         assert host["model_optimizer_state"] == held, "the blocks that were lent are free again"
     return metrics
 
@@ -170,14 +174,16 @@ def with_masters(folder, strategy, out, in_background):
         engine = build(folder, FSDPConfig(model_dtype="bf16", optimizer_state=stays), strategy=strategy, lr=1e-5)
         if stays == SPLIT_BYTES:
             in_small_pieces(engine, SPLIT_BYTES)
-            assert engine._state_on_host.staying and engine._state_on_host.pieces
+            assert engine.stepper.on_host.staying and engine.stepper.on_host.pieces
         if loads:
-            engine.load(out)
+            engine.weights.load(out)
         else:
             engine.update(share(), ROWS, policy())
-            engine.begin_save(out, ALL, in_background)
-            engine.checkpoint_writer.finish()
-        assert {value.dtype for state in engine.optimizer.state.values() for value in state.values()} == {torch.float32}
+            engine.weights.begin_save(out, ALL, in_background)
+            engine.weights.finish_save()
+        assert {value.dtype for state in engine.stepper.optimizer.state.values() for value in state.values()} == {
+            torch.float32
+        }
         metrics = [engine.update(share(), ROWS, policy()) for _ in range(2)]
         found.append((metrics, weights_of(engine)))
     return found
@@ -193,21 +199,21 @@ def widened(folder, out):
     narrow = OptimConfig(lr=1e-2, master_weights=False, allow_lossy_updates=True)
     lossy = build(folder, FSDPConfig(model_dtype="bf16"), optim=narrow)
     lossy.update(share(), ROWS, policy())
-    lossy.save(out + "/narrow", ALL)
+    lossy.weights.save(out + "/narrow", ALL)
     engine = build(folder, FSDPConfig(model_dtype="bf16", optimizer_state=SPLIT_BYTES), lr=1e-5)
-    engine.load(out + "/narrow")
-    engine.to_device()
+    engine.weights.load(out + "/narrow")
+    engine.memory.to_device()
     same = []
     pairs = zip(lossy.root.parameters(), engine.root.parameters(), strict=True)
     for before, after in pairs:
-        old, new = lossy.optimizer.state[before], engine.optimizer.state[after]
+        old, new = lossy.stepper.optimizer.state[before], engine.stepper.optimizer.state[after]
         same += [torch.equal(local(new["master"]), local(before).float())]
         same += [torch.equal(local(new[name]), local(old[name]).float()) for name in ("exp_avg", "exp_avg_sq", "step")]
-    engine.to_host()
+    engine.memory.to_host()
     engine.update(share(), ROWS, policy())
-    engine.save(out + "/masters", ALL)
+    engine.weights.save(out + "/masters", ALL)
     try:
-        build(folder, FSDPConfig(model_dtype="bf16"), optim=narrow).load(out + "/masters")
+        build(folder, FSDPConfig(model_dtype="bf16"), optim=narrow).weights.load(out + "/masters")
     except CheckpointError as error:
         return all(same), str(error)
 
@@ -217,7 +223,7 @@ def damaged(folder, out):
     engine = build(folder)
     before = weights_of(engine)
     try:
-        engine.load(out)
+        engine.weights.load(out)
     except CheckpointError as error:
         after = weights_of(engine)
         return str(error), all(torch.equal(before[name], after[name]) for name in before)
@@ -229,7 +235,7 @@ def fills_the_disk(folder, out, left_bytes, in_background):
     filler, first = out.parent / "filler", dist.get_rank() == 0
     if first:
         filler.unlink(missing_ok=True)
-    engine.save(out.parent / "older", ALL)
+    engine.weights.save(out.parent / "older", ALL)
     tensors_bytes = sum(tensor.nbytes for tensor in engine.root.state_dict().values())
     if first:
         os.truncate(filler, 0) if filler.exists() else filler.touch()
@@ -237,7 +243,7 @@ def fills_the_disk(folder, out, left_bytes, in_background):
         filler.write_bytes(bytes(free_bytes - tensors_bytes - left_bytes + 4096 * (left_bytes == 0)))
     dist.barrier()
     try:
-        engine.begin_save(out, ALL, in_background)
-        engine.checkpoint_writer.finish()
+        engine.weights.begin_save(out, ALL, in_background)
+        engine.weights.finish_save()
     except StorageError as error:
         return str(error)

@@ -53,7 +53,7 @@ def naive_per_token(folder):
 def weights_and_names(folder, strategy, head):
     """The stream of a fresh engine, of a trained one, and the model that was loaded."""
     engine = build(folder, strategy=strategy, head=head)
-    fresh = list(engine.weights())
+    fresh = list(engine.weights.full())
     objective = {"lm": policy, "value": value}[head]()
     engine.update(own_share(make_batch(), shares_for_world()), ROWS, objective)
     model = load_model(ModelConfig(path=folder), head, torch.float64)
@@ -109,7 +109,7 @@ def operations_of_the_stream(folder):
     """Names of the operations that give the weights."""
     engine = build(folder, optim=None)
     with _Names() as names:
-        for _ in engine.weights():
+        for _ in engine.weights.full():
             pass
     return names.seen
 
@@ -124,7 +124,7 @@ def trained(folder, strategy, steps=2, fsdp=None, model=None):
     gradients = Gradients(engine)
     share = own_share(make_batch(), shares_for_world())
     metrics = [engine.update(share, MicroBatchRule(rows=3), policy()) for _ in range(steps)]
-    return metrics, gradients.seen, weights_of(engine), engine.offload_stats()
+    return metrics, gradients.seen, weights_of(engine), engine.memory.stats()
 
 
 def ways(folder, strategy):
@@ -140,7 +140,7 @@ def non_finite_step(folder, strategy):
     """A step whose loss is NaN on the last rank only, then a usual one; and the same without the bad one, one step later."""
     split = dataclasses.replace(FP64, optimizer_state=SPLIT_BYTES)
     engine, other = build(folder, split, strategy), build(folder, strategy=strategy)
-    other.updates = 1
+    other.stepper.updates = 1
     good = own_share(make_batch(), shares_for_world())
     bad = good
     if dist.get_rank() == dist.get_world_size() - 1:
@@ -173,18 +173,18 @@ def offloaded(folder, strategy, fsdp, model, checkpoint_folder):
         flags = dataclasses.replace(FP64, param_offload=offloads, optimizer_offload=offloads, **fsdp)
         engine = build(folder, flags, strategy, model=model, name="actor")
         if offloads:  # several pieces
-            engine._state_on_host = OptimizerStateOnHost(
-                engine.optimizer, arena, "actor_optimizer_state", engine.device, piece_bytes=20_000
+            engine.stepper.on_host = OptimizerStateOnHost(
+                engine.stepper.optimizer, arena, "actor_optimizer_state", engine.device, piece_bytes=20_000
             )
         gradients = []
-        engine.optimizer.register_step_pre_hook(
+        engine.stepper.optimizer.register_step_pre_hook(
             lambda *_, root=engine.root, seen=gradients: seen.extend(
                 local(p.grad).untyped_storage() for p in root.parameters() if p.grad is not None
             )
         )
         share = own_share(make_batch(), shares_for_world())
-        engine.to_host()
-        engine.to_host()  # a second rest changes nothing
+        engine.memory.to_host()
+        engine.memory.to_host()  # a second rest changes nothing
         arena.trim()
         metrics, holders, room, left = [], [arena.holders()], [], []
         for cycle in range(3):
@@ -193,17 +193,17 @@ def offloaded(folder, strategy, fsdp, model, checkpoint_folder):
                 assert all(isinstance(p, DTensor) for p in engine.root.parameters()), (
                     "log_probs has left parameters gathered"
                 )
-            engine.to_host()
+            engine.memory.to_host()
             metrics.append(engine.update(share, ROWS, policy()))
             # What FSDP2 keeps no reference to is gone, but for this one.
             kept = sum(storage.nbytes() for storage in gradients) if strategy == "fsdp" else 0
             if cycle == 1:
-                engine.save(f"{checkpoint_folder}/{strategy}-{offloads}", ("model", "optimizer"))
-                engine.load(f"{checkpoint_folder}/{strategy}-{offloads}")
-            engine.to_host()
+                engine.weights.save(f"{checkpoint_folder}/{strategy}-{offloads}", ("model", "optimizer"))
+                engine.weights.load(f"{checkpoint_folder}/{strategy}-{offloads}")
+            engine.memory.to_host()
             holders.append(arena.holders())
             room.append((arena.reserved_bytes, arena.allocations))
-            state = [x for s in engine.optimizer.state.values() for name, x in s.items() if name != "step"]
+            state = [x for s in engine.stepper.optimizer.state.values() for name, x in s.items() if name != "step"]
             tensors = [local(tensor).untyped_storage() for tensor in (*engine.root.parameters(), *state)]
             left.append([sum(storage.nbytes() for storage in tensors), kept])
             gradients.clear()
@@ -252,19 +252,19 @@ def small_updates_on_bf16(folder, rows):
     """Types of what is trained, its gradients and moments; the share of A that two steps of lr 1e-6 change; the base's types."""
     engine = build(folder, FSDPConfig(model_dtype="bf16"), lr=1e-6, model={"lora_rank": 2})
     share = own_share(make_batch(), shares_for_world())
-    before = dict(engine.adapter_weights())
+    before = dict(engine.weights.adapters())
     gradients = set()
-    engine.optimizer.register_step_pre_hook(lambda *_: gradients.update(local(p.grad).dtype for p in trained()))
+    engine.stepper.optimizer.register_step_pre_hook(lambda *_: gradients.update(local(p.grad).dtype for p in trained()))
 
     def trained():
         return [p for p in engine.root.parameters() if p.requires_grad]
 
     for _ in range(2):
         engine.update(share, MicroBatchRule(rows=rows), policy())
-    after = dict(engine.adapter_weights())
+    after = dict(engine.weights.adapters())
     of_a = [(before[name] != after[name]).double().mean().item() for name in before if "lora_A" in name]
     types = {p.dtype for p in trained()} | gradients
-    types |= {local(state["exp_avg"]).dtype for state in engine.optimizer.state.values()}
+    types |= {local(state["exp_avg"]).dtype for state in engine.stepper.optimizer.state.values()}
     return types, min(of_a), {p.dtype for p in engine.root.parameters() if not p.requires_grad}
 
 
@@ -280,7 +280,7 @@ def weights_are_copies(folder: str) -> list[bool]:
     """Whether streamed weights have memory of their own, with all of each shard on every process (fsdp_size=1)."""
     engine = build(folder, dataclasses.replace(FP64, fsdp_size=1))
     own = {local(p).untyped_storage().data_ptr() for p in engine.root.parameters()}
-    return [tensor.untyped_storage().data_ptr() not in own for _, tensor in engine.weights()]
+    return [tensor.untyped_storage().data_ptr() not in own for _, tensor in engine.weights.full()]
 
 
 def sums_over_micro_batches(folder: str, strategy: str, reduce_dtype: str) -> tuple[torch.dtype, bool, float]:
@@ -297,7 +297,7 @@ def sums_over_micro_batches(folder: str, strategy: str, reduce_dtype: str) -> tu
     def gradient(chosen: list[MicroBatch]) -> torch.Tensor:
         engine._passes(chosen, objective, totals)
         flat = torch.cat([local(p.grad).flatten() for p in engine.root.parameters() if p.grad is not None])
-        engine.sharded.drop_gradients(engine.optimizer)
+        engine.sharded.drop_gradients(engine.stepper.optimizer)
         return flat.clone()
 
     each = [gradient([part]) for part in parts]

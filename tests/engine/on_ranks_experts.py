@@ -114,7 +114,7 @@ def mismatch(folder, sampler_dtype):
     made = [build(folder, FSDPConfig(), experts=ExpertOptions(replays)) for replays in (False, True)]
     settings = RolloutConfig(name="hf", dtype=sampler_dtype, enable_rollout_routing_replay=True, max_num_seqs=24)
     sampler = build_rollout(settings, ModelConfig(path=folder), torch.device("cpu"), 24)
-    sampler.update_weights(made[0].weights(), 1)
+    sampler.update_weights(made[0].weights.full(), 1)
     g = torch.Generator().manual_seed(0)
     mask = torch.arange(6) >= torch.randint(0, 6, (16, 1), generator=g).repeat_interleave(2, 0)
     ids = torch.randint(3, 250, (16, 6), generator=g).repeat_interleave(2, 0).masked_fill(~mask, 0)
@@ -178,13 +178,13 @@ def adapted(folder, scratch, adapters):
         before = engine.log_probs(batch, rows, 1.0)["log_probs"]
         engine.update(batch, rows, objective(replays=False))
         engine.update(batch, rows, objective(replays=False))
-        after, weights = engine.log_probs(batch, rows, 1.0)["log_probs"], dict(engine.weights())
+        after, weights = engine.log_probs(batch, rows, 1.0)["log_probs"], dict(engine.weights.full())
         results.append((before, after, torch.cat([tensor.flatten() for tensor in weights.values()])))
-    engine.save(f"{scratch}/saved", ("model", "extra", "hf_model"))
+    engine.weights.save(f"{scratch}/saved", ("model", "extra", "hf_model"))
     merged = build(f"{scratch}/saved/hf_model", fsdp, optim=None).log_probs(batch, rows, 1.0)["log_probs"]
     engine = build(folder, fsdp, model=adapters)
-    engine.load(f"{scratch}/saved")
-    weights = torch.cat([tensor.flatten() for tensor in dict(engine.weights()).values()])
+    engine.weights.load(f"{scratch}/saved")
+    weights = torch.cat([tensor.flatten() for tensor in dict(engine.weights.full()).values()])
     loaded = engine.log_probs(batch, rows, 1.0)["log_probs"], weights
     export(Path(scratch) / "saved", Path(scratch) / "adapters", only_adapters=True)
     started = build(folder, fsdp, model=adapters | {"lora_adapter_path": f"{scratch}/adapters"})

@@ -23,9 +23,9 @@ def per_token(engine, head):
 
 def written(engine, folder):
     """Write the base of an engine as a model folder, on every rank the same one."""
-    weights = {name: tensor.cpu() for name, tensor in engine.base_weights()}
+    weights = {name: tensor.cpu() for name, tensor in engine.weights.base()}
     if dist.get_rank() == 0:
-        dataclasses.replace(engine.folder_parts, head="lm").write_with_weights(Path(folder), weights, False)
+        dataclasses.replace(engine.weights.folder_parts, head="lm").write_with_weights(Path(folder), weights)
     dist.barrier()
     return folder
 
@@ -57,14 +57,14 @@ def compared(folder, scratch, head, dtype, streams):
     plain = build(full, fsdp, model=LORA | ENGINE, head=head) if head == "lm" else None
     if plain is not None:
         results.append(learned(plain, head))
-    engine.save(f"{scratch}/saved", ("model", "optimizer", "extra", *(["hf_model"] * (head == "lm"))))
+    engine.weights.save(f"{scratch}/saved", ("model", "optimizer", "extra", *(["hf_model"] * (head == "lm"))))
     other = build(folder, fsdp, model=small, head=head)
-    other.load(f"{scratch}/saved")
+    other.weights.load(f"{scratch}/saved")
     again = [
         [per_token(each, head), each.update(make_batch(), ROWS, policy() if head == "lm" else value())]
         for each in (engine, other)
     ]
-    engine.load(f"{scratch}/saved")
+    engine.weights.load(f"{scratch}/saved")
     merged = [weights_of(engine), dict(read_weights(Path(scratch) / "saved"))]
     if head == "lm":
         merged.append(
@@ -76,7 +76,7 @@ def compared(folder, scratch, head, dtype, streams):
         sum(p.nbytes for n, p in each.root.named_parameters() if "base_layer.weight" in n)
         for each in (engine, plain or engine)
     ]
-    streamed = engine.streaming.streamed_bytes if engine.streaming else 0
+    streamed = engine.memory.streaming.streamed_bytes if engine.memory.streaming else 0
     return results, again, merged, held, streamed
 
 

@@ -10,5 +10,5 @@ def scores(folder, strategy, shares):
     engine = build(folder, strategy=strategy, head="score", optim=None, model={"enable_gradient_checkpointing": False})
     share = own_share(make_batch(), shares)
     found = [engine.scores(share, MicroBatchRule(rows=3))]
-    engine.to_host()
+    engine.memory.to_host()
     return [*found, engine.scores(share, MicroBatchRule(tokens=20))]

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from rank_tools import FP64, ROWS, Gradients, build, make_batch, policy, weights_of
 
-from rlx.checkpoint.loading import load_all
+from rlx.checkpoint.tensors import load_all
 from rlx.config.schema import MixedPrecisionConfig
 from rlx.engine.engine import Engine
 from rlx.engine.micro_batches import MicroBatchRule
@@ -85,7 +85,7 @@ def interrupted(folder: str, checkpoint: str) -> tuple[set[torch.dtype], bool]:
     with contextlib.suppress(ZeroDivisionError):
         engine.log_probs(batch, ROWS, 1.0)
     hook.remove()
-    engine.save(checkpoint, ("model",))
+    engine.weights.save(checkpoint, ("model",))
     saved = load_all(Path(checkpoint) / "model").values()
     return {x.dtype for x in saved}, engine.update(batch, ROWS, policy()) == usual.update(batch, ROWS, policy())
 

@@ -130,7 +130,7 @@ def own_share(batch: Batch, sizes: Sequence[int], together: int = 1) -> Batch:
 
 
 def weights_of(engine: Engine) -> dict[str, torch.Tensor]:
-    return dict(engine.weights())
+    return dict(engine.weights.full())
 
 
 class Gradients:
@@ -139,7 +139,7 @@ class Gradients:
     def __init__(self, engine: Engine):
         self.engine = engine
         self.seen: list[torch.Tensor] = []
-        engine.optimizer.register_step_pre_hook(lambda *_: self.seen.append(self.now()))
+        engine.stepper.optimizer.register_step_pre_hook(lambda *_: self.seen.append(self.now()))
 
     def now(self) -> torch.Tensor:
         root = self.engine.root

@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
 
-from rlx.checkpoint.loading import load_all
 from rlx.checkpoint.manifest import damage, damaged_chunks
+from rlx.checkpoint.tensors import load_all
 from rlx.export import export
 
 STRATEGIES = ["fsdp2", "fsdp"]

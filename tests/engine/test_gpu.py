@@ -182,14 +182,14 @@ def test_a_streamed_base_gives_the_same_bits_and_leaves_the_device(gpu, large, q
         fsdp = FSDPConfig(model_dtype="bf16", param_offload=True)
         trained = Engine(model, fsdp, strategy="fsdp2", device=gpu, optim=OptimConfig(lr=1e-2), total_steps=10)
         figures = [update(trained)]
-        trained.to_host()
+        trained.memory.to_host()
         said = trained.log_probs(ragged(), MicroBatchRule(rows=8), 1.0)["log_probs"]
-        adapters = {name: tensor.cpu() for name, tensor in trained.adapter_weights()}
+        adapters = {name: tensor.cpu() for name, tensor in trained.weights.adapters()}
         found.append((figures, update(trained), said, adapters))
         if streams:
-            assert trained.streaming.streamed_bytes > 0
-            trained.to_host()
-            assert all(parameter.is_pinned() for parameter in trained.streaming.parameters)
+            assert trained.memory.streaming.streamed_bytes > 0
+            trained.memory.to_host()
+            assert all(parameter.is_pinned() for parameter in trained.memory.streaming.parameters)
     (one, again, said, adapters), (other, again_too, said_too, adapters_too) = found
     assert (one, again) == (other, again_too)
     assert torch.equal(said, said_too)
@@ -198,7 +198,7 @@ def test_a_streamed_base_gives_the_same_bits_and_leaves_the_device(gpu, large, q
 
 def device_tensors(trained: Engine) -> list[torch.Tensor]:
     """Parameters and optimizer state that live on the device."""
-    states = [x for state in trained.optimizer.state.values() for x in state.values()]
+    states = [x for state in trained.stepper.optimizer.state.values() for x in state.values()]
     return [local(tensor) for tensor in (*trained.root.parameters(), *states) if local(tensor).is_cuda]
 
 
@@ -207,22 +207,22 @@ def device_tensors(trained: Engine) -> list[torch.Tensor]:
 def test_a_round_trip_changes_no_bit_and_training_goes_on_as_without(gpu, large, strategy):
     still = engine(large, gpu, FP32, strategy)
     moved = engine(large, gpu, replace(FP32, **PARKED), strategy)
-    moved._state_on_host = OptimizerStateOnHost(  # in many pieces
-        moved.optimizer, host_arena(True), "model_optimizer_state", gpu, piece_bytes=MIB
+    moved.stepper.on_host = OptimizerStateOnHost(  # in many pieces
+        moved.stepper.optimizer, host_arena(True), "model_optimizer_state", gpu, piece_bytes=MIB
     )
     for _ in range(3):
         expected, got = update(still), update(moved)
         assert got == expected
-        moved.to_device()
+        moved.memory.to_device()
         before = [tensor.clone() for tensor in device_tensors(moved)]
         assert len(before) >= 3 * sum(1 for _ in moved.root.parameters())
-        moved.to_host()
+        moved.memory.to_host()
         left = [x for x in device_tensors(moved) if x.untyped_storage().nbytes()]
         assert all(x.dim() == 0 for x in left), "only counts of steps stay, those of states that are divided"
         assert host_arena(True).holders()["model_parameters"] >= sum(p.numel() * 4 for p in moved.root.parameters())
-        moved.to_device()
+        moved.memory.to_device()
         assert all(torch.equal(*pair) for pair in zip(device_tensors(moved), before, strict=True))
-        moved.to_host()
+        moved.memory.to_host()
     assert host_arena(True).pinned
 
 
@@ -246,13 +246,13 @@ def test_at_rest_the_device_is_free_for_others_and_no_cycle_needs_more_than_the_
     empty = device_memory()
     trained = engine(wide, gpu, FSDPConfig(**PARKED), strategy)
     parameter_bytes = sum(p.numel() * 4 for p in trained.root.parameters())
-    trained.to_host()
+    trained.memory.to_host()
     assert device_memory().allocated <= empty.allocated + 0.1 * parameter_bytes, "before the first step, too"
     arena, at_rest = host_arena(True), []
     for _ in range(3):
         update(trained)
         busy = device_memory()
-        trained.to_host()
+        trained.memory.to_host()
         rest = device_memory()
         # Not only to torch's allocator: a sampler with one of its own can take it.
         assert busy.used - rest.used >= 0.95 * parameter_bytes
@@ -270,17 +270,17 @@ def test_at_rest_the_device_is_free_for_others_and_no_cycle_needs_more_than_the_
 def test_a_device_without_room_is_named_and_what_waits_goes_on_waiting(gpu, large):
     trained = engine(large, gpu, replace(FP32, **PARKED))
     update(trained)
-    trained.to_device()
+    trained.memory.to_device()
     before = [tensor.clone() for tensor in device_tensors(trained)]
-    trained.to_host()
+    trained.memory.to_host()
     total = torch.cuda.mem_get_info()[1]
     torch.cuda.set_per_process_memory_fraction(torch.cuda.memory_reserved() / total)
     try:
         with pytest.raises(HandOverError, match=r"model_parameters: no device memory to fetch 0\.0. GB.*host memory"):
-            trained.to_device()
+            trained.memory.to_device()
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
-    trained.to_device()
+    trained.memory.to_device()
     assert all(torch.equal(*pair) for pair in zip(device_tensors(trained), before, strict=True))
 
 

@@ -71,8 +71,8 @@ def train(folder, device, budget, updates=5):
         torch.cuda.reset_peak_memory_stats()
         engine.update(batch(), MicroBatchRule(rows=8), objective)
         peaks.append(torch.cuda.max_memory_reserved())
-    weights = {name: tensor.cpu() for name, tensor in engine.weights()}
-    return peaks, weights, engine.offload.plan().prediction.peak_bytes
+    weights = {name: tensor.cpu() for name, tensor in engine.weights.full()}
+    return peaks, weights, engine.memory.activations.plan().prediction.peak_bytes
 
 
 def clean():

@@ -176,13 +176,17 @@ def test_a_lent_block_keeps_its_bytes_until_the_reader_has_ended(room, monkeypat
     offload.offload([tensor])
     (lent,) = offload.host_bytes(0, 3 * MIB)
     offload.keep_until(reader)
-    offload.prefetch(None)
-    tensor.add_(1)
+    part = torch.empty(3 * MIB, dtype=torch.uint8)
     if not room:
         threading.Timer(0.2, reader.set_result, [None]).start()
-    offload.begin_offload(None)
+    offload.begin_parts()
     assert reader.done() != room
-    offload.release()
+    for target, source in offload.read_parts(part, 0):
+        target.copy_(source)
+    part.add_(1)
+    for target, source in offload.written_parts(part, 0):
+        target.copy_(source)
+    offload.end_parts()
     if room:
         assert torch.equal(lent, before) and arena.holders() == {"state": 6 * MIB}
         reader.set_result(None)

@@ -8,8 +8,7 @@ from torch import nn
 from torch.optim import AdamW
 
 from rlx.config.schema import OptimConfig
-from rlx.engine.optimizer import build_optimizer
-from rlx.engine.shard_adamw import MASTER, MasterAdamW, ShardAdamW
+from rlx.engine.optimizer import MASTER, MasterAdamW, ShardAdamW, build_optimizer
 
 SIZES = ((40,), (3, 5), (1,))
 OPTIONS = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}

@@ -8,8 +8,8 @@ from torch.optim import AdamW
 
 from rlx.config.host_memory import HostMemory
 from rlx.engine.host_offload import HandOverError
+from rlx.engine.optimizer import MasterAdamW, ShardAdamW
 from rlx.engine.optimizer_state import OptimizerStateOnHost
-from rlx.engine.shard_adamw import MasterAdamW, ShardAdamW
 from rlx.offload import HostArena
 
 SIZES = (40, 3, 100, 1, 64, 64, 7, 70, 70, 50, 20, 60)  # fp32 elements

@@ -7,7 +7,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
 from torch.optim import AdamW
 
-from rlx.engine.shard_adamw import ShardAdamW
+from rlx.engine.optimizer import ShardAdamW
 
 OPTIONS = {"lr": 1e-2, "betas": (0.8, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 

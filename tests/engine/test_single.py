@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from rlx.config.schema import ActivationOffloadConfig, MixedPrecisionConfig
-from rlx.engine.sharded import Precision, casts
+from rlx.engine.sharding import Precision, casts
 
 LORA = {"lora_rank": 2}
 

@@ -28,7 +28,7 @@ def test_a_checkpoint_becomes_a_folder_that_answers(tmp_path: Path, one_process:
     config = ModelConfig(path=str(tmp_path / "start"))
     engine = Engine(config, FSDPConfig(), strategy="fsdp2", device=torch.device("cpu"), tokenizer=tokenizer)
     checkpoint, exported = tmp_path / "global_step_1" / "actor", tmp_path / "exported"
-    engine.save(checkpoint, ("model",))
+    engine.weights.save(checkpoint, ("model",))
 
     question = "Tom has 3 apples. He buys 4 more. How many apples does Tom have?"
     chat = [{"role": "user", "content": question}]

@@ -6,9 +6,8 @@ from peft import PeftModel
 from torch import nn
 
 from rlx.config.schema import LoraConfig, ModelConfig
-from rlx.models.adapter_folder import AdapterKind, adapter_faults, load_adapters, write_adapters
 from rlx.models.loading import ModelError, load_model, load_skeleton
-from rlx.models.lora import adapter_weights, add_lora
+from rlx.models.lora import AdapterKind, adapter_faults, adapter_weights, add_lora, load_adapters, write_adapters
 from rlx.models.preflight import faults_of
 
 IDS = torch.arange(12).reshape(2, 6)

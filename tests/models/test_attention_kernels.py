@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rlx.models.attention_kernels import Call, CpuFlash
+from rlx.models.tree_attention import Call, CpuFlash
 
 ARGUMENTS = {
     "_flash_attention_forward": (

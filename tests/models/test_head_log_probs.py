@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from rlx.models import head_log_probs as module
-from rlx.models.head_log_probs import head_log_probs, head_replaced
-from rlx.models.log_probs import token_log_probs
+from rlx.models import log_probs as module
+from rlx.models.log_probs import head_log_probs, head_replaced, token_log_probs
 
 F64 = torch.float64
 
@@ -198,7 +197,7 @@ def test_head_errors():
     ],
 )
 def test_chunks_cover_all_tokens_and_the_last_is_a_large_one(count, most, lengths):
-    chunks = module._chunks(count, most)
+    chunks = module._token_chunks(count, most)
     assert [chunk.stop - chunk.start for chunk in chunks] == lengths
     assert [i for chunk in chunks for i in range(count)[chunk]] == list(range(count))
 
@@ -250,7 +249,7 @@ def test_the_first_compiled_call_that_overwrites_logits_has_few_tokens(monkeypat
 
 COMPILES = """
 import torch
-from rlx.models.head_log_probs import head_log_probs
+from rlx.models.log_probs import head_log_probs
 hidden, weight = (torch.randn(n, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for n in (4096, 152_064))
 head_log_probs(hidden, weight, torch.arange(4096, device="cuda"), 1.0, False)[0].sum().backward()
 print(torch.cuda.host_memory_stats()["allocated_bytes.peak"])

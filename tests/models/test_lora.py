@@ -11,17 +11,19 @@ from peft import get_peft_model, set_peft_model_state_dict
 from torch import nn
 
 from rlx.config.schema import LoraConfig, ModelConfig
-from rlx.models.adapter_folder import AdapterKind, load_adapters, write_adapters
 from rlx.models.loading import ModelError, load_model
 from rlx.models.lora import (
     Adapter,
+    AdapterKind,
     adapted_experts,
     adapter_targets,
     adapter_weights,
     adapters_off,
     add_lora,
+    load_adapters,
     merged_weights,
     refuse_idle_adapters,
+    write_adapters,
 )
 from tests.tiny_models import config_of, tiny_model
 

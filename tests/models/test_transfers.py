@@ -2,7 +2,7 @@
 
 import torch
 
-from rlx.models.attention_kernels import to_device
+from rlx.models.tree_attention import to_device
 
 
 def test_a_tensor_that_is_there_already_is_not_copied():

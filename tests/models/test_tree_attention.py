@@ -8,9 +8,8 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from rlx.models import tree_attention as attention
-from rlx.models.attention_kernels import CpuFlash, CudaFlash, CudnnFlash
 from rlx.models.prefix_tree import ROOT, Tree
-from rlx.models.tree_attention import tree_attention
+from rlx.models.tree_attention import CpuFlash, CudaFlash, CudnnFlash, tree_attention
 
 TREES = {
     "a prompt and its responses": ([5, 3, 1, 6], [ROOT, 0, 0, 0]),

@@ -56,7 +56,7 @@ def test_a_skeleton_takes_the_weights_and_layers_are_cut_as_of_the_language_mode
 def test_a_trained_one_is_written_and_read(folder, tmp_path):
     model = load_model(ModelConfig(path=folder), "value", torch.float32)
     torch.nn.init.constant_(model.score.weight, 0.5)
-    FolderParts("value", model.config, None, None).write_with_weights(tmp_path, model.state_dict(), False)
+    FolderParts("value", model.config, None, None).write_with_weights(tmp_path, model.state_dict())
     again = load_model(ModelConfig(path=str(tmp_path)), "value", torch.float32)
     assert torch.equal(again(input_ids=IDS).logits, model(input_ids=IDS).logits)
 

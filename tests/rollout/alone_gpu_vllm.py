@@ -53,7 +53,7 @@ class Pair(NamedTuple):
     has_experts: bool
 
 
-def build_model(name: str) -> torch.nn.Module:
+def make_model(name: str) -> torch.nn.Module:
     """`dense`, with tied embeddings, or `experts`, whose experts' weights are large enough to be missed."""
     torch.manual_seed(0)
     if name == "dense":
@@ -98,13 +98,13 @@ def cudnn_attention() -> bool:
 @pytest.fixture(scope="module", params=["dense", "experts"])
 def pair(request, gpu, cudnn_attention, tmp_path_factory) -> Iterator[Pair]:
     folder = tmp_path_factory.mktemp("model")
-    build_model(request.param).save_pretrained(folder)
+    make_model(request.param).save_pretrained(folder)
     model = ModelConfig(path=str(folder))
     fsdp = FSDPConfig(param_offload=True, optimizer_offload=True)
     experts = ExpertOptions() if request.param == "experts" else None
     optim = OptimConfig(lr=0.0)
     engine = Engine(model, fsdp, strategy="fsdp2", device=gpu, optim=optim, total_steps=100, experts=experts)
-    engine.to_host()
+    engine.memory.to_host()
     # Graphs and their compiler for one of them.
     rollout = RolloutConfig(
         name="vllm",
@@ -145,8 +145,8 @@ def train(engine: Engine, batch: Batch) -> dict[str, float]:
 
 
 def sync(pair: Pair, version: int) -> None:
-    pair.vllm.update_weights(pair.engine.weights(), version)
-    pair.engine.to_host()
+    pair.vllm.update_weights(pair.engine.weights.full(), version)
+    pair.engine.memory.to_host()
 
 
 def tokens(completions: list[Completion]) -> list[list[int]]:
@@ -155,7 +155,7 @@ def tokens(completions: list[Completion]) -> list[list[int]]:
 
 @pytest.mark.parametrize("eager", [True, False], ids=["eager", "graphs"])
 def test_it_takes_adapters_and_sleeps_with_its_base_in_host_memory(gpu, cudnn_attention, eager, tmp_path):
-    build_model("dense").save_pretrained(tmp_path)
+    make_model("dense").save_pretrained(tmp_path)
     model = ModelConfig(path=str(tmp_path), lora_rank=8)
     fsdp = FSDPConfig(model_dtype="bf16")
     engine = Engine(model, fsdp, strategy="fsdp2", device=gpu, optim=OptimConfig(lr=1e-3), total_steps=9)
@@ -169,12 +169,12 @@ def test_it_takes_adapters_and_sleeps_with_its_base_in_host_memory(gpu, cudnn_at
         return tokens(vllm.generate(requests(GREEDY)))
 
     try:
-        vllm.update_weights(engine.adapter_weights(), 0)
+        vllm.update_weights(engine.weights.adapters(), 0)
         first = compared()
         for name, parameter in engine.root.named_parameters():
             if ".lora_B." in name:
                 torch.nn.init.normal_(local(parameter), std=0.05)
-        vllm.update_weights(engine.adapter_weights(), 1)
+        vllm.update_weights(engine.weights.adapters(), 1)
         second, awake = compared(), used_bytes()
         assert second != first
         vllm.sleep()
@@ -192,9 +192,9 @@ def test_log_probs_are_the_trainers_but_for_the_rounding_of_bf16(pair):
     sync(pair, 0)
     batch = sampled(pair.vllm, Sampling(RESPONSE))
     own = pair.engine.log_probs(batch, ROWS, 1.0)["log_probs"]
-    pair.engine.to_host()
+    pair.engine.memory.to_host()
     mask = batch["response_mask"]
-    exact = in_fp32(pair.engine.model_config.path, batch)
+    exact = in_fp32(pair.engine.weights.model.path, batch)
     rounding = (own - exact)[mask].abs().mean()
     difference = (batch["rollout_log_probs"] - own)[mask].abs().mean()
     # Two forwards that round in different places are no nearer to each other than each is to the exact one, about 0.003
@@ -241,7 +241,7 @@ def test_replay_uses_the_experts_of_the_sampler(pair):
         off = (figures["log_probs"] - batch["rollout_log_probs"]).abs()[real].mean().item()
         found.append((off, *(figures[name][real].mean().item() for name in sorted(figures) if "differing" in name)))
     pair.engine._forward.experts.options = ExpertOptions()
-    pair.engine.to_host()
+    pair.engine.memory.to_host()
     print(
         f"log-probs off, experts differing, differing as used: {found}; equal from the cache: {cached.float().mean()}"
     )
@@ -274,7 +274,7 @@ def test_cycles_of_sleep_training_sync_and_generation_give_the_same_tokens_and_t
         assert pair.vllm.version is None
         asleep.append(used_bytes())
         assert train(pair.engine, batch)["grad_norm"] > 0
-        pair.engine.to_host()
+        pair.engine.memory.to_host()
         sync(pair, version)
         assert pair.vllm.version == version
         assert tokens(pair.vllm.generate(requests(GREEDY))) == first
@@ -327,6 +327,6 @@ def test_nothing_else_in_the_process_is_changed(pair, cudnn_attention):
 
 
 def test_more_memory_than_is_free_is_refused_with_both_numbers(pair, gpu):
-    model = pair.engine.model_config
+    model = pair.engine.weights.model
     with pytest.raises(ValueError, match=r"gpu_memory_utilization=1\.0 asks for .* GB .* are free, models .* hold"):
         build_rollout(RolloutConfig(name="vllm", gpu_memory_utilization=1.0), model, gpu, 64)

@@ -105,7 +105,7 @@ def sync(version):
 
 def weights():
     engine = NOW[-1].engine
-    return engine.adapter_weights() if NOW[-1].model.sends_adapters else engine.weights()
+    return engine.weights.adapters() if NOW[-1].model.sends_adapters else engine.weights.full()
 
 
 def probes():
@@ -122,7 +122,7 @@ def sleep():
 
 def other_adapters(name):
     """Adapters of which one has another name."""
-    pairs = dict(NOW[-1].engine.adapter_weights())
+    pairs = dict(NOW[-1].engine.weights.adapters())
     chosen = {first.replace("layers.1.mlp.up_proj", name): tensor for first, tensor in pairs.items()}
     NOW[-1].vllm.update_weights(chosen.items(), 7)
 
@@ -292,7 +292,7 @@ def trained(folder, strategy="fsdp2"):
         }
     )
     metrics = [step(engine, batch) for _ in range(2)]
-    return metrics, dict(engine.weights())
+    return metrics, dict(engine.weights.full())
 
 
 def refusal(action, *args):
@@ -311,11 +311,11 @@ def too_long(prompt_tokens, response_tokens):
 
 def without(name):
     """All weights but one."""
-    NOW[-1].vllm.update_weights((pair for pair in list(NOW[-1].engine.weights()) if pair[0] != name), 7)
+    NOW[-1].vllm.update_weights((pair for pair in list(NOW[-1].engine.weights.full()) if pair[0] != name), 7)
 
 
 def with_more(name):
-    weights = list(NOW[-1].engine.weights())
+    weights = list(NOW[-1].engine.weights.full())
     NOW[-1].vllm.update_weights([*weights, (name, weights[0][1])], 7)
 
 

@@ -10,8 +10,8 @@ from uuid import uuid4
 import pytest
 from checkpoint_tools import STATE, Disk, make, saver_of
 
+from rlx.checkpoint.folders import RemoteFolder
 from rlx.checkpoint.manifest import damage
-from rlx.checkpoint.remote import RemoteFolder
 from rlx.config.schema import PPOConfig
 from rlx.errors import StorageError
 from rlx.trainer import checkpoints as ck

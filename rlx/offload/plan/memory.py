@@ -31,7 +31,7 @@ from rlx.offload.plan.decoder import Decoder
 # gradients once, and a tiled norm runs once more.
 TILE_ELEMENTS = 1 << 28
 TILE_INTERMEDIATES = 8  # so many of a tile's widest intermediate results are at least as large as the whole input
-HEAD_CHUNK_BYTES, HEAD_ALIGNED = 3 << 30, 256  # of rlx.models.head_log_probs
+HEAD_CHUNK_BYTES, HEAD_ALIGNED = 3 << 30, 256  # of rlx.models.log_probs
 ADAPTER_BYTES = 4  # of a parameter of adapters on weights that are not wider
 NF4_BYTES = 9 / 16  # of a weight: 4 bits, and an fp32 scale for each 64 weights
 STEP_BYTES = 3.5 * (1 << 30)  # of rlx.engine.optimizer_state: 3.5 pieces of 1 GiB on the device

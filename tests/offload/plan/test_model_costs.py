@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.offload.models import Case, build
 from rlx.config.schema import ModelConfig
-from rlx.models import head_log_probs
+from rlx.models import log_probs
 from rlx.models.lora import add_lora
 from rlx.offload.plan.decoder import ARCHITECTURES as READ
 from rlx.offload.plan.decoder import read_decoder
@@ -139,7 +139,7 @@ def test_the_head_holds_one_chunk_of_logits():
     h, vocabulary = decoder.width, decoder.vocabulary
     assert head_bytes(decoder, 1000) == 2 * 1000 * vocabulary + 4 * h * 1000 + 2 * h * vocabulary
     chunk = head_chunk(decoder)
-    assert [part.stop - part.start for part in head_log_probs._chunks(524_288, HEAD_CHUNK_BYTES // (2 * vocabulary))][
+    assert [part.stop - part.start for part in log_probs._token_chunks(524_288, HEAD_CHUNK_BYTES // (2 * vocabulary))][
         1:
     ] == ([chunk] * (524_288 // chunk))
     more = head_bytes(decoder, 524_288) - 4 * h * 524_288 - 4 * h * vocabulary
