@@ -161,12 +161,12 @@ def test_offloading_gives_the_same_step_and_its_host_memory_comes_back(gpu, larg
         # Kernels of the backward add up in no fixed order.
         assert got["loss"] == pytest.approx(expected["loss"], abs=1e-6)
         assert got["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
-        figures = offloaded.offload_stats()
+        figures = offloaded.memory.stats()
         assert figures["offloaded_bytes"] > 0 == figures["held_bytes"]
         assert (figures["disk_bytes"] > 0) == (tier == "disk")
         assert figures["reserved_bytes"] > 0, "kept for the next update, or taken anew"
         assert HostRelief().relieve(HostMemory(10, 100)) >= figures["reserved_bytes"]
-        assert offloaded.offload_stats()["reserved_bytes"] == 0
+        assert offloaded.memory.stats()["reserved_bytes"] == 0
 
 
 @pytest.mark.usefixtures("deterministic")

@@ -205,14 +205,14 @@ def test_log_probs_are_the_trainers_but_for_the_rounding_of_bf16(pair):
 
 @pytest.mark.parametrize(("temperature", "top_p", "top_k"), [(0.7, 0.9, -1), (1.4, 1.0, 20)])
 def test_log_probs_are_at_the_temperature_and_before_the_cut(gpu, cudnn_attention, tmp_path, temperature, top_p, top_k):
-    build_model("dense").save_pretrained(tmp_path)
+    make_model("dense").save_pretrained(tmp_path)
     model = ModelConfig(path=str(tmp_path))
     engine = Engine(model, FSDPConfig(), strategy="fsdp2", device=gpu, optim=OptimConfig(lr=0.0), total_steps=9)
     cut = {"temperature": temperature, "top_p": top_p, "top_k": top_k}
     rollout = RolloutConfig(name="vllm", gpu_memory_utilization=UTILIZATION, max_num_seqs=64, enforce_eager=True, **cut)
     vllm = build_rollout(rollout, model, gpu, PROMPT + RESPONSE, seed=1)
     try:
-        vllm.update_weights(engine.weights(), 0)
+        vllm.update_weights(engine.weights.full(), 0)
         batch = sampled(vllm, Sampling(RESPONSE, **cut))
     finally:
         vllm.close()
