@@ -105,19 +105,6 @@ def mask_that_hides_everything(m, x):
 
 
 @layer
-def inputs_that_are_not_contiguous(m, x):
-    y = x.transpose(0, 1)
-    q, k, v = (m.split(part(y).transpose(0, 1)) for part in (m.q, m.k, m.v))
-    a = F.scaled_dot_product_attention(q.flip(2), k[:, :, ::2], v[:, :, ::2])
-    return x + m.o(m.merge(a)[:, ::1].transpose(1, 2).contiguous().transpose(1, 2))
-
-
-@layer
-def one_weight_in_two_places(m, x):
-    return x + m.mlp(m.o(m.attend(m.q(x), m.q(m.norm(x)), m.q(x))))
-
-
-@layer
 def adapters(m, x):
     def adapted(part):
         return part(x) + 2 * F.linear(F.linear(F.dropout(x, 0.1), part.weight[:3]), part.weight[3:6].t())
@@ -130,12 +117,6 @@ def two_attentions(m, x):
     x = x + m.o(m.attend(m.q(x), m.k(x), m.v(x), is_causal=True))
     memory = torch.tanh(m.other(x))
     return x + m.mlp(m.o(m.attend(m.q(x), m.k(memory), m.v(memory))))
-
-
-@layer
-def mlp_before_attention(m, x):
-    x = x + m.mlp(m.norm(x))
-    return x + m.o(m.attend(m.q(x), m.k(x), m.v(x)))
 
 
 @layer
@@ -192,22 +173,6 @@ def gradient_switched_on_again(m, x):
 
 
 @layer
-def chooses_by_what_it_sees(m, x):
-    if torch.rand(()) < 0.5:
-        x = x + m.mlp(x)
-    if x.mean() > 0:
-        return x + m.o(m.attend(m.q(x), m.k(x), m.v(x)))
-    return x + m.o(m.v(x))
-
-
-@layer
-def is_dropped_at_random(m, x):
-    if torch.rand(()) < 0.6:
-        return x
-    return x + m.mlp(m.o(m.attend(m.q(x), m.k(x), m.v(x))))
-
-
-@layer
 def a_backend_of_its_own(m, x):
     with sdpa_kernel(SDPBackend.MATH):
         a = m.attend(m.q(x), m.k(x), m.v(x), is_causal=True)
@@ -220,18 +185,6 @@ def writes_to_attention_that_nothing_saved(m, x):
         a = m.attend(m.q(x), m.k(x), m.v(x))
     a.mul_(2)
     return x + m.other(a)
-
-
-@layer
-def hooks_on_tensors(m, x):
-    q = m.q(x)
-    if q.requires_grad:
-        q.register_hook(lambda grad: grad * 2)
-        q.retain_grad()
-    a = m.attend(q, m.k(x), m.v(x))
-    if a.requires_grad:
-        a.register_hook(lambda grad: grad.clamp(-1, 1))
-    return x + m.mlp(m.o(a))
 
 
 @layer

@@ -76,14 +76,6 @@ def own_function(m, x):
     return x + m.mlp(m.o(m.merge(OwnAttention.apply(m.split(m.q(x)), m.split(m.k(x)), m.split(m.v(x))))))
 
 
-def vectorized(m, x):
-    def single(row):
-        q, k, v = (part(row).unflatten(-1, (4, 4)).transpose(0, 1) for part in (m.q, m.k, m.v))
-        return F.scaled_dot_product_attention(q, k, v).transpose(0, 1).flatten(1)
-
-    return x + m.mlp(m.o(torch.vmap(single)(x)))
-
-
 def swapped_weights(m, x):
     weights = {"weight": m.q.weight * 2, "bias": m.q.bias + 1}
     q = torch.func.functional_call(m.q, weights, (x,))
@@ -102,7 +94,6 @@ NESTED = {
             function_mode,
             dispatch_mode,
             own_function,
-            vectorized,
             swapped_weights,
         )
     },
@@ -241,24 +232,6 @@ def test_weights_that_are_swapped_for_one_call(enable, toys, saving, way, bias):
         expected.assert_equal(toys.grade(model, step))
 
 
-def test_layers_of_multihead_attention(compare, toys, saving):
-    class Layer(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.mha = nn.MultiheadAttention(16, 4, dropout=0.2, batch_first=True)
-            self.cross = nn.MultiheadAttention(16, 4, kdim=16, vdim=16, batch_first=True)
-            self.mlp = toys.block(16)
-
-        def forward(self, x):
-            hidden = torch.zeros(2, 6, dtype=torch.bool)
-            hidden[0, 4:] = True
-            y, _ = self.mha(x, x, x, key_padding_mask=hidden, need_weights=False)
-            z, weights = self.cross(x + y, x, y)
-            return self.mlp(x + y + z) + weights.mean()
-
-    compare(toys.stack(Layer, width=16), toys.read, **saving)
-
-
 @pytest.mark.parametrize("norm_first", [False, True])
 @pytest.mark.parametrize("train", [False, True])
 def test_encoder_and_decoder_layers_of_torch(compare, toys, saving, norm_first, train):
@@ -319,23 +292,6 @@ def test_compiled_parts(enable, toys, saving):
 
     expected = toys.grade(build(), toys.read)
     model = build()
-    enable(model, **saving)
-    expected.assert_equal(toys.grade(model, toys.read))
-
-
-def test_compiled_whole(enable, toys, saving):
-    """Attention and MLP in one graph: nothing to see inside, so that the layer is recomputed as a whole."""
-
-    class Compiled(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = torch.compile(toys.attend(), backend="aot_eager")
-
-        def forward(self, x):
-            return self.inner(x)
-
-    expected = toys.grade(toys.stack(Compiled, width=16), toys.read)
-    model = toys.stack(Compiled, width=16)
     enable(model, **saving)
     expected.assert_equal(toys.grade(model, toys.read))
 

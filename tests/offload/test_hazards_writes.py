@@ -25,15 +25,6 @@ def to_the_queries(m, x):
 
 
 @refused
-def to_a_fused_projection(m, x):
-    qkv = m.qkv(x)
-    a = m.attend(qkv[..., :16], qkv[..., 16:32], qkv[..., 32:])
-    with torch.no_grad():
-        qkv[..., -1].zero_()
-    return x + m.o(a)
-
-
-@refused
 def to_the_attention(m, x):
     """Its kernel saved its own output."""
     a = m.attend(m.q(x), m.k(x), m.v(x))
@@ -47,14 +38,6 @@ def to_the_input_of_a_projection(m, x):
     a = m.attend(m.q(h), m.k(h), m.v(h))
     h.add_(1)
     return x + m.o(a)
-
-
-@refused
-def to_the_output_of_a_projection_that_a_gate_saved(m, x):
-    q = m.q(x)
-    y = torch.exp(m.o(x)) * q
-    q += 1
-    return y + q
 
 
 @refused

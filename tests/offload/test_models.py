@@ -2,52 +2,9 @@
 
 import pytest
 import torch
-import transformers
+from tiny_transformers import CONFIGS, build
 
 from rlx.offload import OffloadOptions, enable_activation_offloading
-
-SMALL = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-}
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "output_router_logits": True}
-CONFIGS = {
-    "qwen2": lambda: transformers.Qwen2Config(**SMALL, attention_dropout=0.1),
-    "qwen3": lambda: transformers.Qwen3Config(**SMALL, head_dim=16),
-    "llama": lambda: transformers.LlamaConfig(**SMALL, attention_bias=True, attention_dropout=0.1),
-    "gemma3": lambda: transformers.Gemma3TextConfig(**SMALL, head_dim=16, sliding_window=8, attention_dropout=0.1),
-    "mistral": lambda: transformers.MistralConfig(**SMALL, sliding_window=8),
-    # GPT-2 with a cache attends to copies of its keys, whose strides change the last bit of plain gradients already.
-    "gpt2": lambda: transformers.GPT2Config(
-        vocab_size=64, n_embd=32, n_layer=3, n_head=4, n_positions=64, bos_token_id=1, eos_token_id=2, use_cache=False
-    ),
-    "gpt_neox": lambda: transformers.GPTNeoXConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        max_position_embeddings=64,
-        attention_dropout=0.1,
-        hidden_dropout=0.1,
-    ),
-    "qwen3_moe": lambda: transformers.Qwen3MoeConfig(**SMALL, **EXPERTS, head_dim=16, attention_dropout=0.1),
-    "mixtral": lambda: transformers.MixtralConfig(
-        **SMALL, num_local_experts=4, output_router_logits=True, attention_dropout=0.1
-    ),
-}
-
-
-def build(name, attention="sdpa"):
-    torch.manual_seed(0)
-    config = CONFIGS[name]()
-    return transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention).train()
 
 
 def step(model, seed=3, rows=2, tokens=12):

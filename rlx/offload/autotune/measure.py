@@ -178,14 +178,13 @@ class LayerProfile:
         self.saved_bytes = self.forward_bytes = 0
         self.extra_bytes = 0  # of the inputs that autograd does not save
         self.working_bytes: int | None = None
-        self.late_bytes: int | None = None
         self._device, self._state = device, state
         self._marks: dict[str, Mark] = {}
         self._base_bytes = self._offloading_bytes = 0
         # Backward asks for slots in falling order. A threshold is a slot; backward passes it with the first slot below it.
         self._thresholds_left: list[int] = []
         self._middle = 0  # the threshold from which on backward fetches
-        self._passed: dict[int, tuple[Mark, int]] = {}  # by threshold: when it was passed, peak memory before it
+        self.passed: dict[int, tuple[Mark, int]] = {}  # by threshold: when it was passed, peak memory before it
         self._rest_bytes = 0  # peak memory after the last threshold
         self._gradient_bytes = gradient_bytes
         self._had_bytes = 0  # of the gradients that existed when backward came to the layer
@@ -268,7 +267,7 @@ class LayerProfile:
     def begin_thresholds(self, prefetch_below: int) -> int:
         """Begin to note thresholds in backward, which fetches below one of them. Return the first threshold."""
         self._middle = middle = prefetch_below
-        if not self._passed:
+        if not self.passed:
             self._thresholds_left = sorted({middle, *(call.slots for call in self.calls)} - {0, -1}, reverse=True)
         return self._thresholds_left[0] if self._thresholds_left else middle
 
@@ -278,7 +277,7 @@ class LayerProfile:
             return self._middle if slot >= self._middle else 0
         below = [threshold for threshold in self._thresholds_left if slot < threshold]
         if below:
-            self._passed[below[-1]] = self.mark(), self._segment(allocated_bytes(self._device)[1])
+            self.passed[below[-1]] = self.mark(), self._segment(allocated_bytes(self._device)[1])
             self._made_bytes = self._gradient_bytes() - self._had_bytes
             self.reset_peak()
             self._thresholds_left = self._thresholds_left[len(below) :]
@@ -287,30 +286,25 @@ class LayerProfile:
     def end_backward(self, now: Mark, peak: int) -> None:
         self._marks["backward_end"] = now
         self._rest_bytes = rest = self._segment(peak)
-        self.working_bytes = max(rest, 0, *(held for _, held in self._passed.values()))
-        self.late_bytes = self.held_from(self._middle)
+        self.working_bytes = max(rest, 0, *(held for _, held in self.passed.values()))
 
     def _segment(self, peak: int) -> int:
         """Return the peak since the last threshold. This layer's inputs count; prefetched ones, assumed to be as large, do not."""
-        is_fetching = any(threshold <= self._middle for threshold in self._passed)
+        is_fetching = any(threshold <= self._middle for threshold in self.passed)
         charged = peak - self._base_bytes - self._made_bytes + self._state.other_bytes + self._sharding_bytes
         return charged + (0 if is_fetching else self.inputs.boundary_bytes)
 
-    @property
-    def thresholds(self) -> list[int]:
-        return list(self._passed)
-
     def held_from(self, threshold: int) -> int:
-        return max(self._rest_bytes, 0, *(held for at, (_, held) in self._passed.items() if at < threshold))
+        return max(self._rest_bytes, 0, *(held for at, (_, held) in self.passed.items() if at < threshold))
 
     def reaches(self, threshold: int) -> float:
         """Return when backward has passed a threshold, as a share of its time, in [0, 1]."""
-        share = seconds(self._marks["recompute_end"], self._passed[threshold][0]) / max(self.backward_s or 0.0, 1e-12)
+        share = seconds(self._marks["recompute_end"], self.passed[threshold][0]) / max(self.backward_s or 0.0, 1e-12)
         return min(1.0, share)
 
     @property
     def is_known(self) -> bool:
-        marks = [*self._marks.values(), *(mark for mark, _ in self._passed.values())]
+        marks = [*self._marks.values(), *(mark for mark, _ in self.passed.values())]
         marks += [mark for call in self.calls for mark in (call.stop, call.stored) if mark is not None]
         return all(isinstance(mark, float) or mark.query() for mark in marks)
 
@@ -328,19 +322,8 @@ class LayerProfile:
         end = self._marks.get("backward_end")
         return None if end is None else seconds(self._marks["recompute_end"], end)
 
-    @property
-    def late_at(self) -> float | None:
-        """When the peak of backward is over, as a share of its time, in [0, 1]; None if that was not seen."""
-        return self.reaches(self._middle) if self._middle in self._passed and self.backward_s is not None else None
-
-    def ends_at(self, call: OpProfile) -> float:
-        return self._share_of_forward(call.stop)
-
-    def stored_at(self, call: OpProfile) -> float:
-        """Return when the result of a call could be offloaded, as a share of forward's time, in [0, 1]."""
-        return self._share_of_forward(call.stop if call.stored is None else call.stored)
-
-    def _share_of_forward(self, mark: Mark | None) -> float:
+    def share_of_forward(self, mark: Mark | None) -> float:
+        """Return when the device passed a mark, as a share of forward's time, in [0, 1]."""
         assert mark is not None
         return min(1.0, seconds(self._marks["forward"], mark) / max(self.forward_s, 1e-12))
 
@@ -516,15 +499,13 @@ def _kind(members: Sequence[LayerProfile]) -> LayerKind:
         if all(call.is_cacheable for call in calls):
             operations.append(_operation(timed, op))
     forward_s = fmean(layer.forward_s for layer in timed)
-    middles = [layer.late_at for layer in timed if layer.late_at is not None]
     backwards = [layer.backward_s for layer in timed if layer.backward_s is not None]
     boundary = members[0].inputs.boundary_bytes
     saved = round(fmean(layer.saved_bytes for layer in members))
-    working = [s.working_bytes for s in members if s.working_bytes and s.late_bytes is not None]
-    late = [s.late_bytes for s in members if s.working_bytes and s.late_bytes]
-    working_bytes = max(working) if late else saved + 2 * boundary
-    points = _points(members, timed, len(names), working_bytes) if late else ()
     # Without figures of an allocator, `working_bytes` and `late_bytes` are the saved tensors, or half of them, and two gradients.
+    working = [layer.working_bytes for layer in members if layer.working_bytes]
+    working_bytes = max(working, default=saved + 2 * boundary)
+    points = _points(members, timed, len(names), working_bytes) if working else ()
     cost = LayerCost(
         forward_s=forward_s,
         backward_s=fmean(backwards) if backwards else 2 * forward_s,
@@ -532,13 +513,12 @@ def _kind(members: Sequence[LayerProfile]) -> LayerKind:
         boundary_bytes=boundary,
         saved_bytes=saved,
         working_bytes=working_bytes,
-        late_bytes=max(late) if late else saved // 2 + 2 * boundary,
+        late_bytes=working_bytes if working else saved // 2 + 2 * boundary,  # `points` replace it
         operations=tuple(operations),
-        late_at=fmean(middles) if middles else 0.5,
         forward_bytes=max(layer.forward_bytes for layer in members),
         points=points,
         extra_bytes=max(layer.extra_bytes for layer in members),
-        kept_bytes=_kept_bytes(members, points, working_bytes) if late else 0,
+        kept_bytes=_kept_bytes(members, points, working_bytes) if working else 0,
     )
     return LayerKind(tuple(layer.index for layer in members), tuple(names), cost)
 
@@ -547,10 +527,12 @@ def _operation(members: Sequence[LayerProfile], op: int) -> Operation:
     calls = [layer.calls[op] for layer in members]
     return Operation(
         name=calls[0].name,
-        at=fmean(layer.ends_at(call) for layer, call in zip(members, calls, strict=True)),
+        at=fmean(layer.share_of_forward(call.stop) for layer, call in zip(members, calls, strict=True)),
         seconds=fmean(call.recompute_s for call in calls),
         nbytes=round(fmean(call.nbytes for call in calls)),
-        offload_at=fmean(layer.stored_at(call) for layer, call in zip(members, calls, strict=True)),
+        offload_at=fmean(
+            layer.share_of_forward(call.stored or call.stop) for layer, call in zip(members, calls, strict=True)
+        ),
         small_bytes=round(fmean(call.small_bytes for call in calls)),
         extra_bytes=round(fmean(call.extra_bytes for call in calls)),
         op=op,
@@ -562,7 +544,7 @@ def _points(
 ) -> tuple[Point, ...]:
     """Return the fetch points, the last call first: the backward of a call begins, and less memory is held than before."""
     seen = [layer for layer in members if layer.backward_s is not None]
-    thresholds = [set(layer.thresholds) for layer in seen]
+    thresholds = [set(layer.passed) for layer in seen]
     points: list[Point] = []
     for op, call in reversed(list(enumerate(members[0].calls[:calls]))):
         threshold, held = call.slots, points[-1].nbytes if points else working_bytes
@@ -572,7 +554,7 @@ def _points(
         nbytes = max(layer.held_from(threshold) for layer in seen)
         if nbytes < _LESS * held:
             at = fmean(layer.reaches(threshold) for layer in timed if layer.backward_s is not None)
-            ends_at = fmean(layer.ends_at(layer.calls[op]) for layer in timed)  # as an operation's
+            ends_at = fmean(layer.share_of_forward(layer.calls[op].stop) for layer in timed)  # as an operation's
             points.append(Point(at, nbytes, call.name, op, threshold, ends_at))
     return tuple(points)
 
