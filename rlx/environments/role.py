@@ -28,6 +28,7 @@ def bounds(config: PPOConfig) -> ConversationBounds:
     return ConversationBounds(
         prompt_tokens=config.data.max_prompt_length,
         response_tokens=config.data.max_response_length,
+        turn_tokens=turns.max_turn_tokens,
         turns=turns.max_assistant_turns,
         answers=turns.max_user_turns,
         tool_characters=turns.max_tool_response_length,

@@ -74,6 +74,7 @@ class ConversationBounds:
     Args:
         prompt_tokens: longest first prompt.
         response_tokens: most tokens behind it, in each branch.
+        turn_tokens: most tokens of a turn; None: all that are left.
         turns: most turns of the model; None: any number.
         answers: most answers of the environment that the model reads; None: any number.
         tool_characters: longer outputs of tools (messages of the role tool) are cut.
@@ -85,6 +86,7 @@ class ConversationBounds:
 
     prompt_tokens: int
     response_tokens: int
+    turn_tokens: int | None = None
     turns: int | None = None
     answers: int | None = None
     tool_characters: int = 256
@@ -107,7 +109,7 @@ class ConversationOptions:
 
     Args:
         chat: writes messages.
-        sampling: of the first turn; max_tokens is at most `bounds.response_tokens`. Later turns have the tokens that are left.
+        sampling: of turns; max_tokens is at most `bounds.response_tokens`. A turn has no more than `bounds.turn_tokens` and those left.
         bounds: limits of each.
         first_rank: of a tensor-parallel group.
         in_waves: sample only when no environment works. Then requests that are sampled together, and with them rounding, do
@@ -283,7 +285,7 @@ class _Run:
         bounds, own = self._bounds, len(conversation.own_turns)
         if answer.done:
             conversation.end("done")
-        elif conversation.turns[-1]["finish_reason"] == "length":
+        elif conversation.turns[-1]["finish_reason"] == "length" and not (bounds.turn_tokens and conversation.room):
             conversation.end("length")
         elif own == bounds.turns or len(conversation.turns) - own == bounds.answers:
             conversation.end("max_turns")
@@ -304,8 +306,9 @@ class _Run:
         run, seed = self._open[key], self._rows[key].seed
         conversation = run.conversation
         turn, sampling = len(conversation.own_turns), self._options.sampling
-        if conversation.room < sampling.max_tokens:
-            sampling = replace(sampling, max_tokens=conversation.room)
+        most = min(conversation.room, self._bounds.turn_tokens or conversation.room)
+        if most < sampling.max_tokens:
+            sampling = replace(sampling, max_tokens=most)
         tokens = (*conversation.prompt_ids, *conversation.token_ids)
         request = Request(tokens, seed_for(seed, turn) if turn else seed, sampling, run.memory)
         self._sampled[self._rollout.add_request(request)] = key

@@ -46,6 +46,7 @@ PROGRESS_COLUMNS = (
     ProgressColumn("reward", ("reward/mean",), 6, partial(number, width=6), 0),
     ProgressColumn("acc", ("reward/accuracy",), 6, "{:.1%}".format, 1),
     ProgressColumn("len", ("response_length/mean",), 5, count, 6),
+    ProgressColumn("turns", ("conversation/turns_mean",), 5, partial(number, width=5), 7),
     ProgressColumn("KL", ("actor/kl_ref", "actor/ppo_kl"), 8, partial(number, width=8), 2),
     ProgressColumn("mism", ("mismatch/mean_abs_log_prob",), 8, partial(number, width=8), 9),
     ProgressColumn("entropy", ("actor/entropy",), 7, partial(number, width=7), 5),
@@ -62,6 +63,7 @@ PROGRESS_COLUMNS = (
 
 
 ONLY_WITH = {
+    "turns": "conversation/turns_mean",
     "mism": "mismatch/mean_abs_log_prob",
     "vloss": "critic/vf_loss",
     "saved": "actor/tokens_saved",

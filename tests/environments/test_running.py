@@ -86,6 +86,14 @@ def test_a_conversation_ends_at_its_bounds_with_a_sampled_token(run, bounds, tur
     assert conversation.own_turns[-1]["reward"] == turns - 1, "the last turn's reward counts"
 
 
+def test_a_turn_that_its_own_limit_cuts_is_closed_and_the_conversation_goes_on(run, tokenizer):
+    bounds = replace(BOUNDS, turn_tokens=3)
+    (conversation,), requests, _ = run(lambda: Echo(turns=2), lambda request: ("hello", False), bounds)
+    assert conversation.reason == "done" and [each.sampling.max_tokens for each in requests] == [3, 3]
+    assert [(each["text"], each["finish_reason"]) for each in conversation.own_turns] == [("hel", "length")] * 2
+    assert conversation.token_ids[3] == tokenizer.eos_token_id and not conversation.sampled[3]
+
+
 class Failing(Echo):
     """Fails in the way that its name tells."""
 

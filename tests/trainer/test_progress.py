@@ -59,8 +59,8 @@ def plain(total_steps: int = 100, **kwargs: object) -> tuple[Progress, io.String
 
 
 CRITIC = {"critic/vf_loss": 0.25}
-WITHOUT_CRITIC = tuple(column for column in PROGRESS_COLUMNS if column.title != "vloss")
-OPTIONAL = frozenset(ONLY_WITH) - {"vloss"}
+WITHOUT_CRITIC = tuple(column for column in PROGRESS_COLUMNS if column.title not in ("vloss", "turns"))
+OPTIONAL = frozenset(ONLY_WITH) - {"vloss", "turns"}
 
 
 def test_every_column_is_described_and_the_legend_comes_once():
@@ -88,6 +88,9 @@ def test_what_a_run_leaves_off_has_neither_column_nor_legend_until_it_has_a_valu
     assert all(title in header for title in OPTIONAL) and "1.2M" in row and "vloss" not in header
     progress.row(METRICS, 5)
     assert "5/100" in stream.getvalue().splitlines()[-1] and "reward" not in stream.getvalue().splitlines()[-2]
+    progress.row(METRICS | {"conversation/turns_mean": 2.375}, 6)
+    header, row = stream.getvalue().splitlines()[-2:]
+    assert "turns" in header and "2.375" in row, "with an environment"
 
 
 def test_the_page_of_metrics_is_that_of_the_table():

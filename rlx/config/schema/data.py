@@ -48,7 +48,12 @@ class DataConfig:
         "has a chat template.",
     )
     max_prompt_length: int = key(512, "Longest prompt [tokens].", minimum=1)
-    max_response_length: int = key(512, "Longest response [tokens].", minimum=1)
+    max_response_length: int = key(
+        512,
+        "Longest response [tokens]; of a conversation with an environment all behind its first prompt. For each turn: "
+        "actor_rollout_ref.rollout.multi_turn.max_turn_tokens.",
+        minimum=1,
+    )
     train_batch_size: int = key(1024, "Prompts per training step.", minimum=1)
     gen_batch_size: int | None = key(
         None,

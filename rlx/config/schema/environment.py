@@ -16,6 +16,13 @@ class MultiTurnConfig:
     max_user_turns: int | None = key(
         None, "Most answers of the environment that the model reads; null: as many as its tokens allow.", minimum=1
     )
+    max_turn_tokens: int | None = key(
+        None,
+        "Longest turn of the model [tokens]; null: what data.max_response_length leaves. The environment gets a turn that is cut, "
+        "and the conversation goes on.",
+        minimum=1,
+        at_most="data.max_response_length",
+    )
     max_tool_response_length: int = key(256, "Longer outputs of tools (role tool) are cut [characters].", minimum=1)
     tool_response_truncate_side: str = key(
         "middle", "Part that remains of them: left, right, or both ends (middle).", choices=("left", "middle", "right")
