@@ -20,7 +20,10 @@ from rlx.config.machine import Machine, on_accelerator
 from rlx.config.schema import PPOConfig
 from rlx.config.schema.roles import has_environment, model_scores_alone
 from rlx.data.files import DataError
-from rlx.environments.spec import environment_spec
+from rlx.data.forms import Prompt
+from rlx.environments.environment_pool import EnvironmentPool
+from rlx.environments.protocol import Failure
+from rlx.environments.spec import EnvironmentSpec, environment_spec
 from rlx.errors import wrapped
 from rlx.program import program
 from rlx.rewards.function import BATCHED, KEY, SINGLE, Function, own_function
@@ -56,13 +59,15 @@ class UserCode(NamedTuple):
     memory_limit_gb: float | None = None  # memory that the process may allocate [10^9 bytes]; None: no limit
     in_workers: bool = False  # whether workers import it instead of the driver
     trial: RewardCall | None = None  # a call to try
+    row: dict[str, Any] | None = None  # for the `reset` of an environment, to try
 
 
 def check_user_code(config: PPOConfig, broken: frozenset[str], machine: Machine) -> Verdict:
     """Import the user's reward function, environment, policy loss and dataset class, and check that rlx can call them.
 
     The reward function scores the ground truth of the first training row as if it were a response. Any response may come in
-    training, so an error is a fault, or a warning where errors score 0; so is a long call.
+    training, so an error is a fault, or a warning where errors score 0; so is a long call. The environment begins a conversation
+    with that row; a failure is a fault if it would end the run, else a warning.
 
     Missing files are reported by a rule of the configuration and skipped here. Code of `broken` keys, which could not be read,
     is not tried. If the run uses accelerators and this machine has none, a failed import of a policy loss is only a warning:
@@ -73,14 +78,10 @@ def check_user_code(config: PPOConfig, broken: frozenset[str], machine: Machine)
         if not broken.isdisjoint(own.keys):
             continue
         try:
-            with ScoringPool(1, own.memory_limit_gb, at_once=1) as pool:
-                with _told_after(SILENT_S, f"{program('check')}: the import of {own.what} is not done yet"):
-                    pool.check(own.code)
-                failure = None if own.trial is None else _failure(pool, own.trial)
+            failure = _tried(own)
             if failure is not None:
                 kind, what = failure
-                stops = (config.reward.on_error if kind == "error" else config.reward.on_crash) == "stop"
-                if stops and kind != "timeout":
+                if kind != "timeout" and _stops(config, own, kind):
                     faults.append(_failed(own, what, kind))
                 else:
                     warnings.append(f"{own.what}, tried with the first training row, {what}")
@@ -122,7 +123,8 @@ def _of(config: PPOConfig) -> Iterator[UserCode]:
     if has_environment(config) and (own.path is None or is_python_file(own.path)):
         keys = ("environment.path", "environment.name", "environment.kwargs")
         expected = "the name of an environment of rlx, or of a class, a tool or a list of tools in environment.path"
-        yield UserCode("the environment", keys, environment_spec(config), expected, own.memory_limit_gb)
+        row = _row(config)
+        yield UserCode("the environment", keys, environment_spec(config), expected, own.memory_limit_gb, row=row)
     loss, dataset = config.actor_rollout_ref.actor.policy_loss, config.data.custom_cls
     if loss.path is not None and is_python_file(loss.path):
         yield _by_position("the policy loss of your own", loss.path, loss.name, POLICY_LOSS, in_workers=True)
@@ -132,12 +134,7 @@ def _of(config: PPOConfig) -> Iterator[UserCode]:
 
 def _trial(config: PPOConfig, function: Function) -> RewardCall | None:
     """Return a call with the first training row; None if there is no such row, or training gives the function more than a row."""
-    if has_environment(config) or model_scores_alone(config):
-        return None
-    try:
-        prompt = first_training_prompt(config)
-    except DataError:
-        return None  # `check_data` tells of it
+    prompt = None if has_environment(config) or model_scores_alone(config) else _first_prompt(config)
     sources = config.custom_reward_function.data_sources
     if prompt is None or (sources and prompt.data_source not in sources):
         return None
@@ -145,6 +142,50 @@ def _trial(config: PPOConfig, function: Function) -> RewardCall | None:
     if function.batched:
         return RewardCall(function, dict(zip(BATCHED, ([value] for value in values), strict=True)))
     return RewardCall(function, dict(zip(SINGLE, values, strict=True)))
+
+
+def _row(config: PPOConfig) -> dict[str, Any] | None:
+    """Return the first training row as an environment gets it; None if there is none."""
+    prompt = _first_prompt(config)
+    if prompt is None:
+        return None
+    content = prompt.content
+    messages = [{"role": "user", "content": content}] if isinstance(content, str) else content
+    given = {name: getattr(prompt, name) for name in ("data_source", "ground_truth", "extra_info")}
+    return {"prompt": messages, **given, "seed": 0}
+
+
+def _first_prompt(config: PPOConfig) -> Prompt | None:
+    try:
+        return first_training_prompt(config)
+    except DataError:
+        return None  # `check_data` reports it
+
+
+def _tried(own: UserCode) -> tuple[str, str] | None:
+    """Import the code and try it; return the kind of a failure and what happened. Raises UserCodeError."""
+    with _told_after(SILENT_S, f"{program('check')}: the import of {own.what} is not done yet"):
+        if own.row is not None and isinstance(own.code, EnvironmentSpec):
+            return _reset_failure(own.code, own.row, own.memory_limit_gb)
+        with ScoringPool(1, own.memory_limit_gb, at_once=1) as pool:
+            pool.check(own.code)
+            return None if own.trial is None else _failure(pool, own.trial)
+
+
+def _stops(config: PPOConfig, own: UserCode, kind: str) -> bool:
+    """Whether such a failure in a run would stop it."""
+    if own.row is not None:
+        return config.environment.on_failure == "end_run"
+    return (config.reward.on_error if kind == "error" else config.reward.on_crash) == "stop"
+
+
+def _reset_failure(spec: EnvironmentSpec, row: dict[str, Any], memory_limit_gb: float | None) -> tuple[str, str] | None:
+    with EnvironmentPool(replace(spec, limit_s=min(spec.limit_s, TRIAL_LIMIT_S)), 1, memory_limit_gb) as pool:
+        pool.reset(0, row)
+        while not (answers := pool.poll(1.0)):
+            pass
+    _, answer = answers[0]
+    return (answer.kind, answer.reason) if isinstance(answer, Failure) else None
 
 
 def _failure(pool: ScoringPool, call: RewardCall) -> tuple[str, str] | None:
@@ -163,7 +204,9 @@ def _failure(pool: ScoringPool, call: RewardCall) -> tuple[str, str] | None:
 
 
 def _failed(own: UserCode, what: str, kind: str) -> Fault:
-    assert own.trial is not None
+    if own.trial is None:
+        got, expected = f"with the first training row, its reset {what}", "a list of messages"
+        return Fault(f"{own.what} fails", got, expected, "correct it, or set environment.on_failure=end_row", own.keys)
     response = own.trial.arguments.get(SINGLE[1], own.trial.arguments.get(BATCHED[1]))
     key = "reward.on_error" if kind == "error" else "reward.on_crash"
     remedy = f"correct the function, or let such samples score 0: {key}=zero"

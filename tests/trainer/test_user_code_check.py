@@ -114,6 +114,30 @@ def test_a_reward_function_of_other_rows_is_not_tried(scored):
     assert scored("pass", "environment.name=python") == ((), ())
 
 
+GAME = """
+class Game:
+    def reset(self, row):
+        assert row["prompt"] == [{"role": "user", "content": "Three words, please."}] and row["seed"] == 0
+        return [{"role": "user", "content": row["extra_info"]["BODY"]}]
+    def step(self, turn): ...
+"""
+
+
+@pytest.mark.parametrize("key", ["level", "difficulty"])
+def test_the_reset_of_an_environment_is_tried_with_the_first_row(tried, scored, tmp_path, key):
+    (tmp_path / "game.py").write_text(GAME.replace('["BODY"]', f'["{key}"].__class__.__name__'))
+    game = (f"environment.path={tmp_path}/game.py", "environment.name=Game", "environment.rewards=replace")
+    rows = (f"data.train_files={tmp_path}/rows.jsonl", "data.answer_key=answer", "data.train_batch_size=1")
+    verdict, strict = tried("", *game, *rows), tried("", *game, *rows, "environment.on_failure=end_run")
+    if key == "level":
+        assert verdict == strict == ((), ())
+        return
+    what = "raised KeyError (game.py:5): 'difficulty'"
+    assert verdict.faults == () and verdict.warnings == (f"the environment, tried with the first training row, {what}",)
+    (fault,) = strict.faults
+    assert fault.what == "the environment fails" and fault.got == f"with the first training row, its reset {what}"
+
+
 def test_async_functions_and_functions_of_a_batch_are_tried_too(tried, tmp_path):
     (tmp_path / "rows.jsonl").write_text('{"prompt": "1 + 1", "answer": "2"}\n')
     row = (f"data.train_files={tmp_path}/rows.jsonl", "data.answer_key=answer")
