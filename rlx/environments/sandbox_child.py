@@ -62,6 +62,9 @@ def launch(settings: "dict[str, object]", bubblewrap: str, paths: "list[str]", o
     scratch = os.fsencode(settings["scratch"])
     options = f"size={settings['file_bytes']},nr_inodes={MOST_FILES},mode=1777".encode()
     checked(libc.mount(b"none", scratch, b"tmpfs", MS_NOSUID | MS_NODEV, options))
+    for folder in ("tmp", "shm"):  # in one memory, so that the limits hold for their sum
+        os.mkdir(f"{settings['scratch']}/{folder}")
+        os.chmod(f"{settings['scratch']}/{folder}", 0o1777)
     filtered, program = os.memfd_create("filter", 0), bytes.fromhex(str(settings["filter"]))
     os.write(filtered, program)
     os.lseek(filtered, 0, os.SEEK_SET)
@@ -76,7 +79,8 @@ def launch(settings: "dict[str, object]", bubblewrap: str, paths: "list[str]", o
             command += ["--disable-userns"]
     for name, value in os.environ.items():
         command += ["--setenv", name, value]
-    command += ["--dir", "/dev", "--bind", settings["scratch"], "/tmp", "--chdir", "/tmp"]
+    command += ["--dir", "/dev", "--bind", f"{settings['scratch']}/tmp", "/tmp", "--chdir", "/tmp"]
+    command += ["--bind", f"{settings['scratch']}/shm", "/dev/shm"]
     for device in DEVICES:
         command += ["--dev-bind", f"/dev/{device}", f"/dev/{device}"]
     for folder in sorted({parent for path in paths for parent in parents(path)}):
@@ -199,9 +203,12 @@ def main() -> None:
             print(fault, end="", flush=True)
             os._exit(NOT_ISOLATED)
     limit(settings)
-    sys.argv = ["-c"]
+    sys.argv, launcher = ["-c"], sys.modules["__main__"]
+    program = sys.modules["__main__"] = type(launcher)(
+        "__main__"
+    )  # where pickle looks for the program's functions and classes
     try:
-        exec(compile(code, "<code>", "exec"), {"__name__": "__main__"})
+        exec(compile(code, "<code>", "exec"), vars(program))
     except Exception as fault:
         trace = fault.__traceback__
         traceback.print_exception(fault.with_traceback(trace.tb_next if trace else None))  # without this frame

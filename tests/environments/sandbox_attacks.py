@@ -83,7 +83,7 @@ ATTACKS = {
     "reads its own environment of the start": "return bool(open('/proc/self/environ').read())",
     "reads the machine's settings": "return bool(os.listdir('/sys'))",
     "finds a home": "return any(not fails(open, f'/root/{name}') for name in ('.bashrc', '.profile', '.bash_history'))",
-    "writes in shared memory": "open('/dev/shm/x', 'w')\nreturn True",
+    "finds another's shared memory": "return bool(os.listdir('/dev/shm'))",
     "finds a variable of the run": "return 'SECRET_OF_THE_RUN' in os.environ",
     "finds an open descriptor": "return any(not fails(os.fstat, number) for number in range(3, 4096))",
     # Other processes, the network and the terminal.
@@ -121,6 +121,8 @@ ATTACKS = {
     "starts more processes": "return count(child) > 8",
     "starts more threads": "return count(lambda: threading.Thread(target=time.sleep, args=(20,), daemon=True).start()) > 8",
     "writes more than its folder holds": "return count(lambda: open(str(time.monotonic_ns()), 'wb').write(bytes(10**5))) > 10",
+    "keeps more in shared memory than its folder holds": "open('x', 'wb').write(bytes(6 * 10**5))\n"
+    "return count(lambda: open(f'/dev/shm/{time.monotonic_ns()}', 'wb').write(bytes(10**5))) > 4",
     "makes more files than its folder holds": "return count(lambda: open(str(time.monotonic_ns()), 'w').close(), 20_000) > 10_000",
     "makes folders in the root": "os.mkdir('/mine')\nreturn True",
     "takes more memory": "return len(mmap.mmap(-1, 10**9)) > 0",

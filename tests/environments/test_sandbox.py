@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import json
 import os
+import platform
 import shutil
 import socket
 import subprocess
@@ -25,6 +26,7 @@ from rlx.environments import sandbox
 from rlx.environments.built_in_tools import PythonTool
 from rlx.environments.protocol import Turn
 from rlx.environments.sandbox import SandboxLimits, check_isolation, isolation_fault, run_python
+from rlx.environments.system_calls import DENIED, DENIED_WITHOUT_NAME_SPACES, MACHINES
 from rlx.user_code import UserCodeError
 
 LIMITS = SandboxLimits(time_s=20.0, processes=8, file_bytes=10**6, output_bytes=1000, memory_bytes=5 * 10**8)
@@ -102,6 +104,49 @@ def test_a_program_has_python_its_libraries_and_an_empty_folder():
     assert run(
         "import subprocess, sys; print(subprocess.run([sys.executable, '-c', 'print(3)']).returncode)"
     ).output == ("3\n0\n")
+
+
+@isolated
+def test_a_program_may_use_multiprocessing():
+    code = """
+import multiprocessing, multiprocessing.shared_memory
+def double(x): return 2 * x
+with multiprocessing.Pool(2) as pool: print(pool.map(double, range(3)))
+memory = multiprocessing.shared_memory.SharedMemory(create=True, size=10)
+memory.unlink()
+"""
+    assert run(code, processes=16) == ("[0, 2, 4]\n", "")
+
+
+CALLS = """
+import ctypes, errno, json
+libc, wrong = ctypes.CDLL(None, use_errno=True), [ctypes.c_long(-1)] * 6
+for name, number in NUMBERS.items():
+    ctypes.set_errno(0)
+    libc.syscall(number, *wrong)
+    print(name, errno.errorcode.get(ctypes.get_errno(), "none"))
+"""
+WITH_AN_EFFECT = {"vhangup", "msgget"}
+"""Outside, these do something with any arguments."""
+
+
+@pytest.mark.parametrize("has_name_spaces", [pytest.param(True, marks=isolated), False])
+def test_each_filtered_system_call_is_denied(has_name_spaces, monkeypatch):
+    if not has_name_spaces:
+        monkeypatch.setattr(sandbox, "isolation_fault", lambda: "tried so")
+    place = MACHINES[platform.machine()][0]
+    listed = DENIED | ({} if has_name_spaces else DENIED_WITHOUT_NAME_SPACES)
+    numbers = {name: pair[place] for name, pair in listed.items() if pair[place] is not None}
+    code = CALLS.replace("NUMBERS", repr(numbers))
+    output, fault = run(code, output_bytes=10**5)
+    assert (fault, dict(map(str.split, output.splitlines()))) == ("", dict.fromkeys(numbers, "EPERM"))
+    harmless = {name: number for name, number in numbers.items() if name not in WITH_AN_EFFECT}
+    outside = subprocess.run(
+        [sys.executable, "-c", CALLS.replace("NUMBERS", repr(harmless))], capture_output=True, text=True, check=True
+    )
+    told = dict(map(str.split, outside.stdout.splitlines()))
+    shown = [name for name, error in told.items() if error not in ("EPERM", "ENOSYS")]
+    assert len(shown) > len(numbers) / 2, "the filter makes the difference"
 
 
 @isolated
