@@ -85,7 +85,7 @@ def test_a_fault_of_a_size_that_rlx_did_not_choose_says_why(command, keys: list[
 def test_a_check_says_why_grpo_has_one_sample_and_the_batch_its_default(command, tmp_path: Path, capsys):
     assert main(["--on", "1xrtx4090", *command, "algorithm.adv_estimator=grpo"]) == 2
     said = " ".join(capsys.readouterr().err.split())
-    for key, value in ((SAMPLES, f"{SAMPLES}=1, algorithm.adv_estimator=grpo"), (BATCH, "1024 with 200 prompts")):
+    for key, value in ((SAMPLES, f"algorithm.adv_estimator=grpo, {SAMPLES}=1"), (BATCH, "1024 with 200 prompts")):
         assert f"{value}; rlx chooses {key} only for a command without algorithm.adv_estimator" in said
 
 

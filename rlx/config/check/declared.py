@@ -1,16 +1,19 @@
-"""What keys declare about other keys: when they have no effect, the largest value, and what they have to divide."""
+"""What keys declare about others: when they have no effect, their limits, and what they need."""
 
+import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import is_dataclass
+from dataclasses import is_dataclass, replace
 from functools import cache, partial
 from typing import Any, NamedTuple
 
 from rlx.config.check.context import CheckContext, Faults
+from rlx.config.faults import Fault
 from rlx.config.machine import processes
 from rlx.config.schema import ARITHMETIC, LOSS_MODES, PPOConfig
-from rlx.config.schema.keys import Unused
+from rlx.config.schema.keys import Need, Unused
 from rlx.config.schema.roles import (
     TINY,
+    critic_settings,
     has_critic,
     has_environment,
     has_reference,
@@ -19,9 +22,10 @@ from rlx.config.schema.roles import (
     may_save,
     model_scores_alone,
     only_environment_scores,
+    sharded_roles,
     validates,
 )
-from rlx.config.schema.tree import LEAVES, children
+from rlx.config.schema.tree import LEAVES, as_text, children
 from rlx.offload.runtime.options import UNREAD_OPTIONS, OffloadOptions
 
 ACTOR, MODEL, OWN = "actor_rollout_ref.actor", "actor_rollout_ref.model", "custom_reward_function"
@@ -158,8 +162,7 @@ def declared_limits_hold(s: CheckContext) -> Faults:
     """A key that declares so is at most another one, or divides it or the number of processes. Null and -1 set nothing."""
     for key, limit in LIMITED.items():
         value = s.value(key)
-        is_read = has_critic(s.config) or not key.startswith("critic.")
-        if value in (None, -1) or not is_read or _why_unused(s, key) is not None:
+        if value in (None, -1) or not _is_judged(s, key):
             continue
         if limit == "processes":
             most, got = processes(s.config), f"{key}={value}, {processes(s.config)} process(es)"
@@ -173,6 +176,55 @@ def declared_limits_hold(s: CheckContext) -> Faults:
             what = f"{key} does not divide {'the processes' if limit == 'processes' else limit}"
             nearest = next((each for each in range(min(value, most), 0, -1) if most % each == 0), 1)
             yield s.fault(what, f"a divisor of {most}", f"set {key}={nearest}{remedy}", key, *others, got=got)
+
+
+def declared_needs_are_met(s: CheckContext) -> Faults:
+    """A key that is set has what it needs: a package, and values of other keys. One fault joins the needs of one reason."""
+    filled = replace(s, config=replace(s.config, critic=critic_settings(s.config)))  # with the actor's values for nulls
+    for key, leaf in LEAVES.items():
+        if not (leaf.info.needs or leaf.info.package) or not _is_judged(s, key):
+            continue
+        value = s.value(key)
+        module = re.split(">", leaf.info.package)[0].replace("-", "_")
+        uses = value != leaf.default
+        if leaf.info.package_for:
+            uses = not set(leaf.info.package_for).isdisjoint(value if isinstance(value, tuple) else (value,))
+        if module and uses and module not in s.machine.packages:
+            remedy = f"`pip install '{leaf.info.package}'`, or set {key}={as_text(leaf.default)}"
+            yield s.fault(f"the package {module} is not installed", f"the package {module}", remedy, key)
+        failed: dict[str, list[tuple[str, Need]]] = {}
+        for need in (each for each in leaf.info.needs if each.when(filled.value(key))):
+            unmet = [place for place, found in _others(filled, key, need.key) if not need.met(found)]
+            failed.setdefault(need.what, []).extend((place, need) for place in dict.fromkeys(unmet))
+        for what, places in failed.items():
+            if places:
+                yield _unmet(filled, what, key, leaf.default, places)
+
+
+def _unmet(s: CheckContext, what: str, key: str, default: Any, places: list[tuple[str, Need]]) -> Fault:
+    expected = ", ".join(f"{place}{need.expected}" for place, need in places)
+    remedy = "set " + " ".join(f"{place}={need.example}" if need.example else place for place, need in places)
+    if not places[0][1].when(default):
+        remedy += f", or {key}={as_text(default)}"
+    return s.fault(what, expected, remedy, *dict.fromkeys((key, *(place for place, _ in places))))
+
+
+def _is_judged(s: CheckContext, key: str) -> bool:
+    return (has_critic(s.config) or not key.startswith("critic.")) and _why_unused(s, key) is None
+
+
+def _others(s: CheckContext, key: str, other: str) -> Iterator[tuple[str, Any]]:
+    """Yield the key that another one means, and its value; of a role's key one for each role that it belongs to."""
+    if not other.startswith("role."):
+        place = next(each for each in (f"{key.rpartition('.')[0]}.{other}", other) if each in LEAVES)
+        yield place, s.value(place)
+        return
+    _, part, *rest = other.split(".")
+    for role in sharded_roles(s.config):
+        if key.startswith((f"{role.key}.", f"{role.model_key}.", f"{role.fsdp_key}.")):
+            places = {"strategy": role.strategy_key, "model": role.model_key, "fsdp": role.fsdp_key}
+            place = ".".join([places.get(part, f"{role.key}.{part}"), *rest])
+            yield place, role.strategy if part == "strategy" else s.value(place)
 
 
 def _limit(key: str) -> str:

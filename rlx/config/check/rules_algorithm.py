@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from rlx.config.check.context import CheckContext, Faults
-from rlx.config.schema import GROUPS, NORM_BY_STD, PPOConfig
+from rlx.config.schema import NORM_BY_STD, PPOConfig
 from rlx.config.schema.roles import has_critic, has_reward_model, model_scores_alone
 
 ESTIMATOR, SAMPLES = "algorithm.adv_estimator", "actor_rollout_ref.rollout.n"
@@ -16,14 +16,6 @@ LOSS_MODE = "actor_rollout_ref.actor.policy_loss.loss_mode"
 METRICS = ("acc", "score", "seq_reward", "seq_final_reward")
 SEQUENCE_LOSSES = ("gspo", "geo_mean", "sapo")
 SEQUENCE_RATIOS = ("gspo", "geo_mean")
-
-
-def estimator_compares_samples(s: CheckContext) -> Faults:
-    """Estimators that compare samples need groups of at least two: a single sample has no advantage."""
-    if s.config.algorithm.needs(GROUPS) and s.config.actor_rollout_ref.rollout.n == 1:
-        what = f"{s.config.algorithm.adv_estimator} compares the responses to one prompt"
-        remedy = f"set {SAMPLES}=5, say, or {ESTIMATOR} to one that needs no group: gae, reinforce_plus_plus or remax"
-        yield s.fault(what, f"{SAMPLES} >= 2", remedy, SAMPLES, ESTIMATOR)
 
 
 def critic_is_used(s: CheckContext) -> Faults:
@@ -39,9 +31,6 @@ def filtered_groups_can_differ(s: CheckContext) -> Faults:
     filters = s.config.algorithm.filter_groups
     if not filters.enable:
         return
-    if s.config.actor_rollout_ref.rollout.n == 1:
-        remedy = f"set {SAMPLES}=8, say, or {FILTER}=False"
-        yield s.fault("a single response to a prompt differs from none", f"{SAMPLES} >= 2", remedy, FILTER, SAMPLES)
     known = _metrics(s.config)
     if known is not None and filters.metric not in known:
         expected = f"one of {', '.join(known)}, or a number that a reward function of yours reports"
@@ -73,7 +62,6 @@ def branches_are_no_samples(s: CheckContext) -> Faults:
 
 
 ALGORITHM_RULES = (
-    estimator_compares_samples,
     critic_is_used,
     filtered_groups_can_differ,
     branches_are_no_samples,

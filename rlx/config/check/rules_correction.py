@@ -62,26 +62,7 @@ def _without_one(s: CheckContext, test: str, bounds: str) -> Fault:
     return s.fault(what, "bounds around 1", f"set {bounds}=0.5_2.0, say", test, bounds)
 
 
-def bypass_leaves_nothing_to_correct(s: CheckContext) -> Faults:
-    """With bypass_mode the trainer computes no old log-probs, so there is no ratio to correct; the loss already contains it."""
-    given = [key for key in (IS, RS, VETO) if s.value(key)]
-    if s.value(BYPASS) and given:
-        remedy = f"remove {' and '.join(given)} (PPO's ratio then divides by the sampler's probability), or {BYPASS}"
-        expected = "one of the two: corrections need the trainer's old log-probs, which bypass_mode does not compute"
-        yield s.fault("bypass_mode cannot be combined with corrections", expected, remedy, BYPASS, *given)
-
-
-def log_probs_are_returned(s: CheckContext) -> Faults:
-    """Every correction is a function of the sampler's log-probs."""
-    given = [key for key in (IS, RS, VETO, BYPASS) if s.value(key)]
-    if given and not s.value(LOG_PROBS):
-        remedy = f"set {LOG_PROBS}=True, or remove {' and '.join(given)}"
-        yield s.fault("corrections need the sampler's log-probs", f"{LOG_PROBS}=True", remedy, LOG_PROBS, *given)
-
-
 CORRECTION_RULES = (
     each_test_has_bounds,
     bounds_suit_the_test,
-    bypass_leaves_nothing_to_correct,
-    log_probs_are_returned,
 )

@@ -91,28 +91,6 @@ def ray_has_a_short_folder(s: CheckContext) -> Faults:
 # Packages
 
 
-def packages_are_installed(s: CheckContext) -> Faults:
-    """Optional packages that the configuration needs are installed."""
-    adapters = [f"{role.model_key}.lora_rank" for role in trained_roles(s.config) if role.model.lora_rank > 0]
-    flash = [key for key, kernel in _kernels(s).items() if kernel == "flash_attention_2"]
-    liger = [f"{role.model_key}.use_liger" for role in trained_roles(s.config) if role.model.use_liger]
-    torchao = [key for role in trained_roles(s.config) if s.value(key := f"{role.key}.optim.optimizer") != "AdamW"]
-    nf4 = [f"{role.model_key}.quantization" for role in trained_roles(s.config) if role.model.quantization is not None]
-    trackers = ["trainer.logger"] if "wandb" in s.config.trainer.logger else []
-    needs = (
-        ("peft", adapters, "`pip install 'peft>=0.17'`, or set it to 0"),
-        ("torchao", torchao, "`pip install 'torchao>=0.18'`, or set it to AdamW"),
-        ("bitsandbytes", nf4, "`pip install 'bitsandbytes>=0.50'`, or set it to null"),
-        ("wandb", trackers, "`pip install wandb`, or take wandb out of the list"),
-        ("flash_attn", flash, "`pip install flash-attn --no-build-isolation`, or set it to sdpa"),
-        ("liger_kernel", liger, "`pip install liger-kernel`, or set it to False"),
-    )
-    for package, keys, remedy in needs:
-        for key in keys:
-            if package not in s.machine.packages:
-                yield s.fault(f"the package {package} is not installed", f"the package {package}", remedy, key)
-
-
 def _kernels(s: CheckContext) -> dict[str, str]:
     """Return the attention kernel of each model by its key; actor and reference share one."""
     keys = (f"{role.model_key}.attn_implementation" for role in sharded_roles(s.config))
@@ -190,10 +168,6 @@ def data_files_exist(s: CheckContext) -> Faults:
 
 def user_code_exists(s: CheckContext) -> Faults:
     """The files of a user's dataset class, reward function, environment and policy loss exist."""
-    custom = s.config.data.custom_cls
-    if (custom.path is None) != (custom.name is None):
-        keys = ("data.custom_cls.path", "data.custom_cls.name")
-        yield s.fault("a dataset class needs file and name", "both or neither", f"set {' and '.join(keys)}", *keys)
     own = ("data.custom_cls", "custom_reward_function", "environment", "actor_rollout_ref.actor.policy_loss")
     for key in (f"{each}.path" for each in own):
         path = s.value(key)
@@ -246,7 +220,6 @@ MACHINE_RULES = (
     nodes_need_a_cluster,
     gpus_suffice,
     ray_has_a_short_folder,
-    packages_are_installed,
     kernels_have_an_accelerator,
     models_exist,
     data_files_exist,

@@ -9,7 +9,7 @@ from rlx.config.faults import Fault
 from rlx.config.forecast.memory_forecast import MemoryForecast
 from rlx.config.schema import ModelConfig
 from rlx.config.schema.roles import ModelRole, has_frozen_layers, sharded_roles, trained_roles
-from rlx.config.schema.tree import LEAVES, as_text
+from rlx.config.schema.tree import as_text
 from rlx.offload.runtime.options import OffloadOptions, folder_problem
 
 COMPILE = "actor_rollout_ref.actor.use_torch_compile"
@@ -25,37 +25,11 @@ def offload_options(model: ModelConfig) -> OffloadOptions:
     return OffloadOptions.unchecked(**vars(model.activation_offload))
 
 
-def offload_needs_fsdp(s: CheckContext) -> Faults:
-    """Offloading needs FSDP, because the engine hooks into layers that FSDP wraps."""
-    for role in offloading_roles(s):
-        if role.strategy not in ("fsdp", "fsdp2"):
-            key = f"{role.model_key}.enable_activation_offload"
-            remedy = f"set {role.strategy_key}=fsdp2, or {key}=False"
-            got = f"{role.strategy_key}={role.strategy}, {key}=True"
-            yield s.fault("activation offloading needs FSDP", "strategy fsdp or fsdp2", remedy, key, got=got)
-
-
-def nothing_else_in_compiled_layers(s: CheckContext) -> Faults:
-    """The engine cannot see the activations of a compiled layer, and tiles would break its graph at each MLP and norm."""
-    for name, what in (
-        *(("enable_activation_offload", "activation offloading"), ("tiled_mlp", "tiles")),
-        *(("layer_offload", "layer offloading"), ("quantization", "a quantised base")),
-    ):
-        key = f"actor_rollout_ref.model.{name}"
-        if s.value(COMPILE) and s.value(key):
-            remedy = f"set {COMPILE}=False, or {key}={as_text(LEAVES[key].default)}"
-            yield s.fault(f"{what} cannot be combined with compiled layers", "one of the two", remedy, key, COMPILE)
-
-
 def layers_can_stream(s: CheckContext) -> Faults:
     """Frozen weights stream under FSDP2, into layers that the activation engine recomputes, if any does."""
     roles = [role for role in sharded_roles(s.config) if role.model.layer_offload]
     for role in roles:
         key = f"{role.model_key}.layer_offload"
-        if role.strategy != "fsdp2":
-            remedy = f"set {role.strategy_key}=fsdp2, or {key}=False"
-            got = f"{role.strategy_key}={role.strategy}, {key}=True"
-            yield s.fault("layer offloading needs FSDP2", "strategy fsdp2", remedy, key, got=got)
         if role.trained and role.model.enable_gradient_checkpointing and not role.model.enable_activation_offload:
             engine = f"{role.model_key}.enable_activation_offload"
             what = "transformers' checkpointing would keep streamed weights on the device"
@@ -73,28 +47,6 @@ def layers_can_stream(s: CheckContext) -> Faults:
         key, rank = f"{model}.layer_offload", f"{model}.lora_rank"
         what, remedy = "layer offloading has nothing to move", f"set {rank} to train adapters, or {key}=False"
         yield s.fault(f"{what}: every weight is trained", "frozen weights", remedy, key, rank)
-
-
-def bases_can_be_quantized(s: CheckContext) -> Faults:
-    """Frozen weights below adapters are quantised, in types that the kernels know, and FSDP2 shards their bytes."""
-    for role in (role for role in sharded_roles(s.config) if role.trained and role.model.quantization is not None):
-        key, types = f"{role.model_key}.quantization", f"{role.fsdp_key}.model_dtype"
-        either = f"or {key}=null"
-        if role.model.lora_rank == 0:
-            rank = f"{role.model_key}.lora_rank"
-            remedy = f"set {rank} to train adapters, {either}"
-            yield s.fault("weights that are trained cannot be quantised", "adapters", remedy, key, rank)
-        if role.strategy != "fsdp2":
-            got = f"{role.strategy_key}={role.strategy}, {key}=nf4"
-            remedy = f"set {role.strategy_key}=fsdp2, {either}"
-            yield s.fault("a quantised base needs FSDP2", "strategy fsdp2", remedy, key, got=got)
-        if role.model.lora.use_dora:
-            dora = f"{role.model_key}.lora.use_dora"
-            what = "DoRA reads the base's weights, which are quantised"
-            yield s.fault(what, "LoRA or rsLoRA", f"set {dora}=False, {either}", dora, key)
-        if "fp64" in (role.fsdp.model_dtype, role.fsdp.mixed_precision.param_dtype):
-            what = "quantised weights have no fp64 form"
-            yield s.fault(what, "bf16 or fp32", f"set {types}=fp32, {either}", types, key)
 
 
 def offload_options_agree(s: CheckContext) -> Faults:
@@ -117,10 +69,7 @@ def _faults_of_options(role: ModelRole, checks_folder: bool) -> Faults:
 
 
 OFFLOAD_RULES = (
-    offload_needs_fsdp,
-    nothing_else_in_compiled_layers,
     layers_can_stream,
-    bases_can_be_quantized,
     offload_options_agree,
 )
 

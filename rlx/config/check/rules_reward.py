@@ -8,7 +8,7 @@ from typing import Any
 from rlx.config.check.context import CheckContext, Faults
 from rlx.config.check.folders import correct_path, is_hub_name
 from rlx.config.schema import FORMS, TOKENIZER_FILES
-from rlx.config.schema.roles import has_environment, has_reward_model, only_environment_scores
+from rlx.config.schema.roles import has_reward_model
 
 MODEL, FORM = "reward_model.model.path", "reward.format"
 
@@ -27,14 +27,10 @@ def form_is_an_expression(s: CheckContext) -> Faults:
 
 def reward_model_is_one(s: CheckContext) -> Faults:
     """The reward model has a path, gives one score, and its folder holds its tokenizer; the hub is not asked."""
-    if not has_reward_model(s.config):
-        return
     path = s.config.reward_model.model.path
-    expected = "a folder or hub name of a model for sequence classification with one label"
-    if path is None:
-        remedy = f"set {MODEL}, or reward_model.enable=False"
-        yield s.fault("there is no reward model", expected, remedy, MODEL, "reward_model.enable")
+    if not has_reward_model(s.config) or path is None:
         return
+    expected = "a folder or hub name of a model for sequence classification with one label"
     folder = Path(path).expanduser()
     if not folder.exists() and is_hub_name(path):
         return
@@ -69,19 +65,4 @@ NAME, PATH, REWARDS = "environment.name", "environment.path", "environment.rewar
 REPLAY = "actor_rollout_ref.rollout.enable_rollout_routing_replay"
 
 
-def experts_are_not_replayed(s: CheckContext) -> Faults:
-    """Experts are recorded for single turns only."""
-    if has_environment(s.config) and s.value(REPLAY):
-        what = "the experts of conversations with an environment are not recorded"
-        yield s.fault(what, f"{REPLAY}=False", f"set {REPLAY}=False, or remove {NAME} and {PATH}", REPLAY, NAME, PATH)
-
-
-def one_of_them_scores(s: CheckContext) -> Faults:
-    """A reward model is not loaded for nothing."""
-    if only_environment_scores(s.config) and has_reward_model(s.config):
-        what = "the environment's rewards replace those of the reward model"
-        remedy = f"set {REWARDS}=add, or reward_model.enable=False"
-        yield s.fault(what, f"{REWARDS}=add with a reward model", remedy, REWARDS, "reward_model.enable")
-
-
-REWARD_RULES = (experts_are_not_replayed, one_of_them_scores, form_is_an_expression, reward_model_is_one)
+REWARD_RULES = (form_is_an_expression, reward_model_is_one)

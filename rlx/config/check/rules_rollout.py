@@ -4,7 +4,6 @@ from collections.abc import Iterator
 
 from rlx.config.check.context import CheckContext, Faults
 from rlx.config.forecast.decoders import decoder_of
-from rlx.config.machine import processes
 from rlx.config.schema.roles import has_environment
 from rlx.config.vllm_range import CPU_HEAD_WIDTHS, LORA_RANKS, VLLM_RANGE, in_range
 from rlx.offload.plan.decoder import Decoder
@@ -48,12 +47,9 @@ def sampler_is_there(s: CheckContext) -> Faults:
 
 
 def parallel_groups_are_whole(s: CheckContext) -> Faults:
-    """Only vLLM runs tensor-parallel, with as many attention heads in each process."""
+    """vLLM has as many attention heads in each process."""
     rollout = s.config.actor_rollout_ref.rollout
     together = rollout.tensor_model_parallel_size
-    if rollout.name == "hf" and together > 1 and processes(s.config) % together == 0:
-        what = "the hf sampler keeps the whole model in each process"
-        yield s.fault(what, f"{PARALLEL}=1", f"set {PARALLEL}=1", PARALLEL, NAME)
     shape = decoder_of(s.config.actor_rollout_ref.model)
     if rollout.name == "vllm" and isinstance(shape, Decoder) and shape.heads % together:
         what, got = "vLLM cannot divide the attention heads", f"{PARALLEL}={together}, {shape.heads} heads"
@@ -119,7 +115,7 @@ def biases_are_numbers_by_token(s: CheckContext) -> Faults:
         is_number = isinstance(bias, int | float) and not isinstance(bias, bool)
         if not (token.isdecimal() and is_number and -100 <= bias <= 100):
             what, expected = f"{key} has an entry that is no bias", "a token id and a number from -100 to 100"
-            yield s.fault(what, expected, f"correct it, such as {key}={{5: -100}}", key, got=f"{token}: {bias!r}")
+            yield s.fault(what, expected, "correct it, such as {5: -100}", key, got=f"{token}: {bias!r}")
 
 
 def vllm_takes_the_adapters(s: CheckContext) -> Faults:
@@ -151,30 +147,6 @@ RECORDS, REPLAY = f"{ROLLOUT}.enable_rollout_routing_replay", f"{ACTOR}.router_r
 BALANCE, PREFIXES = f"{ACTOR}.router_aux_loss_coef", f"{ROLLOUT}.enable_prefix_caching"
 
 
-def replay_has_a_record(s: CheckContext) -> Faults:
-    """Experts are only replayed if the sampler returns them."""
-    if s.value(REPLAY) == "R3" and not s.value(RECORDS):
-        what, expected = f"{REPLAY}=R3 replays the sampler's experts, which it does not return", f"{RECORDS}=True"
-        yield s.fault(what, expected, f"set {RECORDS}=True, or {REPLAY}=disabled", RECORDS, REPLAY)
-
-
-def routers_can_be_watched(s: CheckContext) -> Faults:
-    """Routers are watched in each process's own, whole sequences, and not in compiled layers."""
-    watched = [key for key in (RECORDS, BALANCE) if s.value(key)]
-    compiled, together = f"{ACTOR}.use_torch_compile", f"{ACTOR}.ulysses_sequence_parallel_size"
-    for key, needed in ((compiled, False), (together, 1)):
-        if watched and s.value(key) != needed:
-            what = f"{watched[0]} watches routers, which it cannot with {key.rpartition('.')[2]}"
-            yield s.fault(what, f"{key}={needed}", f"set {key}={needed}, or leave out {watched[0]}", key, *watched)
-
-
-def vllm_keeps_experts_of_prefixes(s: CheckContext) -> Faults:
-    """vLLM returns experts from the blocks of its prefix cache; 0.32 does not start without."""
-    if s.value(RECORDS) and s.value(f"{ROLLOUT}.name") == "vllm" and not s.value(PREFIXES):
-        what = "vLLM returns the experts of a sequence from the blocks of its prefix cache"
-        yield s.fault(what, f"{PREFIXES}=True", f"set {PREFIXES}=True, or {RECORDS}=False", PREFIXES, RECORDS)
-
-
 ROLLOUT_RULES = (
     sampler_is_there,
     parallel_groups_are_whole,
@@ -184,7 +156,4 @@ ROLLOUT_RULES = (
     responses_can_end,
     biases_are_numbers_by_token,
     vllm_takes_the_adapters,
-    replay_has_a_record,
-    routers_can_be_watched,
-    vllm_keeps_experts_of_prefixes,
 )

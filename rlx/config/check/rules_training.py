@@ -9,7 +9,6 @@ from rlx.config.machine import processes
 from rlx.config.schema import ARITHMETIC
 from rlx.config.schema.roles import (
     ULYSSES,
-    ModelRole,
     has_critic,
     has_environment,
     is_tiny,
@@ -35,41 +34,6 @@ LARGEST_BF16_BETA = 1 - 2.0**-8
 
 
 # Batches
-
-
-def micro_batch_has_a_size(s: CheckContext) -> Faults:
-    """Micro-batches are cut by samples or by tokens; tokens win. Only the actor must choose; the other roles follow it."""
-    key, rows, flag = MICRO_KEYS[0]
-    keys = (f"{key}.{rows}", f"{key}.{flag}")
-    if not s.value(keys[1]) and s.value(keys[0]) is None:
-        remedy = f"set {keys[0]}=4, say, or {keys[1]}=True"
-        yield s.fault(f"{key} sets no way of cutting micro-batches", "one of the two", remedy, *keys)
-
-
-def shared_sequences_are_packed(s: CheckContext) -> Faults:
-    """Processes that share sequences pack them. The model's heads are checked when it is loaded."""
-    for role in sharded_roles(s.config):
-        key = f"{role.key}.{ULYSSES}"
-        if role.sequence_parallel_size > 1:
-            yield from _is_packed(s, role, key, f"{key} shares packed sequences, in rlx's own attention")
-
-
-def prefixes_are_shared_in_packed_rows(s: CheckContext) -> Faults:
-    """A prompt is computed once for several responses in rlx's own attention over packed rows."""
-    for role in sharded_roles(s.config):
-        key = f"{role.model_key}.use_shared_prefix"
-        if role.model.use_shared_prefix is True:
-            what = f"{key}=True computes prompts once in packed rows, in rlx's own attention"
-            yield from _is_packed(s, role, key, what)
-
-
-def _is_packed(s: CheckContext, role: ModelRole, key: str, what: str) -> Faults:
-    """A role's rows are packed and go through rlx's own attention, as the key needs."""
-    if not (role.model.use_remove_padding and role.model.attn_implementation == "sdpa"):
-        padding, kernel = f"{role.model_key}.use_remove_padding", f"{role.model_key}.attn_implementation"
-        got = f"{padding}={role.model.use_remove_padding}, {kernel}={role.model.attn_implementation}"
-        expected, remedy = "use_remove_padding=True and sdpa", f"set {padding}=True and {kernel}=sdpa"
-        yield s.fault(what, expected, remedy, padding, kernel, key, got=got)
 
 
 def tokens_hold_the_longest_row(s: CheckContext) -> Faults:
@@ -135,15 +99,6 @@ def _own_function_scores_it(s: CheckContext) -> bool:
 # Sampling, optimizer, model
 
 
-def validation_samples_at_a_temperature(s: CheckContext) -> Faults:
-    """Sampling needs a temperature above 0."""
-    val, key = s.config.actor_rollout_ref.rollout.val_kwargs, "actor_rollout_ref.rollout.val_kwargs"
-    if val.do_sample and val.temperature == 0:
-        keys = (f"{key}.do_sample", f"{key}.temperature")
-        remedy = f"set {keys[1]}=1.0, say, or {keys[0]}=False for greedy validation"
-        yield s.fault("validation samples at temperature 0", "> 0", remedy, *keys)
-
-
 def moving_share(lr: float) -> float:
     """Return the share of bf16 weights of standard deviation 0.02 that a step of `lr` moves, if rounded to nearest.
 
@@ -180,60 +135,7 @@ def moment_warnings(s: CheckContext) -> Iterator[str]:
             )
 
 
-def torchao_can_do_it(s: CheckContext) -> Faults:
-    """torchao's optimizers step bf16 weights on the device; 8-bit moments fit neither FSDP2's DTensors nor a checkpoint."""
-    for role in trained_roles(s.config):
-        key, fsdp = f"{role.key}.optim.optimizer", role.fsdp_key
-        name = s.value(key)
-        if name == "AdamW":
-            continue
-        places = [f"{fsdp}.{n}" for n in ("optimizer_offload", "optimizer_state", "offload_policy")]
-        dtype, rank, saved = (
-            f"{fsdp}.model_dtype",
-            f"{role.model_key}.lora_rank",
-            f"{role.key}.checkpoint.save_contents",
-        )
-        fits = "fsdp" if name == "AdamW8bit" else "fsdp2"
-        what, either = f"torchao's {name} cannot be used here", f"or {key}=AdamW"
-        if role.fsdp.model_dtype != "bf16":
-            yield s.fault(what, "bf16 weights", f"set {dtype}=bf16, {either}", key, dtype)
-        if role.strategy != fits:
-            yield s.fault(what, fits, f"set {role.strategy_key}={fits}, {either}", key, role.strategy_key)
-        if role.model.lora_rank > 0:
-            yield s.fault(what, "no adapters, because they are fp32", f"set {rank}=0, {either}", key, rank)
-        if role.fsdp.offload_policy or role.fsdp.device_state_bytes < math.inf:
-            remedy = f"set {places[1]}=device and the other two to False, {either}"
-            yield s.fault(what, "its state on the device", remedy, key, *places)
-        if name == "AdamW8bit" and "optimizer" in s.value(saved):
-            remedy = f"set {saved}=[model,extra]: a resumed run then begins with new moments, {either}"
-            yield s.fault(what, "no optimizer in checkpoints", remedy, key, saved)
-
-
-def adapters_have_a_rank(s: CheckContext) -> Faults:
-    """Adapters to start from are of the configured rank."""
-    for role in trained_roles(s.config):
-        path, rank = f"{role.model_key}.lora_adapter_path", f"{role.model_key}.lora_rank"
-        if role.model.lora_adapter_path is not None and role.model.lora_rank == 0:
-            remedy = f"set {rank} and the other keys of LoRA as in the folder's adapter_config.json, or {path}=null"
-            yield s.fault("there are adapters to start from, but no rank", f"{rank} of at least 1", remedy, path, rank)
-
-
 # Sharding
-
-
-def one_way_to_the_host(s: CheckContext) -> Faults:
-    """FSDP's own CPU offload and rlx's offload exclude each other, as do two places of the optimizer's state."""
-    for role in sharded_roles(s.config):
-        own = [name for name in ("param_offload", "optimizer_offload") if getattr(role.fsdp, name)]
-        own += ["optimizer_state"] * (role.fsdp.optimizer_state is not None)
-        if role.fsdp.optimizer_offload and role.fsdp.optimizer_state not in (None, "host"):
-            keys = tuple(f"{role.fsdp_key}.{name}" for name in ("optimizer_offload", "optimizer_state"))
-            remedy = f"set {keys[0]}=False, or {keys[1]}=host"
-            yield s.fault("the optimizer's state has two places", "one of the two, or host", remedy, *keys)
-        if role.fsdp.offload_policy and own:
-            keys = (f"{role.fsdp_key}.offload_policy", *(f"{role.fsdp_key}.{name}" for name in own))
-            remedy = f"set {keys[0]}=False, or leave out {' and '.join(keys[1:])}"
-            yield s.fault("parameters cannot be offloaded in two ways at once", "one of them", remedy, *keys)
 
 
 def fsdp1_can_do_it(s: CheckContext) -> Faults:
@@ -244,10 +146,6 @@ def fsdp1_can_do_it(s: CheckContext) -> Faults:
         if role.strategy != "fsdp":
             continue
         remedy = f"set {role.strategy_key}=fsdp2"
-        if fsdp.offload_policy:
-            policy = f"{key}.offload_policy"
-            either = f"{remedy}, or use {key}.param_offload"
-            yield s.fault("FSDP1 loses gradients with its CPU offload", "FSDP2", either, policy)
         if world == 1 and role.trained and role.model.lora_rank > 0:
             rank = f"{role.model_key}.lora_rank"
             got, either = f"{rank}={role.model.lora_rank}, 1 process", f"{remedy}, or {rank}=0"
@@ -266,30 +164,12 @@ def fsdp1_can_do_it(s: CheckContext) -> Faults:
 # Checkpoints and resuming
 
 
-def checkpoints_hold_weights(s: CheckContext) -> Faults:
-    """A checkpoint holds the weights, in one of two forms; without them it serves for nothing."""
-    for role in trained_roles(s.config) if may_save(s.config) else ():
-        key = f"{role.key}.checkpoint.save_contents"
-        if not {"model", "hf_model"} & set(s.value(key)):
-            expected = "model, from which a run can be resumed, or hf_model, a folder for from_pretrained"
-            yield s.fault("checkpoints would have no weights", expected, f"set {key}=[model,optimizer,extra]", key)
-
-
 def checkpoint_warnings(s: CheckContext) -> Iterator[str]:
     """Warn of checkpoints from which no run goes on."""
     for role in trained_roles(s.config) if may_save(s.config) else ():
         key = f"{role.key}.checkpoint.save_contents"
         if "model" not in (contents := s.value(key)) and "hf_model" in contents:
             yield f"{key}={as_text(contents)} has no model: no run can be resumed from these checkpoints"
-
-
-def resume_path_is_given(s: CheckContext) -> Faults:
-    """resume_mode=resume_path needs a path."""
-    trainer = s.config.trainer
-    if trainer.resume_mode == "resume_path" and trainer.resume_from_path is None:
-        keys = ("trainer.resume_mode", "trainer.resume_from_path")
-        remedy = f"set {keys[1]} to a folder .../global_step_N, or {keys[0]}=auto for the newest"
-        yield s.fault("there is no checkpoint to resume from", "a checkpoint folder", remedy, *keys)
 
 
 def validation_has_a_model(s: CheckContext) -> Faults:
@@ -301,18 +181,9 @@ def validation_has_a_model(s: CheckContext) -> Faults:
 
 
 TRAINING_RULES = (
-    micro_batch_has_a_size,
-    shared_sequences_are_packed,
-    prefixes_are_shared_in_packed_rows,
     tokens_hold_the_longest_row,
-    validation_samples_at_a_temperature,
     updates_survive_rounding,
-    torchao_can_do_it,
-    adapters_have_a_rank,
-    one_way_to_the_host,
     fsdp1_can_do_it,
-    checkpoints_hold_weights,
-    resume_path_is_given,
     own_rewards_fit_the_validation,
     validation_has_a_model,
 )

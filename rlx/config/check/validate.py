@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from rlx.config.check.context import CheckContext
-from rlx.config.check.declared import declared_limits_hold, unused_keys
+from rlx.config.check.declared import declared_limits_hold, declared_needs_are_met, unused_keys
 from rlx.config.check.rules_algorithm import ALGORITHM_RULES, algorithm_warnings
 from rlx.config.check.rules_correction import CORRECTION_RULES
 from rlx.config.check.rules_machine import MACHINE_RULES
@@ -27,7 +27,14 @@ from rlx.config.schema.tree import as_text
 from rlx.config.secrets import without_secrets
 
 RULES = (
-    *(declared_limits_hold, *TRAINING_RULES, *ALGORITHM_RULES, *CORRECTION_RULES, *OFFLOAD_RULES),
+    *(
+        declared_limits_hold,
+        declared_needs_are_met,
+        *TRAINING_RULES,
+        *ALGORITHM_RULES,
+        *CORRECTION_RULES,
+        *OFFLOAD_RULES,
+    ),
     *(*ROLLOUT_RULES, *REWARD_RULES, *MACHINE_RULES),
 )
 

@@ -1,8 +1,10 @@
 """The keys of `algorithm`, and those of the policy loss and the length penalty. The whole tree is in `rlx.config.schema`."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
-from rlx.config.schema.keys import beside, group, in_state, key, while_is, without
+from rlx.config.schema.keys import Need, beside, group, in_state, is_above, key, needs, while_is, without
 
 KL_ESTIMATORS = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
 KL_LOSS_ESTIMATORS = (*KL_ESTIMATORS, "kl+", "k1+", "abs+", "low_var_kl+", "k3+")
@@ -23,6 +25,7 @@ class KLControlConfig:
     )
 
 
+CORRECTS = needs("corrections need the sampler's log-probs", "actor_rollout_ref.rollout.calculate_log_probs", True)
 REJECTIONS = ("token_k1", "seq_sum_k1", "seq_mean_k1", "seq_mean_k3", "seq_max_k2")
 
 
@@ -33,6 +36,7 @@ class RolloutCorrectionConfig:
     rollout_is: str | None = key(
         None,
         "Importance weights (trainer's over sampler's probability) per token or per sequence; null: none.",
+        CORRECTS,
         choices=(None, "token", "sequence"),
     )
     rollout_is_threshold: str = key(
@@ -47,6 +51,7 @@ class RolloutCorrectionConfig:
     rollout_rs: tuple[str, ...] | None = key(
         None,
         "Leave out tokens or sequences whose ratio fails these tests; null: none.",
+        CORRECTS,
         choices=(None, *REJECTIONS),
     )
     rollout_rs_threshold: tuple[str, ...] | None = key(
@@ -56,9 +61,21 @@ class RolloutCorrectionConfig:
         bounds=True,
     )
     rollout_token_veto_threshold: float | None = key(
-        None, "Leave out sequences with a token below this ratio, such as 1e-4.", exclusive_minimum=0, maximum=1
+        None,
+        "Leave out sequences with a token below this ratio, such as 1e-4.",
+        CORRECTS,
+        exclusive_minimum=0,
+        maximum=1,
     )
-    bypass_mode: bool = key(False, "Use the sampler's log-probs as the old ones and skip their phase.")
+    bypass_mode: bool = key(
+        False,
+        "Use the sampler's log-probs as the old ones and skip their phase.",
+        CORRECTS,
+        *(
+            needs("bypass_mode computes no old log-probs, which corrections need", other, None)
+            for other in ("rollout_is", "rollout_rs", "rollout_token_veto_threshold")
+        ),
+    )
 
     @property
     def rejects(self) -> bool:
@@ -66,11 +83,21 @@ class RolloutCorrectionConfig:
         return bool(self.rollout_rs) or self.rollout_token_veto_threshold is not None
 
 
+def two_samples(what: str, when: Callable[[Any], bool], example: int) -> Need:
+    """Need at least two samples of a prompt."""
+    need = needs(what, "actor_rollout_ref.rollout.n", when=when, expected=" >= 2", example=example)
+    return need._replace(met=is_above(1))
+
+
 @dataclass(frozen=True)
 class FilterGroupsConfig:
     """DAPO's dynamic sampling: replace prompts whose samples are all equally good, because they teach nothing."""
 
-    enable: bool = key(False, "Generate until the samples of train_batch_size prompts differ in `metric`.")
+    enable: bool = key(
+        False,
+        "Generate until the samples of train_batch_size prompts differ in `metric`.",
+        two_samples("a single response to a prompt differs from none", bool, example=8),
+    )
     metric: str = key(
         "acc",
         "Number that must differ: acc, score, seq_reward, seq_final_reward (with the penalty for length), or one that the reward function "
@@ -100,7 +127,12 @@ and the keys of `algorithm` that it reads."""
 @dataclass(frozen=True)
 class AlgorithmConfig:
     adv_estimator: str = key(
-        "gae", "Advantage estimator; gae (PPO) has a critic. See docs/algorithms.md.", choices=tuple(ADV_ESTIMATORS)
+        "gae",
+        "Advantage estimator; gae (PPO) has a critic. See docs/algorithms.md.",
+        two_samples(
+            "the estimator compares the responses to one prompt", lambda name: GROUPS in ADV_ESTIMATORS.get(name, ()), 5
+        ),
+        choices=tuple(ADV_ESTIMATORS),
     )
     gamma: float = key(1.0, "Discount; gae and reinforce_plus_plus.", in_state("not read"), minimum=0, maximum=1)
     lam: float = key(1.0, "GAE's lambda.", in_state("not read"), minimum=0, maximum=1)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from rlx.config.schema.keys import Unused, group, in_state, key, without
+from rlx.config.schema.keys import Unused, group, in_state, key, needs, without
 
 ARITHMETIC = "builtin:arithmetic"
 PLAIN_SOURCE = "answer"
@@ -26,8 +26,17 @@ class ArithmeticConfig:
 
 @dataclass(frozen=True)
 class CustomClassConfig:
-    path: str | None = key(None, "Python file that holds the dataset class; null uses rlx's own.", is_path=True)
-    name: str | None = key(None, "Name of the class in that file.")
+    path: str | None = key(
+        None,
+        "Python file that holds the dataset class; null uses rlx's own.",
+        needs("a dataset class needs file and name", "name", expected="=<its name>"),
+        is_path=True,
+    )
+    name: str | None = key(
+        None,
+        "Name of the class in that file.",
+        needs("a dataset class needs file and name", "path", expected="=<its file>"),
+    )
 
 
 @dataclass(frozen=True)

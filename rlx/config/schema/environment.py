@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from rlx.config.schema.keys import key
+from rlx.config.schema.keys import key, needs
 
 TOOL_FORMATS = ("tags", "hermes", "llama3_json", "mistral", "qwen3_coder")
 
@@ -60,5 +60,13 @@ class EnvironmentConfig:
     )
     failure_reward: float = key(0.0, "Reward of the turn at which it fails.")
     rewards: str = key(
-        "add", "Its rewards: add them to the reward functions' score, or replace that.", choices=("add", "replace")
+        "add",
+        "Its rewards: add them to the reward functions' score, or replace that.",
+        needs(
+            "the environment's rewards replace those of the reward model",
+            "reward_model.enable",
+            False,
+            when=lambda rewards: rewards == "replace",
+        ),
+        choices=("add", "replace"),
     )

@@ -49,6 +49,31 @@ def in_state(name: str) -> Unused:
     return Unused("", state=name)
 
 
+class Need(NamedTuple):
+    """What a key, while it has certain values, needs of another key or of the machine."""
+
+    what: str  # the fault otherwise
+    key: str  # beside or in full; `role.…`: of the role's model, such as `role.fsdp.model_dtype`
+    met: Callable[[Any], bool]  # by the other key's value
+    expected: str  # what follows the other key in words, such as `=True`
+    example: str  # a value to set; empty: the user knows
+    when: Callable[[Any], bool]  # for the key's own value
+
+
+def needs(
+    what: str, other: str, *values: Any, when: Callable[[Any], bool] = bool, expected: str = "", example: Any = ""
+) -> Need:
+    """While `when` holds, by default while the key is set: the other key has one of these values, or any if there are none."""
+    texts = ["null" if value is None else str(value) for value in values] or [""]
+    met = (lambda found: found in values) if values else bool
+    return Need(what, other, met, expected or f"={' or '.join(texts)}", str(example) or texts[0], when)
+
+
+def is_above(least: float) -> Callable[[Any], bool]:
+    """Whether a number is above another one; null is not."""
+    return lambda value: value is not None and value > least
+
+
 class KeyInfo(NamedTuple):
     """Meaning and limits of one key. Choices and range of a tuple apply to each element.
 
@@ -66,6 +91,9 @@ class KeyInfo(NamedTuple):
     at_most: str = ""  # the key that holds the largest value
     divides: str = ""  # the key, or `processes`, that this one has to divide
     unused: tuple[Unused, ...] = ()
+    needs: tuple[Need, ...] = ()
+    package: str = ""  # of pip, that any other value than the default needs, or those of `package_for`
+    package_for: tuple[Any, ...] = ()
     below: Mapping[str, tuple[Unused, ...]] | None = None  # of a group, for keys and groups in it
     bounds: bool = False
     words: tuple[str, ...] = ()
@@ -88,9 +116,10 @@ def read_bounds(text: str) -> Bounds:
     return Bounds(numbers[0] if len(numbers) == 2 else None, numbers[-1])
 
 
-def key(default: Any, doc: str, *unused: Unused, **limits: Any) -> Any:
+def key(default: Any, doc: str, *relations: Unused | Need, **limits: Any) -> Any:
     """Return a leaf of the tree; `limits` are fields of KeyInfo. Ranges include their ends unless named exclusive; None passes."""
-    info = KeyInfo(doc, unused=unused, **limits)
+    unused = tuple(each for each in relations if isinstance(each, Unused))
+    info = KeyInfo(doc, unused=unused, needs=tuple(each for each in relations if isinstance(each, Need)), **limits)
     if isinstance(default, dict):
         return field(default_factory=lambda: dict(default), metadata={"key": info})
     return field(default=default, metadata={"key": info})

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from rlx.config.schema.keys import group, in_state, key, while_is, without
+from rlx.config.schema.keys import Need, group, in_state, key, needs, while_is, without
 from rlx.offload.runtime.options import LIMITS, OffloadOptions
 
 
@@ -87,6 +87,18 @@ class LoraConfig:
     use_rslora: bool = key(False, "rsLoRA: scale by alpha / sqrt(rank) instead of alpha / rank.")
 
 
+STREAMS = needs("layer offloading needs FSDP2", "role.strategy", "fsdp2")
+
+
+def packed(what: str, **when: Any) -> tuple[Need, ...]:
+    """What rlx's own attention over packed rows needs."""
+    text = f"{what} are packed rows in rlx's own attention"
+    return (
+        needs(text, "role.model.use_remove_padding", True, **when),
+        needs(text, "role.model.attn_implementation", "sdpa", **when),
+    )
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     path: str | None = key(
@@ -94,13 +106,17 @@ class ModelConfig:
     )
     trust_remote_code: bool = key(False, "Run code from the model folder.")
     override_config: dict[str, Any] = key({}, "Values to set in the model's config.json.")
-    attn_implementation: str = key("sdpa", "Attention kernel, as transformers names it.")
+    attn_implementation: str = key(
+        "sdpa", "Attention kernel, as transformers names it.", package="flash-attn", package_for=("flash_attention_2",)
+    )
     experts_implementation: str | None = key(
         None,
         "Kernel for a mixture of experts, as transformers names it; null: grouped_mm if the model's class has it, eager in fp64, "
         "which grouped products do not know.",
     )
-    use_liger: bool = key(False, "Fused norms, gated MLPs and rotary embeddings of liger-kernel, on GPUs.")
+    use_liger: bool = key(
+        False, "Fused norms, gated MLPs and rotary embeddings of liger-kernel, on GPUs.", package="liger-kernel"
+    )
     enable_gradient_checkpointing: bool = key(True, "Recompute activations in backward instead of keeping them.")
     enable_activation_offload: bool = key(False, "Move activations off the device until backward needs them.")
     activation_offload: ActivationOffloadConfig = group(
@@ -109,6 +125,7 @@ class ModelConfig:
     layer_offload: bool = key(
         False,
         "Keep the frozen weights of layers in host memory and fetch them one layer ahead; with fsdp2.",
+        STREAMS,
     )
     layer_offload_directory: str | None = key(
         None,
@@ -123,6 +140,7 @@ class ModelConfig:
         "Compute a prompt once for all its responses in a micro-batch; auto: where that saves more than 3 % of the tokens; "
         "needs packed rows and sdpa.",
         while_is("actor_rollout_ref.rollout.n", 1),
+        *packed("shared prefixes", when=lambda shares: shares is True),
         words=("auto",),
     )
     tiled_mlp: int | str = key(
@@ -131,7 +149,7 @@ class ModelConfig:
         minimum=0,
         words=("auto",),
     )
-    lora_rank: int = key(0, "Rank of LoRA adapters; 0 trains every weight.", minimum=0)
+    lora_rank: int = key(0, "Rank of LoRA adapters; 0 trains every weight.", minimum=0, package="peft>=0.17")
     lora_alpha: int = key(16, "Scale of the adapters: alpha / rank.", without("lora_rank"), minimum=1)
     target_modules: str = key(
         "all-linear",
@@ -140,12 +158,21 @@ class ModelConfig:
         joined=True,
     )
     lora_adapter_path: str | None = key(
-        None, "Folder of adapters in peft's format to start from; null: fresh ones.", is_path=True
+        None,
+        "Folder of adapters in peft's format to start from; null: fresh ones.",
+        needs("there are adapters to start from, but no rank", "lora_rank", expected=" as in adapter_config.json"),
+        is_path=True,
     )
     quantization: str | None = key(
         None,
         "Hold the frozen weights of layers in 4.5 bits each (nf4), below LoRA adapters; null: in model_dtype.",
+        needs("weights that are trained cannot be quantised", "lora_rank", expected=" above 0"),
+        needs("a quantised base needs FSDP2", "role.strategy", "fsdp2"),
+        needs("DoRA reads the base's weights, which are quantised", "lora.use_dora", False),
+        needs("quantised weights have no fp64 form", "role.fsdp.model_dtype", "fp32", "bf16"),
+        needs("quantised weights have no fp64 form", "role.fsdp.mixed_precision.param_dtype", "auto", "fp32", "bf16"),
         words=("nf4",),
+        package="bitsandbytes>=0.50",
     )
     lora: LoraConfig = group(LoraConfig, "Kinds of adapters, and how they reach the sampler.", without("lora_rank"))
     tiny: TinyModelConfig = group(TinyModelConfig, "Shape of `builtin:tiny`.", in_state("not tiny"))

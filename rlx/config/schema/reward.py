@@ -4,7 +4,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlx.config.schema.algorithm import OverlongBufferConfig
-from rlx.config.schema.keys import group, in_state, key, never, while_is, without
+from rlx.config.schema.keys import group, in_state, key, needs, never, while_is, without
+from rlx.config.schema.model import STREAMS
 from rlx.config.schema.training import FSDPConfig
 
 FORMS = ("tags", "hashes", "boxed")
@@ -93,9 +94,11 @@ class RewardModelSourceConfig:
     )
     trust_remote_code: bool = key(False, "Run code from the model folder.")
     override_config: dict[str, Any] = key({}, "Values to set in the model's config.json.")
-    attn_implementation: str = key("sdpa", "Attention kernel, as transformers names it.")
+    attn_implementation: str = key(
+        "sdpa", "Attention kernel, as transformers names it.", package="flash-attn", package_for=("flash_attention_2",)
+    )
     layer_offload: bool = key(
-        False, "Keep the weights of layers in host memory, as `actor_rollout_ref.model.layer_offload`."
+        False, "Keep the weights of layers in host memory, as `actor_rollout_ref.model.layer_offload`.", STREAMS
     )
     layer_offload_directory: str | None = key(
         None, "As `actor_rollout_ref.model.layer_offload_directory`.", is_path=True
@@ -107,7 +110,11 @@ class RewardModelSourceConfig:
 class RewardModelConfig:
     """A model that scores whole conversations, instead of reward functions or in addition to them."""
 
-    enable: bool = key(False, "Score responses with a reward model.")
+    enable: bool = key(
+        False,
+        "Score responses with a reward model.",
+        needs("there is no reward model", "model.path", expected="=<a folder or hub name>"),
+    )
     rule_weight: float = key(
         0.0,
         "Weight of the reward functions' score in the sum with the model's; 0: the functions are not called.",

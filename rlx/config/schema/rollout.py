@@ -4,8 +4,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlx.config.schema.environment import MultiTurnConfig
-from rlx.config.schema.keys import group, in_state, key, while_is, without
+from rlx.config.schema.keys import group, in_state, is_above, key, needs, while_is, without
 
+WATCHES_ROUTERS = (
+    needs("routers cannot be watched in compiled layers", "actor_rollout_ref.actor.use_torch_compile", False),
+    needs("routers see parts of shared sequences", "actor_rollout_ref.actor.ulysses_sequence_parallel_size", 1),
+)
 NO_OLD_LOG_PROBS = while_is("algorithm.rollout_correction.bypass_mode", True)
 
 
@@ -15,7 +19,11 @@ class ValKwargsConfig:
     top_p: float = key(1.0, "Nucleus.", without("do_sample"), exclusive_minimum=0, maximum=1)
     top_k: int = key(-1, "Most likely tokens considered; -1 or 0: all.", without("do_sample"), minimum=-1)
     n: int = key(1, "Responses per validation prompt.", without("do_sample"), minimum=1)
-    do_sample: bool = key(False, "False: greedy at any temperature.")
+    do_sample: bool = key(
+        False,
+        "False: greedy at any temperature.",
+        needs("validation samples at temperature 0", "temperature", expected=" > 0", example=1.0),
+    )
     min_p: float = key(
         0.0,
         "Drop tokens less likely than this share of the most likely one; 0: none.",
@@ -70,6 +78,11 @@ class RolloutConfig:
         "Mixture of experts: return the experts that the sampler uses for each token; see actor.router_replay.mode and the metrics "
         "mismatch/differing_experts*.",
         in_state("experts are not used"),
+        *WATCHES_ROUTERS,
+        *(
+            needs("the experts of conversations with an environment are not recorded", f"environment.{other}", None)
+            for other in ("name", "path")
+        ),
     )
     seed_requests: bool | None = key(
         None,
@@ -85,13 +98,27 @@ class RolloutConfig:
         maximum=1,
     )
     tensor_model_parallel_size: int = key(
-        1, "vLLM: processes that share one copy of the model.", minimum=1, divides="processes"
+        1,
+        "vLLM: processes that share one copy of the model.",
+        needs("the hf sampler keeps the whole model in each process", "name", "vllm", when=is_above(1)),
+        minimum=1,
+        divides="processes",
     )
     max_num_batched_tokens: int = key(8192, "vLLM: tokens per scheduling step.", while_is("name", "hf"), minimum=1)
     enforce_eager: bool = key(False, "vLLM: no CUDA graphs.", while_is("name", "hf"))
     free_cache_engine: bool = key(True, "vLLM: give the KV cache back during updates.", while_is("name", "hf"))
     enable_chunked_prefill: bool = key(True, "vLLM: prefill in chunks.", while_is("name", "hf"))
-    enable_prefix_caching: bool = key(True, "vLLM: share prefixes.", while_is("name", "hf"))
+    enable_prefix_caching: bool = key(
+        True,
+        "vLLM: share prefixes.",
+        while_is("name", "hf"),
+        needs(
+            "vLLM returns experts from the blocks of its prefix cache",
+            "enable_rollout_routing_replay",
+            False,
+            when=lambda caches: not caches,
+        ),
+    )
     log_prob_micro_batch_size_per_gpu: int | None = key(
         None,
         "Old log-probs: samples per forward; null: as the actor's update.",

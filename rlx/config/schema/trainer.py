@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from rlx.config.schema.keys import beside, in_state, key, unless
+from rlx.config.schema.keys import beside, in_state, key, needs, unless
 from rlx.config.schema.model import LARGEST_SEED
 
 MEMORY_CHECKS = ("refuse", "warn", "off")
@@ -17,7 +17,9 @@ class TrainerConfig:
     total_training_steps: int | None = key(None, "Steps; null: from total_epochs.", minimum=1)
     project_name: str = key("rlx", "First part of the run's folder; wandb's project.", is_path=True)
     experiment_name: str = key("run", "Second part of the run's folder.", is_path=True)
-    logger: tuple[str, ...] = key(("console", "jsonl"), "Where metrics go.", choices=LOGGERS)
+    logger: tuple[str, ...] = key(
+        ("console", "jsonl"), "Where metrics go.", choices=LOGGERS, package="wandb", package_for=("wandb",)
+    )
     verbose: bool = key(False, "Show the memory around each phase on the console, too.")
     nnodes: int = key(1, "Machines.", minimum=1)
     min_nodes: int | None = key(
@@ -45,6 +47,12 @@ class TrainerConfig:
     resume_mode: str = key(
         "disable",
         "disable: start anew; auto: newest whole checkpoint of the experiment's newest run that has one; resume_path: one named.",
+        needs(
+            "there is no checkpoint to resume from",
+            "resume_from_path",
+            when=lambda mode: mode == "resume_path",
+            expected="=.../global_step_N",
+        ),
         choices=RESUME,
     )
     resume_from_path: str | None = key(

@@ -2,11 +2,31 @@
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from rlx.config.schema.algorithm import KL_LOSS_ESTIMATORS, PolicyLossConfig
-from rlx.config.schema.keys import beside, group, in_state, key, never, unless, while_is, without
-from rlx.config.schema.model import ModelConfig
-from rlx.config.schema.rollout import RolloutConfig
+from rlx.config.schema.keys import Need, beside, group, in_state, is_above, key, needs, never, unless, while_is, without
+from rlx.config.schema.model import ModelConfig, packed
+from rlx.config.schema.rollout import WATCHES_ROUTERS, RolloutConfig
+
+
+def _torchao(other: str, *values: Any, of: tuple[str, ...] = ("_AdamW", "AdamW8bit"), **more: Any) -> Need:
+    return needs("torchao's optimizers cannot be used here", other, *values, when=lambda name: name in of, **more)
+
+
+# They step bf16 weights on the device; 8-bit moments fit neither FSDP2's DTensors nor a checkpoint.
+TORCHAO_NEEDS = (
+    _torchao("role.fsdp.model_dtype", "bf16"),
+    _torchao("role.strategy", "fsdp2", of=("_AdamW",)),
+    _torchao("role.strategy", "fsdp", of=("AdamW8bit",)),
+    _torchao("role.model.lora_rank", 0),
+    _torchao("role.fsdp.offload_policy", False),
+    _torchao("role.fsdp.optimizer_offload", False),
+    _torchao("role.fsdp.optimizer_state", "device", None),
+    _torchao(
+        "role.checkpoint.save_contents", expected=" without the optimizer", example="[model,extra]", of=("AdamW8bit",)
+    )._replace(met=lambda saved: "optimizer" not in saved),
+)
 
 
 @dataclass(frozen=True)
@@ -16,7 +36,9 @@ class OptimConfig:
     optimizer: str = key(
         "AdamW",
         "AdamW is torch's. Of torchao: _AdamW rounds bf16 weights stochastically, AdamW8bit does so too and has moments in 8 bits.",
+        *TORCHAO_NEEDS,
         choices=("AdamW", "_AdamW", "AdamW8bit"),
+        package="torchao>=0.18",
     )
     lr: float = key(1e-6, "Peak learning rate.", minimum=0)
     lr_warmup_steps: int = key(-1, "Optimizer steps of linear warm-up; -1: from lr_warmup_steps_ratio.", minimum=-1)
@@ -44,6 +66,7 @@ class OptimConfig:
     )
 
 
+TWO_WAYS = "parameters cannot be offloaded in two ways at once"
 DTYPES = ("bf16", "fp32", "fp64")  # no fp16: nothing scales the loss
 
 
@@ -64,6 +87,7 @@ class FSDPConfig:
         False,
         "Keep the optimizer's state in host memory; fetch it piece by piece during the step. The same as optimizer_state=host.",
         in_state("on a CPU"),
+        needs("the optimizer's state has two places", "optimizer_state", "host", None),
     )
     optimizer_state: int | str | None = key(
         None,
@@ -74,7 +98,13 @@ class FSDPConfig:
         words=("auto", "device", "host"),
     )
     offload_policy: bool = key(
-        False, "FSDP's own CPU offload: parameters and the optimizer step are on the host.", in_state("on a CPU")
+        False,
+        "FSDP's own CPU offload: parameters and the optimizer step are on the host.",
+        in_state("on a CPU"),
+        needs(TWO_WAYS, "param_offload", False),
+        needs(TWO_WAYS, "optimizer_offload", False),
+        needs(TWO_WAYS, "optimizer_state", None),
+        needs("FSDP1 loses gradients with its CPU offload", "role.strategy", "fsdp2"),
     )
     reshard_after_forward: bool | str = key(
         "auto",
@@ -126,6 +156,13 @@ class CheckpointConfig:
     save_contents: tuple[str, ...] = key(
         ("model", "optimizer", "extra"),
         "Parts of a checkpoint; extra is the scheduler, hf_model a folder for from_pretrained.",
+        needs(
+            "checkpoints would have no weights",
+            "save_contents",
+            expected=" with model or hf_model",
+            when=lambda _: True,
+            example="[model,optimizer,extra]",
+        )._replace(met=lambda saved: not {"model", "hf_model"}.isdisjoint(saved)),
         choices=CHECKPOINT_CONTENTS,
     )
     async_save: bool = key(False, "Copy to host memory, and write to disk while training goes on.")
@@ -134,12 +171,21 @@ class CheckpointConfig:
 AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 
 
+SHARES_SEQUENCES = packed("sequences that processes share", when=is_above(1))
+
+
 @dataclass(frozen=True)
 class RouterReplayConfig:
     mode: str = key(
         "disabled",
         "Mixture of experts: whose experts log-probs and updates use: R3 the sampler's, which rollout.enable_rollout_routing_replay "
         "records; disabled their own.",
+        needs(
+            "the sampler does not return the experts to replay",
+            "actor_rollout_ref.rollout.enable_rollout_routing_replay",
+            True,
+            when=lambda mode: mode == "R3",
+        ),
         choices=("disabled", "R3"),
     )
 
@@ -154,6 +200,7 @@ class ActorConfig:
         None,
         "Samples per forward and process; set this or use_dynamic_bsz.",
         while_is("use_dynamic_bsz", True),
+        needs("micro-batches have no size", "use_dynamic_bsz", True, when=lambda rows: rows is None),
         minimum=1,
     )
     use_dynamic_bsz: bool = key(False, "Cut micro-batches by tokens instead of samples.")
@@ -163,6 +210,7 @@ class ActorConfig:
     ulysses_sequence_parallel_size: int = key(
         1,
         "Neighbouring processes that share each sequence; divides processes and attention heads.",
+        *SHARES_SEQUENCES,
         minimum=1,
         divides="processes",
     )
@@ -188,11 +236,24 @@ class ActorConfig:
         0.0,
         "Mixture of experts: weight of the load-balancing loss of the mini-batch; needs a forward more per update unless "
         "router_replay.mode=R3.",
+        *WATCHES_ROUTERS,
         minimum=0,
     )
     router_replay: RouterReplayConfig = group(RouterReplayConfig, "Choice of experts in training.")
     grad_clip: float = key(1.0, "Largest gradient norm.", exclusive_minimum=0)
-    use_torch_compile: bool = key(False, "Compile each layer; cannot be combined with activation offloading.")
+    use_torch_compile: bool = key(
+        False,
+        "Compile each layer; cannot be combined with activation offloading.",
+        *(
+            needs(f"{what} cannot be combined with compiled layers", f"actor_rollout_ref.model.{other}", off)
+            for other, off, what in (
+                ("enable_activation_offload", False, "activation offloading"),
+                ("tiled_mlp", 0, "tiles"),
+                ("layer_offload", False, "layer offloading"),
+                ("quantization", None, "a quantised base"),
+            )
+        ),
+    )
     optim: OptimConfig = group(OptimConfig, "Optimizer.")
     fsdp_config: FSDPConfig = group(FSDPConfig, "Sharding and precision.")
     checkpoint: CheckpointConfig = group(CheckpointConfig, "Contents of checkpoints.", in_state("never saves"))
@@ -208,7 +269,11 @@ class RefConfig:
         16384, "Tokens per forward with log_prob_use_dynamic_bsz.", without("log_prob_use_dynamic_bsz"), minimum=1
     )
     ulysses_sequence_parallel_size: int | None = key(
-        None, "Processes that share each sequence; null: the actor's.", minimum=1, divides="processes"
+        None,
+        "Processes that share each sequence; null: the actor's.",
+        *SHARES_SEQUENCES,
+        minimum=1,
+        divides="processes",
     )
     fsdp_config: FSDPConfig = group(FSDPConfig, "Sharding and precision.")
 
@@ -258,7 +323,11 @@ class CriticConfig:
         32768, "Tokens per forward and process with use_dynamic_bsz.", without("use_dynamic_bsz"), minimum=1
     )
     ulysses_sequence_parallel_size: int | None = key(
-        None, "Processes that share each sequence; null: the actor's.", minimum=1, divides="processes"
+        None,
+        "Processes that share each sequence; null: the actor's.",
+        *SHARES_SEQUENCES,
+        minimum=1,
+        divides="processes",
     )
     ppo_epochs: int | None = key(None, "Passes over each batch; null: the actor's.", minimum=1)
     shuffle: bool | None = key(None, "Shuffle before cutting mini-batches; null: the actor's.")
