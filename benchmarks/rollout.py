@@ -33,8 +33,8 @@ from rlx.models.tiny import make_tiny_tokenizer
 from rlx.offload.plan.shapes import SHAPES
 from rlx.rollout.hf import HFRollout
 from rlx.rollout.protocol import Request
-from rlx.trainer import steps
 from rlx.trainer.run import with_models
+from rlx.trainer.samples import spread
 from rlx.workers.roles import ActorRole, RolloutRole
 from rlx.workers.worker import Worker
 
@@ -121,7 +121,7 @@ def make_prompts(config: PPOConfig, count: int) -> Batch:
     lengths = torch.randint(max(1, longest // 4), longest + 1, (count, 1), generator=generator)
     mask = torch.arange(longest) >= longest - lengths
     ids = torch.randint(10, 250, (count, longest), generator=generator).masked_fill(~mask, 0)
-    return steps.spread(Batch.of({"prompt_ids": ids, "prompt_mask": mask}), 1, 0, "benchmark", 0)
+    return spread(Batch.of({"prompt_ids": ids, "prompt_mask": mask}), 1, 0, "benchmark", 0)
 
 
 def measure_sync(worker: Worker, settings: RolloutConfig, rounds: int) -> Figures:

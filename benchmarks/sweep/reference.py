@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from rlx.algorithms.aggregation import denominator
+from rlx.algorithms.losses import denominator
 from rlx.config.schema import ActorConfig, CriticConfig, OptimConfig
 from rlx.config.schema.training import RouterReplayConfig
 from rlx.data.batch import Batch

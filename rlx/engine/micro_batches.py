@@ -21,8 +21,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from rlx.algorithms.partition import partition
-from rlx.data.batch import EXPERTS, TENSORS, Batch
+from rlx.data.batch import EXPERTS, TENSORS, Batch, partition
 from rlx.models.loading import why_not_shared
 from rlx.models.prefix_tree import NEVER, Tree, tree_of_rows
 from rlx.models.tree_attention import to_device

@@ -12,9 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlx.algorithms.aggregation import denominator, token_weights
 from rlx.algorithms.kl import kl_estimate
-from rlx.algorithms.losses import POLICY_LOSSES, LossSettings, PolicyLoss, value_loss
+from rlx.algorithms.losses import POLICY_LOSSES, LossSettings, PolicyLoss, denominator, token_weights, value_loss
 from rlx.algorithms.rollout_correction import mismatch_sums
 from rlx.config.schema import ActorConfig, CriticConfig, PolicyLossConfig, RolloutCorrectionConfig
 from rlx.data.batch import EXPERTS, SAMPLE_TOKENS, Batch

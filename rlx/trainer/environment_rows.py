@@ -4,20 +4,19 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from rlx.algorithms.turns import turn_index
 from rlx.config.schema import EnvironmentConfig, PPOConfig, RolloutConfig
 from rlx.config.schema.roles import has_environment, only_environment_scores
-from rlx.data.batch import Batch
+from rlx.data.batch import TENSORS, Batch, concat
 from rlx.environments.running import TEMPLATE_REASON, EnvironmentFailed
 from rlx.errors import cause_of
 from rlx.rewards.manager import Scores
 from rlx.rollout.protocol import Sampling
-from rlx.trainer.forked_conversations import EARLIER, conversations_of
 from rlx.trainer.progress import Progress
 
 CONVERSATION = "conversation"
@@ -155,13 +154,6 @@ def failures(batch: Batch) -> str:
     return f"{reasons.total()} of {len(batch)} conversations ended by a failure: {named}{rest}"
 
 
-def masks_by_turn(batch: Batch, most: int) -> list[torch.Tensor]:
-    """Return the masks (B, R) of the policy's first turns, at most `most`; none if no row has a second one."""
-    index_BR = turn_index(batch["response_mask"])
-    turns = int(index_BR.max()) + 1 if index_BR.numel() else 0
-    return [index_BR == turn for turn in range(min(turns, most))] if turns > 1 else []
-
-
 def _short(reason: str) -> str:
     """Return a reason's first word, such as timeout, for the name of a metric."""
     return reason.partition(":")[0]
@@ -217,3 +209,109 @@ def _leaves_nothing(record: Mapping[str, Any]) -> bool:
     """Whether the environment failed, or the first prompt did; a template that refuses a later message leaves turns to train on."""
     turns: Sequence[Any] = record["turns"]
     return not record["reason"].startswith(f"{TEMPLATE_REASON}:") or not turns
+
+
+T = TypeVar("T")
+BRANCH, EARLIER = "branch", "earlier_rows"
+
+
+def all_rows(batch: Batch) -> Batch:
+    """Return a row for each branch, those of a conversation in order, with the column `branch`; the same rows if none forked."""
+    earlier = batch.info.get(EARLIER, [])
+    info = {name: values for name, values in batch.info.items() if name != EARLIER}
+    batch, added = Batch(batch.tensors, info), [each for each in earlier if each is not None]
+    if not added:
+        return batch
+    counts = [0 if each is None else len(each) for each in earlier]
+    widest = max(each.prompt_length for each in (batch, *added))
+    first = concat([each.with_prompts(widest) for each in added])
+    of_conversation = batch.rows([row for row, count in enumerate(counts) for _ in range(count)])
+    first = of_conversation.with_(**first.tensors)
+    whole = concat([first, batch.with_prompts(widest)])
+    places = [*((row, branch) for row, count in enumerate(counts) for branch in range(count)), *enumerate(counts)]
+    order = sorted(range(len(whole)), key=places.__getitem__)
+    return whole.rows(order).with_(branch=torch.tensor([places[row][1] for row in order]))
+
+
+def conversations_of(batch: Batch) -> Batch:
+    """Return a row for each conversation, for what all its rows share: B columns and info."""
+    return batch.rows(batch[BRANCH].eq(0).nonzero().flatten().tolist()) if BRANCH in batch else batch
+
+
+def last_rows(batch: Batch) -> Batch:
+    """Return the last row of each conversation."""
+    if BRANCH not in batch:
+        return batch
+    samples = [*zip(batch["group_id"].tolist(), batch.info["sample"], batch[BRANCH].tolist(), strict=True)]
+    last = {(group, sample): branch for group, sample, branch in sorted(samples)}
+    return batch.rows([row for row, (group, sample, branch) in enumerate(samples) if last[group, sample] == branch])
+
+
+def sampled_tokens(batch: Batch) -> Tensor:
+    """Return the number of sampled tokens of each conversation of a batch before `all_rows`, (B,) int64."""
+    return _over_rows(batch, lambda rows: rows["response_mask"])
+
+
+def written_tokens(batch: Batch) -> Tensor:
+    """Return the same of all tokens behind the prompts; a history that a row repeats counts again."""
+    return _over_rows(batch, lambda rows: rows["attention_mask"][:, rows.prompt_length :])
+
+
+def _over_rows(batch: Batch, mask_of: Callable[[Batch], Tensor]) -> Tensor:
+    earlier = [0 if each is None else int(mask_of(each).sum()) for each in batch.info.get(EARLIER, [])]
+    return mask_of(batch).sum(dim=1) + torch.tensor(earlier or [0])
+
+
+def _sample_of_rows(batch: Batch) -> Tensor:
+    """Return the number of each row's conversation, in the order of group and sample (B,)."""
+    names = torch.stack([batch["group_id"], torch.tensor(batch.info["sample"])], dim=1)
+    return names.unique(dim=0, return_inverse=True)[1]
+
+
+def joined(batch: Batch) -> tuple[Batch, Callable[[Batch], Batch]]:
+    """Return a row for each conversation: its branches' response columns, concatenated, and its B columns.
+
+    Return also what adds the new columns of such a batch to the rows. The same batch if no conversation has several rows.
+    """
+    if BRANCH not in batch:
+        return batch, lambda whole: whole
+    mask_BR, sample_B, branch_B = batch["response_mask"], _sample_of_rows(batch), batch[BRANCH]
+    columns = torch.arange(mask_BR.shape[1])
+    reach_B = ((columns + 1) * mask_BR).amax(dim=1)
+    inside_BR = columns < reach_B[:, None]  # up to the last sampled token
+    first_B, width = torch.zeros_like(reach_B), Counter[int]()
+    for row in sorted(range(len(batch)), key=lambda row: (int(sample_B[row]), int(branch_B[row]))):
+        first_B[row] = width[int(sample_B[row])]
+        width[int(sample_B[row])] += int(reach_B[row]) + 1  # a column parts the turns of two rows
+    at = sample_B[:, None].expand_as(mask_BR)[inside_BR], (first_B[:, None] + columns)[inside_BR]
+    heads = branch_B.eq(0).nonzero().flatten()
+    heads = heads[sample_B[heads].argsort()]
+    tensors = {}
+    for name, column in batch.tensors.items():
+        if TENSORS[name].shape == "BR":
+            tensors[name] = column.new_zeros(len(heads), int(at[1].max()) + 1 if len(at[1]) else 1)
+            tensors[name][at] = column[inside_BR]
+        elif TENSORS[name].shape == "B" and name != BRANCH:
+            tensors[name] = column[heads]
+    info = {name: [values[row] for row in heads.tolist()] for name, values in batch.info.items()}
+
+    def apart(whole: Batch) -> Batch:
+        added = {}
+        for name, column in whole.tensors.exclude(*batch.tensors.keys()).items():
+            if TENSORS[name].shape == "B":
+                added[name] = column[sample_B]
+            else:
+                added[name] = column.new_zeros(inside_BR.shape)
+                added[name][inside_BR] = column[at]
+        return batch.with_(**added)
+
+    return Batch.of(tensors, info), apart
+
+
+def with_sample_tokens(batch: Batch, counted: str) -> Batch:
+    """Write `sample_tokens`, of the mask `counted`, if conversations have several rows."""
+    if BRANCH not in batch:
+        return batch
+    sample_B, tokens_B = _sample_of_rows(batch), batch[counted].sum(dim=1)
+    tokens_C = tokens_B.new_zeros(int(sample_B.max()) + 1).index_add_(0, sample_B, tokens_B)
+    return batch.with_(sample_tokens=tokens_C[sample_B])

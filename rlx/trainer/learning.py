@@ -1,115 +1,133 @@
-"""What models compute in a step: log-probs and values, advantages, and the updates on them."""
+"""What models compute in a step: log-probs and values, advantages, and the updates on them.
 
+Shape letters as in `rlx/data/batch.py`.
+"""
+
+import math
 from collections import Counter
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
-from rlx.algorithms.advantages import ESTIMATORS
-from rlx.cluster.group import WorkerGroup
-from rlx.config.schema import PPOConfig
+import torch
+
+from rlx.algorithms.advantages import ESTIMATORS, token_rewards
+from rlx.algorithms.kl import KLController, kl_estimate
+from rlx.algorithms.rollout_correction import accepted, importance_weights, not_vetoed
+from rlx.cluster.mesh import share_ranges
+from rlx.config.check.rules_correction import rejections
+from rlx.config.schema import AlgorithmConfig, ModelConfig, RolloutCorrectionConfig
+from rlx.config.schema.keys import read_bounds
 from rlx.config.schema.roles import has_reference, has_reference_model
-from rlx.data.batch import EXPERTS, SAMPLE_TOKENS, SEQUENCE, Batch
+from rlx.data.batch import EXPERTS, SAMPLE_TOKENS, SEQUENCE, Batch, partition
 from rlx.data.seeding import seed_for
-from rlx.trainer import phases, sampler_mismatch, steps
-from rlx.trainer.balancing import balance
-from rlx.trainer.forked_conversations import over_samples, with_sample_tokens
-from rlx.trainer.progress import Progress
-from rlx.trainer.run_state import RunState
+from rlx.errors import ExplainedError
+from rlx.trainer import step_metrics
+from rlx.trainer.environment_rows import joined, with_sample_tokens
+from rlx.trainer.run_state import Run
+from rlx.trainer.step_metrics import finite_mean, masked_mean
 
 Metrics = dict[str, float]
 
 ACTOR_UPDATE = (*SEQUENCE, "old_log_probs", "advantages")
 CRITIC_UPDATE = (*SEQUENCE, "values", "returns")
+LOSS_COLUMNS = ("rollout_is_weights", "loss_mask")
+"""The columns that `correct` may write for the policy's loss."""
 
 
 class Learner:
-    """Calls the actor, the reference and the critic.
+    """Calls the actor, the reference and the critic."""
 
-    Args: those of `Trainer`.
-    """
-
-    def __init__(self, config: PPOConfig, workers: WorkerGroup, progress: Progress, state: RunState):
-        self._config, self._workers, self._progress, self._state = config, workers, progress, state
-        reads = ESTIMATORS[config.algorithm.adv_estimator].reads
-        reference = ("ref", "log_probs") if has_reference_model(config) else ("actor", "ref_log_probs")
+    def __init__(self, run: Run):
+        self._run, self._config, self._workers = run, run.config, run.workers
+        reads = ESTIMATORS[run.config.algorithm.adv_estimator].reads
+        reference = ("ref", "log_probs") if has_reference_model(run.config) else ("actor", "ref_log_probs")
         # Phase -> role and method that computes a column that the estimator, a reward or a loss reads.
-        self._others = {"ref": reference} if has_reference(config) else {}
+        self._others = {"ref": reference} if has_reference(run.config) else {}
         self._others |= {"values": ("critic", "values")} if "values" in reads else {}
 
-    def log_probs(self, batch: Batch) -> tuple[Batch, Metrics]:
-        """Write old_log_probs unless the samples have them, what corrects the sampler's, and what else losses read.
-
-        Return also how far the sampler's log-probs are from these.
-        """
-        metrics: Metrics = {}
+    def log_probs(self, batch: Batch) -> Batch:
+        """Write old_log_probs unless the samples have them, and what else the estimator, a reward or a loss reads."""
         if "old_log_probs" not in batch:
-            with self._progress.phase("old_log_prob"):
+            with self._run.progress.phase("old_log_prob"):
                 batch = self._extend(batch, "actor", "log_probs", EXPERTS)
-                correction = self._config.algorithm.rollout_correction
-                batch, metrics = over_samples(batch, partial(sampler_mismatch.compare, correction=correction))
         for phase, (role, method) in self._others.items():
-            with self._progress.phase(phase):
+            with self._run.progress.phase(phase):
                 batch = self._extend(batch, role, method)
-        return batch, metrics
+        return batch
 
     def advantages(self, batch: Batch) -> tuple[Batch, Metrics]:
-        """Write rewards and advantages, and returns if there is a critic; return the metrics of the KL in the reward."""
-        algorithm, controller = self._config.algorithm, self._state.kl_controller
-        with self._progress.phase("advantages"):
-            return over_samples(batch, partial(steps.rewarded, algorithm=algorithm, kl_controller=controller))
+        """Write rewards, advantages, returns if there is a critic, and what corrects the sampler's log-probs; return the metrics.
+
+        All this is computed over conversations, of which each counts once, also if it has several rows.
+        """
+        algorithm = self._config.algorithm
+        with self._run.progress.phase("advantages"):
+            whole, apart = joined(batch)
+            compared: Metrics = {}
+            if not algorithm.rollout_correction.bypass_mode:
+                compared = step_metrics.mismatch(whole)
+                whole, corrected = correct(whole, algorithm.rollout_correction)
+                compared |= corrected
+            whole, rewarded = add_rewards(whole, algorithm, self._run.kl_controller)
+            whole = whole.with_(**ESTIMATORS[algorithm.adv_estimator](whole, algorithm))
+            return apart(whole), step_metrics.describe(batch, whole) | compared | rewarded
 
     def update(self, batch: Batch, step: int) -> Metrics:
         """Take the optimizer steps on this batch: the critic's if there is one, and the actor's after the critic's warm-up."""
         metrics: Metrics = {}
         if "values" in batch:
             critic = self._config.critic
-            with self._progress.phase("update_critic"):
+            with self._run.progress.phase("update_critic"):
                 cut = (critic.ppo_mini_batch_size, critic.ppo_epochs, critic.shuffle)
                 metrics |= self._update("critic", batch, CRITIC_UPDATE, step, *cut)
         if step > self._config.trainer.critic_warmup:
             actor = self._config.actor_rollout_ref.actor
-            replayed = [EXPERTS] if actor.router_replay.mode == "R3" else []
             optional = (
                 *(["ref_log_probs"] if actor.use_kl_loss else []),
-                *sampler_mismatch.LOSS_COLUMNS,
-                *replayed,
+                *LOSS_COLUMNS,
+                *([EXPERTS] if actor.router_replay.mode == "R3" else []),
             )
             columns = (*ACTOR_UPDATE, *(name for name in optional if name in batch))
-            with self._progress.phase("update_actor"):
+            with self._run.progress.phase("update_actor"):
                 cut = (actor.ppo_mini_batch_size, actor.ppo_epochs, actor.shuffle)
                 metrics |= self._update("actor", batch, columns, step, *cut)
         return metrics
 
-    def sync(self, updates: int = 1) -> None:
-        """Send the actor's weights to the sampler, `updates` after those that it has."""
-        version = self._state.policy_version + updates
-        self._workers.broadcast("rollout", "sync", version)
-        self._state.policy_version = version
+    def sync(self, step: int) -> None:
+        """Send the actor's weights to the sampler if the step updated them."""
+        if step > self._config.trainer.critic_warmup:
+            with self._run.progress.phase("sync"):
+                self.send_weights()
 
-    def account(self, step: int, batch: Batch, metrics: Metrics) -> Metrics:
+    def send_weights(self, updates: int = 1) -> None:
+        """Send the actor's weights to the sampler, `updates` after those that it has."""
+        version = self._run.policy_version + updates
+        self._workers.broadcast("rollout", "sync", version)
+        self._run.policy_version = version
+
+    def account(self, step: int, batch: Batch, updated: Metrics) -> Metrics:
         """Return counters and resource use at the end of a step, and show notices."""
-        skipped = sum(metrics.get(f"{role}/skipped", 0) for role in ("actor", "critic"))
-        self._state.skipped_steps += int(skipped)
+        skipped = sum(updated.get(f"{role}/skipped", 0) for role in ("actor", "critic"))
+        self._run.skipped_steps += int(skipped)
         if skipped:
-            self._progress.notice(f"step {step}: {skipped:.0f} optimizer step(s) skipped: the gradient was not finite")
-        usage = self._workers.broadcast("process", "usage")
+            self._run.progress.notice(
+                f"step {step}: {skipped:.0f} optimizer step(s) skipped: the gradient was not finite"
+            )
         return {
-            "train/skipped_steps": float(self._state.skipped_steps),
-            "train/policy_version": float(self._state.policy_version),
+            "train/skipped_steps": float(self._run.skipped_steps),
+            "train/policy_version": float(self._run.policy_version),
             "perf/tokens": float(batch["attention_mask"].sum()),
-            **(steps.resource_use(usage) | steps.sampler_load(usage)),
-            **phases.memory_of(usage),
-            **phases.memory_on_host(usage),
+            **step_metrics.resource_use(self._workers.broadcast("process", "usage")),
         }
 
     def memory_of(self, phase: str) -> Metrics:
         """Return the memory before and after a phase that has just ended outside a step."""
-        return phases.memory_of(self._workers.broadcast("process", "usage"), [phase])
+        return step_metrics.memory_of(self._workers.broadcast("process", "usage"), [phase])
 
     def _extend(self, batch: Batch, role: str, method: str, *optional: str) -> Batch:
         """Return the batch with the columns that the role computes from the sequences, and from optional columns."""
         sent = batch.select(*SEQUENCE, *(name for name in optional if name in batch))
-        answer = self._workers.split(role, method, sent)
-        return batch.with_(**answer.tensors)
+        return batch.with_(**self._workers.split(role, method, sent).tensors)
 
     def _update(
         self, role: str, batch: Batch, columns: tuple[str, ...], step: int, prompts: int, epochs: int, shuffle: bool
@@ -122,11 +140,11 @@ class Learner:
         counted = "loss_mask" if "loss_mask" in columns else "response_mask"
         batch = with_sample_tokens(batch, counted)
         columns = (*columns, *([SAMPLE_TOKENS] if SAMPLE_TOKENS in batch else []))
-        seed = seed_for(self._state.seed, "mini-batches", role, step) if shuffle else None
+        seed = seed_for(self._run.seed, "mini-batches", role, step) if shuffle else None
         model = self._config.critic.model if role == "critic" else self._config.actor_rollout_ref.model
         each: list[Metrics] = []
         unused: Counter[str] = Counter()
-        for part in steps.mini_batches(batch, prompts, epochs, seed):
+        for part in mini_batches(batch, prompts, epochs, seed):
             if self._config.trainer.balance_batch:
                 part = balance(part, self._workers.mesh(role).shares, model)
             if part[counted].any():
@@ -137,10 +155,215 @@ class Learner:
                 unused[why] += 1
         for why, count in unused.items():
             of = f"{count} of {unused.total() + len(each)} mini-batches"
-            self._progress.notice(f"step {step}: {why} {of}, so they give no optimizer step")
+            self._run.progress.notice(f"step {step}: {why} {of}, so they give no optimizer step")
         if not each:
             return {f"{role}/skipped": 0.0}
-        each, measured = sampler_mismatch.split_off(each)
-        means = {name: steps.finite_mean([m[name] for m in each]) for name in each[0]}
+        each, measured = step_metrics.split_off(each)
+        means = {name: finite_mean([m[name] for m in each]) for name in each[0]}
         means[f"{role}/skipped"] = sum(m[f"{role}/skipped"] for m in each)
         return means | measured
+
+
+def mini_batches(batch: Batch, prompts: int, epochs: int, seed: int | None) -> Iterator[Batch]:
+    """Yield the batch (with group_id) cut by whole prompts, once per epoch.
+
+    `prompts`, those of a mini-batch, divides the number of prompts in the batch. A seed shuffles the prompts in every epoch.
+    """
+    members: dict[int, list[int]] = {}
+    for row, group in enumerate(batch["group_id"].tolist()):
+        members.setdefault(group, []).append(row)
+    groups = sorted(members)
+    for epoch in range(epochs):
+        order = groups
+        if seed is not None:
+            shuffler = torch.Generator().manual_seed(seed_for(seed, epoch))
+            order = [groups[i] for i in torch.randperm(len(groups), generator=shuffler).tolist()]
+        for first in range(0, len(order), prompts):
+            yield batch.rows([row for group in order[first : first + prompts] for row in members[group]])
+
+
+def add_rewards(batch: Batch, algorithm: AlgorithmConfig, controller: KLController) -> tuple[Batch, Metrics]:
+    """Write token_rewards and their sum, outcomes: the score, less the controlled KL to the reference if configured.
+
+    The part of the score that an environment gave for turns is on their last tokens, the rest on the row's last token.
+
+    With the KL in the reward, return the mean over samples of its mean per token, and its coefficient, which then adapts.
+    """
+    mask, scores = batch["response_mask"], batch["scores"]
+    turns_BR = batch["turn_rewards"] if "turn_rewards" in batch else torch.zeros_like(scores)[:, None]
+    rest = (scores - turns_BR.sum(dim=1, dtype=torch.float64)).to(scores.dtype)
+    if not algorithm.use_kl_in_reward:
+        return batch.with_(token_rewards=token_rewards(rest, mask) + turns_BR, outcomes=scores), {}
+    coef = controller.coef
+    kl_BR = kl_estimate(batch["old_log_probs"], batch["ref_log_probs"], algorithm.kl_penalty) * mask
+    kl = (kl_BR.sum(dim=1) / mask.sum(dim=1).clamp(min=1)).mean().item()
+    outcomes = (scores - coef * kl_BR.sum(dim=1, dtype=torch.float64)).to(scores.dtype)
+    controller.update(kl, len(batch))
+    batch = batch.with_(token_rewards=token_rewards(rest, mask, kl_BR, coef) + turns_BR, outcomes=outcomes)
+    return batch, {"actor/reward_kl": kl, "actor/reward_kl_coef": coef}
+
+
+def correct(batch: Batch, correction: RolloutCorrectionConfig) -> tuple[Batch, Metrics]:
+    """Write rollout_is_weights and loss_mask if configured.
+
+    Return also correction/...: weight_mean, weight_max, the shares of tokens with weight 0 and of rejected tokens, and the
+    share of sequences whose tokens are all rejected.
+    """
+    if correction.rollout_is is None and not correction.rejects:
+        return batch, {}
+    mask_BR = batch["response_mask"]
+    compared = (batch["old_log_probs"], batch["rollout_log_probs"], mask_BR)
+    metrics: Metrics = {}
+    if correction.rollout_is is not None:
+        bounds = read_bounds(correction.rollout_is_threshold)
+        normalize = correction.rollout_is_batch_normalize
+        weights_BR = importance_weights(*compared, correction.rollout_is, *bounds, normalize)
+        batch = batch.with_(rollout_is_weights=weights_BR)
+        metrics |= {
+            "correction/weight_mean": masked_mean(weights_BR, mask_BR),
+            "correction/weight_max": weights_BR.max().item(),
+            "correction/weight_zero_share": masked_mean(weights_BR == 0, mask_BR),
+        }
+    if correction.rejects:
+        left_BR = mask_BR
+        for criterion, bounds in rejections(correction):
+            left_BR = left_BR & accepted(*compared, criterion, *bounds)
+        if correction.rollout_token_veto_threshold is not None:
+            left_BR = left_BR & not_vetoed(*compared, correction.rollout_token_veto_threshold)
+        batch = batch.with_(loss_mask=left_BR)
+        metrics |= {
+            "correction/rejected_token_share": masked_mean(~left_BR, mask_BR),
+            "correction/rejected_sequence_share": masked_mean(~left_BR.any(dim=1), mask_BR.any(dim=1)),
+        }
+    return batch, metrics
+
+
+# Rows are dealt to processes so that each takes about the same time, and groups stay together. A group is the rows of one prompt: a
+# process that has several of them may compute the prompt once (`model.use_shared_prefix`).
+
+# With this length attention takes as long as everything else: a layer of width d computes 24 d^2 per token, and 2 d L in causal
+# attention over L tokens; d is that of a model with about 7B parameters.
+QUADRATIC_TOKENS = 12 * 4096
+# Groups are parted if that lowers the cost of the dearest process by more than this share.
+MOST_UNBALANCE = 0.1
+
+
+class RowTokens(NamedTuple):
+    """Tokens of a row: its prompt and its response, and the group of its prompt."""
+
+    prompt: int
+    response: int
+    group: int
+
+
+def balance(batch: Batch, parts: int, model: ModelConfig) -> Batch:
+    """Reorder rows so that contiguous shares take about the same time; each share keeps the row count of a plain cut.
+
+    A row of L tokens costs L * (1 + L / QUADRATIC_TOKENS). If prompts are shared, a process computes one once for all its rows
+    of a group. Then groups stay whole, or are halved as often as it takes to come within `MOST_UNBALANCE` of the best.
+
+    Args:
+        batch: with group_id.
+        parts: number of processes.
+        model: whose rows are dealt.
+    """
+    rows = rows_of(batch, model)
+    room = [len(share) for share in share_ranges(len(rows), parts)]
+    deals = [deal(rows, chunks, room) for chunks in _chunks(rows)]
+    dearest = [max(cost([rows[i] for i in share]) for share in shares) for shares in deals]
+    # Deals come from whole groups to single rows.
+    chosen = next(i for i, each in enumerate(dearest) if each <= min(dearest) * (1 + MOST_UNBALANCE))
+    return batch.rows([row for share in deals[chosen] for row in share])
+
+
+def rows_of(batch: Batch, model: ModelConfig) -> list[RowTokens]:
+    """Return the rows, each in a group of its own if the model does not share prompts or little would be saved."""
+    mask, width = batch["attention_mask"], batch.response_length
+    prompts, responses = (x.sum(dim=1).tolist() for x in (mask[:, :-width], mask[:, -width:]))
+    rows = [RowTokens(*each) for each in zip(prompts, responses, batch["group_id"].tolist(), strict=True)]
+    saved = sum(prompts) - sum({row.group: row.prompt for row in rows}.values())
+    if saved > model.least_gain * (sum(prompts) + sum(responses)):
+        return rows
+    return [row._replace(group=number) for number, row in enumerate(rows)]
+
+
+def cost(rows: Sequence[RowTokens]) -> float:
+    """Return the cost of the rows of one process, with one prompt for each group."""
+    prompts = {row.group: row.prompt for row in rows}
+    whole = sum(tokens * (1 + tokens / QUADRATIC_TOKENS) for tokens in prompts.values())
+    # Response tokens attend to the prompt and to half of the response on average.
+    return whole + sum(row.response * (1 + (2 * row.prompt + row.response) / QUADRATIC_TOKENS) for row in rows)
+
+
+def deal(rows: Sequence[RowTokens], chunks: Sequence[list[int]], room: Sequence[int]) -> list[list[int]]:
+    """Return each process's rows: chunks by their costs, then single rows from processes with too many to those with too few."""
+    largest = max(map(len, chunks), default=1)
+    costs = [cost([rows[i] for i in chunk]) for chunk in chunks]
+    of_parts = partition(costs, len(room), list(room) if largest == 1 else None)
+    shares = [[row for chunk in part for row in chunks[chunk]] for part in of_parts]
+    surplus = [share.pop() for share, most in zip(shares, room, strict=True) for _ in range(len(share) - most)]
+    for share, most in zip(shares, room, strict=True):
+        while len(share) < most:
+            share.append(surplus.pop())
+    return shares
+
+
+def _chunks(rows: Sequence[RowTokens]) -> Iterator[list[list[int]]]:
+    """Yield the rows cut into chunks of at most so many of a group: all, half of them, a quarter, and so on to one."""
+    members: dict[int, list[int]] = {}
+    for number, row in enumerate(rows):
+        members.setdefault(row.group, []).append(number)
+    most = max(map(len, members.values()), default=1)
+    while True:
+        yield [group[first : first + most] for group in members.values() for first in range(0, len(group), most)]
+        if most == 1:
+            return
+        most = -(-most // 2)
+
+
+MOST_SKIPPED = 5
+"""Steps in a row without any update, after which a run ends: a single batch may overflow, but not one after the other."""
+
+
+class UpdatesSkipped(ExplainedError, RuntimeError):
+    """No update could be taken, so the run trains nothing."""
+
+
+class SkippedUpdates:
+    """Ends a run whose gradients are not finite. The trainer calls `judge` after each step and `end` after the last one."""
+
+    def __init__(self) -> None:
+        self._in_a_row: dict[str, int] = {}
+        self._has_updated: set[str] = set()
+
+    def judge(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Count the steps in a row in which a role skipped all its updates.
+
+        Raises:
+            UpdatesSkipped: there are MOST_SKIPPED of them.
+        """
+        for role in ("actor", "critic"):
+            norm = metrics.get(f"{role}/grad_norm")  # of the updates that were taken
+            if norm is None:
+                continue
+            if math.isfinite(norm):
+                self._has_updated.add(role)
+                self._in_a_row[role] = 0
+                continue
+            self._in_a_row[role] = self._in_a_row.get(role, 0) + 1
+            if self._in_a_row[role] == MOST_SKIPPED:
+                raise self._error(role, f"all updates of steps {step - MOST_SKIPPED + 1} to {step} were skipped")
+
+    def end(self) -> None:
+        """Raise UpdatesSkipped if a role took no update in this run because each was skipped."""
+        for role, count in self._in_a_row.items():
+            if count and role not in self._has_updated:
+                raise self._error(role, f"all updates of the run ({count} steps) were skipped")
+
+    def _error(self, role: str, what: str) -> UpdatesSkipped:
+        key = "critic" if role == "critic" else "actor_rollout_ref.actor"
+        return UpdatesSkipped(
+            f"{role}: {what}, because the gradient's norm was NaN or infinite, so nothing was trained; look for values that are not "
+            f"finite in metrics.jsonl, lower {key}.optim.lr, or set {key}.fsdp_config.model_dtype=fp32, then begin at an earlier "
+            "checkpoint"
+        )

@@ -3,8 +3,7 @@
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
-from rlx.trainer.phases import PHASES
-from rlx.trainer.step_table import PROGRESS_COLUMNS
+from rlx.trainer.progress import PHASES, PROGRESS_COLUMNS
 
 
 class Metric(NamedTuple):

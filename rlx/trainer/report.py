@@ -16,8 +16,7 @@ from matplotlib.patheffects import withStroke
 from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 
 from rlx.program import program
-from rlx.trainer.phases import PHASES
-from rlx.trainer.progress import held_out, reward_change
+from rlx.trainer.progress import PHASES, held_out, reward_change
 from rlx.trainer.tracking import METRICS_FILE, TrackingError, read_metrics
 
 INK, GREY, GRID = "#1f2933", "#7b8794", "#e4e7eb"

@@ -1,24 +1,28 @@
 """One run from a checked configuration to its report; `rlx.trainer.launch` calls it when Ray and the processes have started."""
 
 import shlex
+from contextlib import ExitStack
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
+from threading import Thread
 
 from rlx.cluster.group import WorkerGroup
 from rlx.config.forecast.checkpoint_forecast import seldom_saved
 from rlx.config.schema import ModelConfig, PPOConfig
 from rlx.config.schema.roles import TINY, critic_settings, has_critic, roles_of
-from rlx.data.sampler import PromptSampler
+from rlx.data.prompts import PromptSampler
 from rlx.errors import storing
 from rlx.program import program
 from rlx.supervisor import link
 from rlx.supervisor.stopping import Stopping
 from rlx.trainer.checkpoints import SUPERSEDED, newest_whole, require_step, run_folder, set_aside_later
-from rlx.trainer.kept_settings import ChangedKey, changes, keep, longer
 from rlx.trainer.loop import Trainer
 from rlx.trainer.progress import Progress
+from rlx.trainer.resume_config import ChangedKey, changes, keep, longer
 from rlx.trainer.run_lock import RunLock
-from rlx.trainer.saver import RemoteRun
+from rlx.trainer.run_state import Run
+from rlx.trainer.saver import RemoteRun, Saver
 from rlx.trainer.start import Prepared, prepare
 from rlx.trainer.tracking import METRICS_FILE, VAL_ONLY_FILE, Tracker
 from rlx.trainer.transcripts import keeps_transcripts
@@ -59,7 +63,7 @@ def run(config: PPOConfig, yaml: str, workers: WorkerGroup) -> Path:
         if (remote := RemoteRun.of(config, folder)) is not None:  # the picture was not there at the last copy
             remote.send(None, [])
             remote.wait()
-        progress.summary(trainer.state.first_validation, trainer.validation.last, folder, picture, link.restarts())
+        progress.summary(trainer.run.first_validation, trainer.validation.last, folder, picture, link.restarts())
     return folder
 
 
@@ -122,40 +126,41 @@ def _train(
     rows: tuple[int | None, str] = (require_step(checkpoint) if checkpoint else -1, METRICS_FILE)
     if checkpoint is not None and config.trainer.val_only:
         rows = (None, VAL_ONLY_FILE)  # the run's own rows stay
-    with (
-        progress,
-        Tracker(config.trainer.logger, folder, yaml, *names, *rows, lock.check, progress.notice) as tracker,
-        workers.build(config, roles_of(config)),
-    ):
+    with ExitStack() as until_the_end:
+        until_the_end.enter_context(progress)
+        tracking = Tracker(config.trainer.logger, folder, yaml, *names, *rows, lock.check, progress.notice)
+        tracker = until_the_end.enter_context(tracking)
+        # For batches; it takes two seconds, in which this process would wait for the workers.
+        Thread(target=import_module, args=("tensordict",), daemon=True).start()
+        until_the_end.enter_context(workers.build(config, roles_of(config)))
         if "console" in config.trainer.logger and (started := _long_start(workers)):
             progress.remark(started)
         data = prepared.train, prepared.sampler, prepared.val
-        trainer = Trainer(config, workers, prepared.tokenizer, *data, prepared.rewards, folder, progress, tracker)
+        run = Run(config, workers, prepared.tokenizer, *data, prepared.rewards, folder, progress, tracker)
+        trainer = Trainer(run)
         if checkpoint is not None:
-            _resume(config, yaml, prepared.changed, checkpoint, trainer, workers)
+            _resume(run, trainer.saver, yaml, prepared.changed, checkpoint)
         with Stopping(config.trainer.save_on_sigterm_s) as stopping:
             link.tell(grace_s=config.trainer.save_on_sigterm_s + ENDING_S)
             trainer.fit(stopping)
     return trainer
 
 
-def _resume(
-    config: PPOConfig, yaml: str, changed: list[ChangedKey], checkpoint: Path, trainer: Trainer, workers: WorkerGroup
-) -> None:
-    """Load a checkpoint, keep the settings that changed since, and tell of them."""
-    is_restart = _folder_to_continue(config) is not None
-    falls_back = config.trainer.resume_mode == "auto" or is_restart
-    trainer.state.load(checkpoint, workers, trainer.saver, trainer.tracker, trainer.progress, falls_back)
+def _resume(run: Run, saver: Saver, yaml: str, changed: list[ChangedKey], checkpoint: Path) -> None:
+    """Load a checkpoint, keep the settings that changed since, and show them."""
+    trainer = run.config.trainer
+    falls_back = trainer.resume_mode == "auto" or _folder_to_continue(run.config) is not None
+    run.load(checkpoint, saver, falls_back)
     # Only now are later checkpoints set aside; a restart before this begins as this driver did.
-    link.tell(folder=str(trainer.folder))
-    if config.trainer.val_only:
+    link.tell(folder=str(run.folder))
+    if trainer.val_only:
         return  # the run's own settings stay
-    if (found := trainer.state.finished_steps) != require_step(checkpoint):  # it fell back
-        changed = changes(trainer.folder, found, yaml, "rows" in trainer.state.of_driver().sampler)
-    for notice in keep(trainer.folder, yaml, found, changed):
-        trainer.progress.notice(notice)
+    if (found := run.finished_steps) != require_step(checkpoint):  # it fell back
+        changed = changes(run.folder, found, yaml, "rows" in run.sampler.state_dict())
+    for notice in keep(run.folder, yaml, found, changed):
+        run.progress.notice(notice)
     for remark in longer(changed, yaml).values():
-        trainer.progress.remark(remark)
+        run.progress.remark(remark)
 
 
 def _long_start(workers: WorkerGroup) -> str:

@@ -1,28 +1,33 @@
-"""Where samples come from: prompts, the sampler's responses, and their scores, for a step and for a validation."""
+"""Where samples come from: prompts, the sampler's responses, their scores, and what dynamic sampling selects of them.
 
+Shape letters as in `rlx/data/batch.py`.
+"""
+
+import json
+import math
+from collections import defaultdict
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from transformers import PreTrainedTokenizerBase
+import torch
 
-from rlx.algorithms.advantages import ESTIMATORS
-from rlx.cluster.group import WorkerGroup
-from rlx.config.schema import PPOConfig
+from rlx.algorithms.advantages import ESTIMATORS, overlong_penalty
+from rlx.config.schema import OverlongBufferConfig
 from rlx.config.schema.roles import has_reward_model
-from rlx.data.batch import Batch
-from rlx.data.prompts import PromptDataset
-from rlx.data.sampler import PromptSampler
-from rlx.rewards.manager import RewardManager, Scores
-from rlx.trainer import environment_rows, sample_selection, steps, validation
-from rlx.trainer.balancing import balance
-from rlx.trainer.environment_rows import FailedConversations
-from rlx.trainer.forked_conversations import all_rows
-from rlx.trainer.progress import Progress
-from rlx.trainer.run_state import RunState
-from rlx.trainer.tracking import Tracker
+from rlx.data.batch import Batch, concat
+from rlx.data.seeding import seed_for
+from rlx.errors import ExplainedError, storing
+from rlx.rewards.manager import Scores
+from rlx.trainer import environment_rows
+from rlx.trainer.environment_rows import FailedConversations, all_rows, written_tokens
+from rlx.trainer.learning import balance
+from rlx.trainer.run_state import Run
 
 Metrics = dict[str, float]
+Part = tuple[Batch, Scores]
+"""Samples and the scores that the reward functions gave them."""
 
 
 class Samples(NamedTuple):
@@ -40,27 +45,11 @@ class Samples(NamedTuple):
 
 
 class SampleSource:
-    """Generates and scores samples for training and validation.
+    """Generates and scores samples for training and validation."""
 
-    Args: those of `Trainer`.
-    """
-
-    def __init__(
-        self,
-        config: PPOConfig,
-        workers: WorkerGroup,
-        tokenizer: PreTrainedTokenizerBase,
-        train: PromptDataset,
-        sampler: PromptSampler,
-        rewards: RewardManager,
-        folder: Path,
-        progress: Progress,
-        state: RunState,
-    ):
-        self._config, self._workers, self._tokenizer = config, workers, tokenizer
-        self._train, self._sampler = train, sampler
-        self._rewards, self._folder, self._progress, self._state = rewards, folder, progress, state
-        self._failed = FailedConversations(config.environment, progress)
+    def __init__(self, run: Run):
+        self._run, self._config = run, run.config
+        self._failed = FailedConversations(run.config.environment, run.progress)
 
     def generate(self, step: int) -> Samples:
         """Return samples of train_batch_size prompts; with filter_groups scored ones, only of prompts whose samples differ.
@@ -68,12 +57,10 @@ class SampleSource:
         With filter_groups it draws prompts until there are enough and drops the surplus; the next step draws others.
         """
         filters, data = self._config.algorithm.filter_groups, self._config.data
-        epoch = {"train/epoch": float(self._sampler.epoch)}
+        epoch = {"train/epoch": float(self._run.sampler.epoch)}
         if not filters.enable:
             return Samples(self._drawn(step, first=0), None, epoch)
-        found = sample_selection.DynamicSampling(
-            filters.metric, data.train_batch_size, self._config.actor_rollout_ref.rollout.n
-        )
+        found = DynamicSampling(filters.metric, data.train_batch_size, self._config.actor_rollout_ref.rollout.n)
         while not found.enough:
             if found.generations == filters.max_num_gen_batches > 0:
                 raise found.error(step)
@@ -87,103 +74,193 @@ class SampleSource:
         if scores is None:
             batch, scores = self._scored(batch)
         if trainer.rollout_data_dir:
-            validation.dump(validation.generations(batch, scores), Path(trainer.rollout_data_dir), step)
+            dump(generations(batch, scores), Path(trainer.rollout_data_dir), step)
         batch = all_rows(batch)
         if trainer.balance_batch:
-            batch = balance(batch, self._workers.mesh("actor").shares, self._config.actor_rollout_ref.model)
+            batch = balance(batch, self._run.workers.mesh("actor").shares, self._config.actor_rollout_ref.model)
         if self._config.algorithm.rollout_correction.bypass_mode:
             batch = batch.with_(old_log_probs=batch["rollout_log_probs"])
-        return batch, {
-            **metrics,
-            **validation.extras(scores, "reward"),
-            "reward/accuracy": scores.right().mean().item(),
-        }
+        return batch, {**metrics, **extras(scores, "reward"), "reward/accuracy": scores.right().mean().item()}
 
     def responses(self, prompts: Batch, samples: int, purpose: str, step: int, first: int = 0) -> Batch:
         """Generate `samples` responses per prompt, sampled as configured for `purpose` ("train", "val" or "greedy")."""
-        spread = steps.spread(prompts, samples, self._state.seed, purpose, step, first)
-        sent = environment_rows.sent(self._config, spread)
-        written = self._workers.split("rollout", "generate", sent, purpose)
+        rows = spread(prompts, samples, self._run.seed, purpose, step, first)
+        sent = environment_rows.sent(self._config, rows)
+        written = self._run.workers.split("rollout", "generate", sent, purpose)
         self._failed.judge(written)
-        return environment_rows.received(spread, written, self._tokenizer, self._config.actor_rollout_ref.rollout)
+        return environment_rows.received(rows, written, self._run.tokenizer, self._config.actor_rollout_ref.rollout)
 
     def scores_of(self, batch: Batch) -> Scores:
         """Score each response with the reward functions, a reward model, its environment, or several of them."""
-        model_scores = None
+        rewards, model_scores = self._run.rewards, None
         if has_reward_model(self._config):
-            sequences = self._rewards.sequences(batch)
-            model_scores = self._workers.split("reward", "scores", sequences)["model_scores"]
-        by_functions = partial(self._rewards.score, batch, self._folder / "failed_rewards", model_scores)
+            sequences = rewards.sequences(batch)
+            model_scores = self._run.workers.split("reward", "scores", sequences)["model_scores"]
+        by_functions = partial(rewards.score, batch, self._run.folder / "failed_rewards", model_scores)
         return environment_rows.scores(self._config, batch, by_functions)
 
     def _drawn(self, step: int, first: int) -> Batch:
         """Return samples of the next prompts; the step has drawn `first` prompts before."""
-        with self._progress.phase("rollout"):
-            prompts = self._train.batch(self._sampler.next())
+        run = self._run
+        with run.progress.phase("rollout"):
+            prompts = run.train.batch(run.sampler.next())
             batch = self.responses(prompts, self._config.actor_rollout_ref.rollout.n, "train", step, first)
-            greedy = None
-            if "greedy_scores" in ESTIMATORS[self._config.algorithm.adv_estimator].reads:
-                greedy = self.responses(prompts, 1, "greedy", step, first)
-        if greedy is None:
-            return batch
-        with self._progress.phase("reward"):
-            overlong = self._config.reward.overlong_buffer
-            baseline = sample_selection.with_scores(greedy, self.scores_of(greedy), overlong)["scores"]
-            return batch.with_(greedy_scores=baseline[batch["group_id"] - first])
+            if "greedy_scores" not in ESTIMATORS[self._config.algorithm.adv_estimator].reads:
+                return batch
+            greedy = self.responses(prompts, 1, "greedy", step, first)
+        return batch.with_(greedy_scores=self._scored(greedy)[0]["scores"][batch["group_id"] - first])
 
-    def _scored(self, batch: Batch) -> sample_selection.Part:
-        with self._progress.phase("reward"):
+    def _scored(self, batch: Batch) -> Part:
+        with self._run.progress.phase("reward"):
             scores = self.scores_of(batch)
-            return sample_selection.with_scores(batch, scores, self._config.reward.overlong_buffer), scores
+            return with_scores(batch, scores, self._config.reward.overlong_buffer), scores
 
 
-class Validation:
-    """Validates a run.
+def spread(prompts: Batch, samples: int, run_seed: int, purpose: str, step: int, first: int = 0) -> Batch:
+    """Repeat each prompt `samples` times in a row, with group_id, seed and info sample.
 
-    Args:
-        config: the tree.
-        samples: generates and scores responses.
-        val: prompts; needed if there is a validation.
-        folder: of the run.
-        progress, tracker: show and keep responses.
-        state: of the run.
-
-    Attributes:
-        last: metrics of the last validation, with its step.
+    A seed is a hash of run_seed, purpose, step and the indices of prompt and sample. `first` is the index of the first prompt,
+    if the step has drawn others before.
     """
+    index = [p for p in range(len(prompts)) for _ in range(samples)]
+    seeds = [seed_for(run_seed, purpose, step, first + p, s) for p in range(len(prompts)) for s in range(samples)]
+    info = {"sample": [*range(samples)] * len(prompts)}
+    return prompts.rows(index).with_(info, group_id=torch.tensor(index) + first, seed=torch.tensor(seeds))
 
-    def __init__(
-        self,
-        config: PPOConfig,
-        samples: SampleSource,
-        val: PromptDataset | None,
-        folder: Path,
-        progress: Progress,
-        tracker: Tracker,
-        state: RunState,
-    ):
-        self._config, self._samples, self._val, self._folder = config, samples, val, folder
-        self._progress, self._tracker, self._state = progress, tracker, state
-        self.last: dict[str, float] = {}
 
-    def run(self) -> dict[str, float]:
-        """Score the policy on held-out prompts, keep its responses, and return the metrics."""
-        val, trainer = self._config.actor_rollout_ref.rollout.val_kwargs, self._config.trainer
-        samples = val.n if val.do_sample else 1  # greedy samples of a prompt are equal
-        parts: list[sample_selection.Part] = []
-        assert self._val is not None, "loaded if the configuration asks for a validation"
-        with self._progress.phase("validate"):
-            for rows in validation.chunks(len(self._val), self._config.data.val_batch_size):
-                batch = self._samples.responses(self._val.batch(rows), samples, "val", step=0, first=rows[0])
-                parts.append((batch, self._samples.scores_of(batch)))
-        batch, scores = sample_selection.join(parts)
-        records, step = validation.generations(batch, scores), self._state.finished_steps
-        folder = trainer.validation_data_dir
-        validation.dump(records, Path(folder) if folder else self._folder / "validation", step)
-        if shown := records[: trainer.log_val_generations]:
-            self._progress.generations(shown)
-            self._tracker.generations(shown, step)
-        measured = validation.summarise(batch, scores) | validation.over_samples(batch, scores, samples)
-        self.last = measured | {"step": float(step)}
-        self._state.first_validation = self._state.first_validation or self.last
-        return measured
+class SelectionError(ExplainedError, ValueError):
+    """Dynamic sampling found too few prompts, or no reward function reports its metric."""
+
+
+def with_scores(batch: Batch, scores: Scores, overlong: OverlongBufferConfig) -> Batch:
+    """Write the scores of the reward functions, less the length penalty if configured.
+
+    The penalty counts all tokens behind the prompt, and in a conversation that forked those of all its rows.
+    """
+    if not overlong.enable:
+        return batch.with_(scores=scores.scores)
+    lengths_B = written_tokens(batch)
+    penalty_B = overlong_penalty(lengths_B, batch.response_length, overlong.len, overlong.penalty_factor)
+    return batch.with_(scores=scores.scores + penalty_B)
+
+
+def informative(batch: Batch, scores: Scores, metric: str) -> list[int]:
+    """Return the rows of prompts whose samples differ in `metric`, in order.
+
+    The metric is acc (`Scores.right`), score (of the reward function), seq_reward or seq_final_reward (scores of the batch), or
+    a number that reward functions report. A sample without the number, or without a response token because its environment
+    failed before the first turn, differs from no other. Raises SelectionError if nobody reports such a number.
+    """
+    named = {"acc": scores.right(), "score": scores.scores}
+    named |= dict.fromkeys(("seq_reward", "seq_final_reward"), batch["scores"])
+    named |= {name: torch.tensor(values) for name, values in scores.extra.items() if name not in named}
+    if metric not in named:
+        raise SelectionError(
+            f"algorithm.filter_groups.metric: got {metric!r}, expected a number that a reward function reports, one of "
+            f"{', '.join(named)}"
+        )
+    groups, found = batch["group_id"].tolist(), defaultdict[int, set[float]](set)
+    answered = batch["response_mask"].any(dim=1).tolist()  # the others have no advantage, see `algorithms.advantages`
+    for group, value, counts in zip(groups, named[metric].tolist(), answered, strict=True):
+        if counts and not math.isnan(value):
+            found[group].add(value)
+    return [row for row, group in enumerate(groups) if len(found[group]) > 1]
+
+
+def take_rows(part: Part, rows: Sequence[int]) -> Part:
+    """Return these rows in this order."""
+    batch, scores = part
+    extra = {name: [values[i] for i in rows] for name, values in scores.extra.items()}
+    return batch.rows(rows), Scores(scores.scores[list(rows)], extra)
+
+
+def join(parts: Sequence[Part]) -> Part:
+    """Join the rows of all parts. Prompts are left padded to the longest; numbers that a part lacks become NaN."""
+    widest = max(batch.prompt_length for batch, _ in parts)
+    batch = concat([batch.with_prompts(widest) for batch, _ in parts])
+    extra: dict[str, list[float]] = {}
+    for name in sorted({name for _, scores in parts for name in scores.extra}):
+        extra[name] = [x for part, scores in parts for x in scores.extra.get(name, [math.nan] * len(part))]
+    return batch, Scores(torch.cat([scores.scores for _, scores in parts]), extra)
+
+
+class DynamicSampling:
+    """Collects samples of prompts whose samples differ in `metric`, until a step has `wanted` prompts of `samples` each."""
+
+    def __init__(self, metric: str, wanted: int, samples: int):
+        self._metric, self._wanted, self._samples = metric, wanted, samples
+        self._kept: list[Part] = []
+        self._right = 0.0
+        self.generations = self.prompts = 0
+
+    def add(self, batch: Batch, scores: Scores) -> None:
+        """Keep the informative samples of one generation."""
+        self.generations += 1
+        self.prompts += len(batch) // self._samples
+        self._right += scores.right().sum().item()
+        self._kept.append(take_rows((batch, scores), informative(batch, scores, self._metric)))
+
+    @property
+    def kept(self) -> int:
+        """Number of prompts kept."""
+        return sum(len(batch) for batch, _ in self._kept) // self._samples
+
+    @property
+    def enough(self) -> bool:
+        """Whether enough prompts are kept."""
+        return self.kept >= self._wanted
+
+    def samples(self) -> Part:
+        """Return the samples of the first kept prompts, as many as are wanted."""
+        return take_rows(join(self._kept), range(self._wanted * self._samples))
+
+    def metrics(self) -> dict[str, float]:
+        """Return the number of generations of the step, and over all of them the share of prompts kept and the accuracy."""
+        return {
+            "filter_groups/generations": float(self.generations),
+            "filter_groups/kept_share": self.kept / self.prompts,
+            "filter_groups/accuracy": self._right / (self.prompts * self._samples),
+        }
+
+    def error(self, step: int) -> SelectionError:
+        """Return the error to raise when no generation is left."""
+        return SelectionError(
+            f"step {step}: algorithm.filter_groups kept {self.kept} of {self.prompts} prompts, whose samples differ in "
+            f"{self._metric}, expected data.train_batch_size={self._wanted} after {self.generations} generations. "
+            f"{self.metrics()['filter_groups/accuracy']:.1%} of all answers were right; prompts that are too easy or too hard "
+            "teach nothing. Raise algorithm.filter_groups.max_num_gen_batches (0: no limit), data.gen_batch_size or "
+            "actor_rollout_ref.rollout.n, or choose other prompts"
+        )
+
+
+def extras(scores: Scores, prefix: str) -> dict[str, float]:
+    """Return means of the numbers that reward functions report with the score, over the samples that have them."""
+    return {
+        f"{prefix}/extra/{name}": torch.tensor(values, dtype=torch.float64).nanmean().item()
+        for name, values in scores.extra.items()
+    }
+
+
+def generations(batch: Batch, scores: Scores) -> list[dict[str, Any]]:
+    """Return one readable record per sample; NaN (a missing number) and infinity, which JSON lacks, become None."""
+    return [
+        {
+            **{name: values[i] if math.isfinite(values[i]) else None for name, values in scores.extra.items()},
+            "prompt": batch.info["prompt_text"][i],
+            "response": batch.info["response_text"][i],
+            "ground_truth": batch.info["ground_truth"][i],
+            "data_source": batch.info["data_source"][i],
+            "score": score,
+        }
+        for i, score in enumerate(scores.scores.tolist())
+    ]
+
+
+def dump(records: list[dict[str, Any]], folder: Path, step: int) -> None:
+    """Write <folder>/<step>.jsonl, one record per line."""
+    file = folder.expanduser() / f"{step}.jsonl"
+    lines = (json.dumps(record, ensure_ascii=False, default=str) for record in records)
+    with storing(file):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        # Half a surrogate pair becomes its escape, which is valid JSON.
+        file.write_text("\n".join(lines) + "\n", encoding="utf-8", errors="backslashreplace")

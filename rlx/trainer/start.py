@@ -25,8 +25,7 @@ from rlx.config.schema.roles import (
     validates,
 )
 from rlx.data.files import DataError
-from rlx.data.prompts import PromptDataset, load_prompts
-from rlx.data.sampler import PromptSampler
+from rlx.data.prompts import PromptDataset, PromptSampler, load_prompts
 from rlx.environments.role import require_usable_template
 from rlx.errors import ExplainedError
 from rlx.models.hf_folder import try_saving
@@ -43,8 +42,8 @@ from rlx.trainer.checkpoints import (
     require_step,
     starting_checkpoint,
 )
-from rlx.trainer.kept_settings import ChangedKey, changes
 from rlx.trainer.model_check import WEIGHTS, local_roles
+from rlx.trainer.resume_config import ChangedKey, changes
 from rlx.trainer.run_lock import RunLock
 from rlx.trainer.saver import fetch
 

@@ -7,7 +7,6 @@ tokens themselves.
 import json
 from collections.abc import Iterator
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -16,8 +15,8 @@ from rlx.config.schema import PPOConfig
 from rlx.config.schema.roles import has_environment
 from rlx.data.batch import Batch
 from rlx.errors import storing
-from rlx.trainer.environment_rows import CONVERSATION
-from rlx.trainer.forked_conversations import BRANCH
+from rlx.trainer.environment_rows import BRANCH, CONVERSATION
+from rlx.trainer.run_state import Run
 
 DIGITS = 5
 
@@ -28,26 +27,21 @@ def keeps_transcripts(config: PPOConfig) -> bool:
     return has_environment(config) if asked is None else asked
 
 
-def keep(config: PPOConfig, folder: Path, step: int, batch: Batch, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Write the transcripts of a step if that is configured; see `write`."""
-    if keeps_transcripts(config):
-        write(folder, step, batch, tokenizer)
-
-
-def write(folder: Path, step: int, batch: Batch, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Write the transcripts of a step, in the order of prompts, samples and branches.
+def keep(run: Run, step: int, batch: Batch) -> None:
+    """Write the transcripts of a step if that is configured, in the order of prompts, samples and branches.
 
     Args:
-        folder: of the run.
+        run: whose folder gets them, and whose tokenizer decodes tokens one by one.
         step: its number.
         batch: with advantages and scores.
-        tokenizer: decodes tokens, one by one.
     """
-    file = folder / "transcripts" / f"step_{step:06d}.jsonl"
+    if not keeps_transcripts(run.config):
+        return
+    file = run.folder / "transcripts" / f"step_{step:06d}.jsonl"
     with storing(file):
         file.parent.mkdir(exist_ok=True)
         with file.open("w", encoding="utf-8", errors="backslashreplace") as out:
-            for record in _records(step, batch, tokenizer):
+            for record in _records(step, batch, run.tokenizer):
                 out.write(json.dumps(record, ensure_ascii=False, default=str) + "\n")
 
 

@@ -1,26 +1,57 @@
 """Score the policy on held-out prompts and keep its responses. Shape letters: B samples, P prompts, N samples per prompt."""
 
-import json
 import math
 from collections import defaultdict
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from rlx.data.batch import Batch
-from rlx.errors import storing
 from rlx.rewards.manager import Scores
-from rlx.trainer.forked_conversations import sampled_tokens
+from rlx.trainer.environment_rows import sampled_tokens
+from rlx.trainer.run_state import Run
+from rlx.trainer.samples import Part, SampleSource, dump, extras, generations, join
 
 
-def chunks(size: int, step: int | None) -> Iterator[list[int]]:
-    """Yield 0..size-1 in order, `step` at a time; all at once for None."""
-    step = step or max(size, 1)
-    for first in range(0, size, step):
-        yield list(range(first, min(first + step, size)))
+class Validation:
+    """Validates a run.
+
+    Args:
+        run: with `val` prompts if there is a validation.
+        samples: generates and scores responses.
+
+    Attributes:
+        last: metrics of the last validation, with its step.
+    """
+
+    def __init__(self, run: Run, samples: SampleSource):
+        self._run, self._samples = run, samples
+        self.last: dict[str, float] = {}
+
+    def run(self) -> dict[str, float]:
+        """Score the policy on held-out prompts, keep its responses, and return the metrics."""
+        run, config = self._run, self._run.config
+        val, trainer = config.actor_rollout_ref.rollout.val_kwargs, config.trainer
+        samples = val.n if val.do_sample else 1  # greedy samples of a prompt are equal
+        parts: list[Part] = []
+        assert run.val is not None, "loaded if the configuration asks for a validation"
+        together = config.data.val_batch_size or max(len(run.val), 1)
+        with run.progress.phase("validate"):
+            for first in range(0, len(run.val), together):
+                prompts = run.val.batch([*range(first, min(first + together, len(run.val)))])
+                batch = self._samples.responses(prompts, samples, "val", step=0, first=first)
+                parts.append((batch, self._samples.scores_of(batch)))
+        batch, scores = join(parts)
+        records, step = generations(batch, scores), run.finished_steps
+        dump(records, Path(trainer.validation_data_dir or run.folder / "validation"), step)
+        if shown := records[: trainer.log_val_generations]:
+            run.progress.generations(shown)
+            run.tracker.generations(shown, step)
+        measured = summarise(batch, scores) | over_samples(batch, scores, samples)
+        self.last = measured | {"step": float(step)}
+        run.first_validation = run.first_validation or self.last
+        return measured
 
 
 def summarise(batch: Batch, scores: Scores) -> dict[str, float]:
@@ -95,36 +126,3 @@ def _rows_by_source(batch: Batch) -> dict[str, list[int]]:
     for row, source in enumerate(batch.info["data_source"]):
         rows_of[source].append(row)
     return rows_of
-
-
-def extras(scores: Scores, prefix: str) -> dict[str, float]:
-    """Return means of the numbers that reward functions report with the score, over the samples that have them."""
-    return {
-        f"{prefix}/extra/{name}": torch.tensor(values, dtype=torch.float64).nanmean().item()
-        for name, values in scores.extra.items()
-    }
-
-
-def generations(batch: Batch, scores: Scores) -> list[dict[str, Any]]:
-    """Return one readable record per sample; NaN (a missing number) and infinity, which JSON lacks, become None."""
-    return [
-        {
-            **{name: values[i] if math.isfinite(values[i]) else None for name, values in scores.extra.items()},
-            "prompt": batch.info["prompt_text"][i],
-            "response": batch.info["response_text"][i],
-            "ground_truth": batch.info["ground_truth"][i],
-            "data_source": batch.info["data_source"][i],
-            "score": score,
-        }
-        for i, score in enumerate(scores.scores.tolist())
-    ]
-
-
-def dump(records: list[dict[str, Any]], folder: Path, step: int) -> None:
-    """Write <folder>/<step>.jsonl, one record per line."""
-    file = folder.expanduser() / f"{step}.jsonl"
-    lines = (json.dumps(record, ensure_ascii=False, default=str) for record in records)
-    with storing(file):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        # Half a surrogate pair becomes its escape, which is valid JSON.
-        file.write_text("\n".join(lines) + "\n", encoding="utf-8", errors="backslashreplace")

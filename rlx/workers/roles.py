@@ -9,23 +9,33 @@ import traceback
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Protocol, get_args
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
 import torch
 import torch.distributed as dist
 
-from rlx.config.schema import CheckpointConfig, PPOConfig
-from rlx.config.schema.roles import has_environment, log_prob_size, reference_role, reward_role, update_size
+from rlx.config.schema import ActorRolloutRefConfig, CheckpointConfig, PPOConfig
+from rlx.config.schema.roles import (
+    asks_for_experts,
+    has_environment,
+    log_prob_size,
+    reference_role,
+    reward_role,
+    update_size,
+)
 from rlx.data.batch import Batch
 from rlx.engine.engine import Engine
+from rlx.engine.experts import ExpertOptions
 from rlx.engine.micro_batches import MicroBatchRule
 from rlx.engine.objectives import PolicyObjective, ValueObjective
 from rlx.environments.role import ConversationSampler
+from rlx.errors import storing
+from rlx.identity import machine_identity
 from rlx.models.lora import adapters_off
 from rlx.rollout.protocol import EngineError, Sampling, joined_loads
 from rlx.rollout.sampler import ChangeCheck, build_rollout, generate_batch, sampler_dtype
-from rlx.workers.dequantized_base import DequantizedBase
-from rlx.workers.settings import Purpose, expert_options, optimizer_steps, sampling_for
+from rlx.scratch import scratch_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -33,6 +43,9 @@ if TYPE_CHECKING:
 Metrics = dict[str, float]
 
 logger = logging.getLogger(__name__)
+
+Purpose = Literal["train", "val", "greedy"]
+"""Training, validation, or the greedy responses that ReMax compares training responses with."""
 
 
 class Role(Protocol):
@@ -344,3 +357,82 @@ def stop_tokens(tokenizer: "PreTrainedTokenizerBase", engine: Engine) -> tuple[i
     listed = generation.eos_token_id if generation else None
     more = [listed] if isinstance(listed, int) else listed or []
     return tuple(sorted({int(tokenizer.eos_token_id), *(int(token) for token in more)}))
+
+
+def optimizer_steps(config: PPOConfig, role: Literal["actor", "critic"]) -> int:
+    """Return the optimizer steps of the whole run, for the actor without those of the critic's warm-up.
+
+    `trainer.total_training_steps` must be set.
+    """
+    settings = config.actor_rollout_ref.actor if role == "actor" else config.critic
+    steps = config.trainer.total_training_steps
+    assert steps is not None and settings.ppo_mini_batch_size is not None and settings.ppo_epochs is not None
+    if role == "actor":
+        steps = max(0, steps - config.trainer.critic_warmup)
+    return steps * (config.data.train_batch_size // settings.ppo_mini_batch_size) * settings.ppo_epochs
+
+
+def expert_options(policy: ActorRolloutRefConfig) -> ExpertOptions | None:
+    """Return what the actor does with experts; None if no key asks for anything."""
+    actor = policy.actor
+    options = ExpertOptions(actor.router_replay.mode == "R3", actor.router_aux_loss_coef)
+    return options if asks_for_experts(policy) else None
+
+
+def sampling_for(config: PPOConfig, purpose: Purpose, stop_token_ids: tuple[int, ...]) -> Sampling:
+    """Return how responses are sampled for `purpose`."""
+    rollout = config.actor_rollout_ref.rollout
+    length, val = config.data.max_response_length, rollout.val_kwargs
+    ends: dict[str, Any] = {
+        "stop_token_ids": () if rollout.ignore_eos else stop_token_ids,
+        "stop": rollout.stop,
+        "include_stop_str_in_output": rollout.include_stop_str_in_output,
+    }
+    if purpose == "train":
+        cut = rollout.temperature, rollout.top_p, rollout.top_k or -1
+        logs, experts = rollout.calculate_log_probs, rollout.enable_rollout_routing_replay
+        return Sampling(length, *cut, with_log_probs=logs, with_experts=experts, **ends)
+    silent: dict[str, Any] = {"with_log_probs": False, **ends}
+    if purpose == "greedy":
+        return Sampling(length, temperature=0.0, **silent)
+    silent |= {
+        "repetition_penalty": val.repetition_penalty,
+        "presence_penalty": val.presence_penalty,
+        "frequency_penalty": val.frequency_penalty,
+        "bad_words": val.bad_words,
+        "logit_bias": tuple((int(token), float(bias)) for token, bias in val.logit_bias.items()),
+    }
+    if not val.do_sample:
+        return Sampling(length, temperature=0.0, **silent)
+    return Sampling(length, val.temperature, val.top_p, val.top_k or -1, min_p=val.min_p, **silent)
+
+
+class DequantizedBase:
+    """The base of a quantised actor in full, in a temporary folder of each machine; all processes make it together.
+
+    A sampler with the original weights would give other log-probs than the trainer. The folder stays as long as this process,
+    because a sampler that failed reads it again.
+
+    Args:
+        engine: of the actor, with a quantised base.
+
+    Attributes:
+        path: a folder for `from_pretrained`, below `$TMPDIR`.
+
+    Raises:
+        StorageError: the folder has no room.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        machine = machine_identity()
+        machines: list[str] = [machine] * dist.get_world_size()
+        dist.all_gather_object(machines, machine)
+        is_writer = machines.index(machine) == dist.get_rank()
+        self._folder = scratch_folder("dequantized") if is_writer else None
+        weights = {name: tensor.cpu() for name, tensor in engine.weights.base() if is_writer}
+        paths: list[str] = [""] * len(machines)
+        if self._folder is not None:
+            with storing(Path(self._folder.name)):
+                engine.weights.folder_parts.write_with_weights(Path(self._folder.name), weights)
+        dist.all_gather_object(paths, self._folder.name if self._folder is not None else "")
+        self.path = paths[machines.index(machine)]

@@ -3,11 +3,13 @@
 import os
 import resource
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -16,7 +18,6 @@ from rlx.config.host_memory import host_memory
 from rlx.config.schema import PPOConfig
 from rlx.engine.host_offload import HostRelief, host_use
 from rlx.models.loading import load_tokenizer
-from rlx.workers.memory import MemoryLog
 from rlx.workers.roles import ActorRole, CriticRole, EngineRole, RefRole, RewardRole, Role, RolloutRole, TrainedRole
 
 PROCESS = "process"
@@ -180,3 +181,50 @@ def _init_process_group(backend: str, timeout_s: float) -> None:
     )
     limit = timedelta(seconds=timeout_s)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
+
+
+def memory_in_use(device: torch.device) -> dict[str, float]:
+    """Return the memory in use now [10^9 bytes].
+
+    Args:
+        device: of this process.
+
+    Returns:
+        gb: on CUDA everything in use on the device by torch, a sampler with an allocator of its own, CUDA itself and other
+        processes; on CPU the resident size of this process. allocated_gb, on CUDA only: the part in torch's tensors.
+    """
+    if device.type == "cpu":
+        return {"gb": psutil.Process().memory_info().rss / 1e9}
+    free, total = torch.cuda.mem_get_info(device)
+    return {"gb": (total - free) / 1e9, "allocated_gb": torch.accelerator.memory_allocated(device) / 1e9}
+
+
+class MemoryLog:
+    """Records memory before the first and after the last of consecutive calls of one name.
+
+    Args:
+        device: of this process.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._figures: dict[str, float] = {}
+        self._last = ""
+
+    @contextmanager
+    def around(self, name: str) -> Iterator[None]:
+        """Record the memory in use before and after a block of code."""
+        if name != self._last:
+            self._note(f"{name}_before")
+        self._last = name
+        yield
+        self._note(f"{name}_after")
+
+    def take(self) -> dict[str, float]:
+        """Return `<name>_before_gb`, `<name>_after_gb` and so on for the last run of calls of each name, and start anew."""
+        figures, self._figures, self._last = self._figures, {}, ""
+        return figures
+
+    def _note(self, moment: str) -> None:
+        for figure, value in memory_in_use(self._device).items():
+            self._figures[f"{moment}_{figure}"] = value

@@ -8,6 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlx.algorithms.advantages import (
+    BLOCK_STEPS,
+    gae,
     grpo,
     grpo_passk,
     masked_whiten,
@@ -19,7 +21,6 @@ from rlx.algorithms.advantages import (
     rloo,
     token_rewards,
 )
-from rlx.algorithms.gae import BLOCK_STEPS, gae
 
 F64 = torch.float64
 

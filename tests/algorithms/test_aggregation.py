@@ -3,7 +3,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlx.algorithms.aggregation import AGGREGATION_MODES, denominator, token_weights
+from rlx.algorithms.losses import AGGREGATION_MODES, denominator, token_weights
 from rlx.config.schema import AGGREGATIONS
 
 LOSS = torch.tensor([[1.0, 2.0, 3.0, 100.0], [4.0, 100.0, 100.0, 100.0], [100.0, 100.0, 100.0, 100.0]])

@@ -6,8 +6,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlx.algorithms.aggregation import AGGREGATION_MODES, denominator, token_weights
-from rlx.algorithms.losses import POLICY_LOSSES, LossSettings, value_loss, vanilla
+from rlx.algorithms.losses import (
+    AGGREGATION_MODES,
+    POLICY_LOSSES,
+    LossSettings,
+    denominator,
+    token_weights,
+    value_loss,
+    vanilla,
+)
 from rlx.config.schema import LOSS_MODES
 
 F64 = torch.float64

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlx.algorithms.partition import partition
+from rlx.data.batch import partition
 
 COSTS = st.lists(st.integers(0, 50), max_size=20)
 

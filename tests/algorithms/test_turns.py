@@ -5,9 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlx.algorithms.advantages import ESTIMATORS, masked_whiten
-from rlx.algorithms.gae import gae, gae_over_turns
-from rlx.algorithms.turns import turn_index
+from rlx.algorithms.advantages import ESTIMATORS, gae, gae_over_turns, masked_whiten, turn_index
 from rlx.config.schema import AlgorithmConfig
 
 MASK = torch.tensor([[1, 1, 0, 1, 0, 0, 1, 1], [0, 0, 1, 1, 1, 0, 0, 0], [0] * 8]).bool()

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlx.data.files import DataError
-from rlx.data.sampler import PromptSampler
+from rlx.data.prompts import PromptSampler
 
 sizes = st.integers(1, 40).flatmap(lambda size: st.tuples(st.just(size), st.integers(1, size)))
 

@@ -18,15 +18,14 @@ from rank_tools import (
     value,
 )
 
-from rlx.algorithms.aggregation import denominator, token_weights
 from rlx.algorithms.kl import kl_estimate
-from rlx.algorithms.losses import POLICY_LOSSES, LossSettings, value_loss
+from rlx.algorithms.losses import POLICY_LOSSES, LossSettings, denominator, token_weights, value_loss
 from rlx.config.schema import AGGREGATIONS, ActivationOffloadConfig, ModelConfig, PolicyLossConfig
 from rlx.data.batch import Batch
 from rlx.engine.micro_batches import MicroBatchRule
 from rlx.models.loading import load_model
-from rlx.trainer.balancing import balance
-from rlx.trainer.forked_conversations import with_sample_tokens
+from rlx.trainer.environment_rows import with_sample_tokens
+from rlx.trainer.learning import balance
 
 
 class Kind(NamedTuple):

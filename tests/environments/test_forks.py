@@ -19,7 +19,7 @@ from rlx.environments.rows import batch_of
 from rlx.environments.running import ConversationBounds, ConversationOptions, ConversationRow, run_conversations
 from rlx.environments.tools import ToolEnvironment, Tools
 from rlx.rollout.protocol import Completion, Sampling
-from rlx.trainer.forked_conversations import all_rows
+from rlx.trainer.environment_rows import all_rows
 
 PROMPT = [{"role": "user", "content": "How many?"}]
 BOUNDS = ConversationBounds(prompt_tokens=40, response_tokens=600)

@@ -24,7 +24,7 @@ from rlx.engine.objectives import PolicyObjective
 from rlx.rollout.protocol import Completion, FirstRank, PrefixMemory, Request, Rollout, Sampling
 from rlx.rollout.sampler import build_rollout, generate_batch
 from rlx.rollout.vllm_support import ContinuedHashes
-from rlx.workers.dequantized_base import DequantizedBase
+from rlx.workers.roles import DequantizedBase
 
 CPU = torch.device("cpu")
 PROMPT, RESPONSE = 40, 12

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from rlx.config.schema import ModelConfig
 from rlx.data.batch import Batch
-from rlx.trainer.balancing import QUADRATIC_TOKENS, RowTokens, balance, cost
+from rlx.trainer.learning import QUADRATIC_TOKENS, RowTokens, balance, cost
 
 APART, SHARED = ModelConfig(use_shared_prefix=False), ModelConfig()
 

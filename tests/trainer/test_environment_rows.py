@@ -2,20 +2,23 @@
 
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from rlx.config.schema import AlgorithmConfig, EnvironmentConfig, PPOConfig, RolloutConfig
+from rlx.algorithms.kl import KLController
+from rlx.config.schema import AlgorithmConfig, EnvironmentConfig, PPOConfig, RolloutConfig, TrainerConfig
 from rlx.data.batch import Batch
 from rlx.environments.conversation import Conversation
 from rlx.environments.rows import batch_of, rows_of
 from rlx.environments.running import ConversationRow, RanConversations
 from rlx.models.tiny import make_tiny_tokenizer
 from rlx.rewards.manager import Scores
-from rlx.trainer import environment_rows, steps, transcripts
+from rlx.trainer import environment_rows, transcripts
+from rlx.trainer.learning import add_rewards
 
 
 def a_conversation(*rewards, reason="done", failed=False, info=None):
@@ -99,7 +102,7 @@ def test_right_is_what_the_functions_say_beside_an_environment(batch):
 
 
 def test_turns_get_their_rewards_and_the_last_token_the_rest(batch):
-    scored, _ = steps.add_rewards(batch.with_(scores=torch.tensor([2.5, -1.0])), AlgorithmConfig(), 0.0)
+    scored, _ = add_rewards(batch.with_(scores=torch.tensor([2.5, -1.0])), AlgorithmConfig(), KLController(0.0))
     assert scored["token_rewards"].tolist() == [[0, 0.5, 0, 0, 2.0, 0, 0, 0], [0] * 8]
 
 
@@ -134,7 +137,8 @@ def test_a_transcript_has_an_entry_for_each_token(batch, tmp_path):
     advantages = torch.where(batch["response_mask"], 0.123456, 0.0)
     old = batch["rollout_log_probs"] + 0.25
     whole = batch.with_(advantages=advantages, old_log_probs=old, scores=torch.tensor([1.5, -1.0])).rows([1, 0])
-    transcripts.write(tmp_path, 3, whole, make_tiny_tokenizer())
+    config = PPOConfig(trainer=TrainerConfig(transcripts=True))
+    transcripts.keep(SimpleNamespace(config=config, folder=tmp_path, tokenizer=make_tiny_tokenizer()), 3, whole)
     first, second = map(json.loads, (tmp_path / "transcripts" / "step_000003.jsonl").read_text().splitlines())
     assert (first["step"], first["group"], first["sample"], first["data_source"], first["reward"]) == (
         3,

@@ -1,17 +1,21 @@
 """Conversations of one, two and three rows: what is counted once for each, against numbers worked out by hand."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from rlx.algorithms.advantages import ESTIMATORS
+from rlx.algorithms.advantages import ESTIMATORS, turn_index
+from rlx.algorithms.kl import KLController
 from rlx.config.schema import (
     AlgorithmConfig,
     ModelConfig,
     OverlongBufferConfig,
+    PPOConfig,
     RolloutConfig,
     RolloutCorrectionConfig,
+    TrainerConfig,
 )
 from rlx.data.batch import Batch
 from rlx.environments.conversation import Conversation
@@ -19,16 +23,9 @@ from rlx.environments.rows import batch_of
 from rlx.environments.running import ConversationRow, RanConversations
 from rlx.models.tiny import make_tiny_tokenizer
 from rlx.rewards.manager import Scores
-from rlx.trainer import (
-    environment_rows,
-    forked_conversations,
-    sample_selection,
-    sampler_mismatch,
-    steps,
-    transcripts,
-    validation,
-)
-from rlx.trainer.balancing import balance
+from rlx.trainer import environment_rows, learning, samples, step_metrics, transcripts, validation
+from rlx.trainer.environment_rows import all_rows, joined
+from rlx.trainer.learning import balance
 
 # Turns of each conversation: the branch, the tokens and the reward. Sums of rewards are 1, 2 and 3, tokens 2, 3 and 5.
 ONE = [(0, [70, 71], 1.0)]
@@ -71,7 +68,7 @@ def a_batch(*all_turns, forks=True, failed=False):
 
 
 def on_turns(batch, name):
-    """The numbers of a column on the sampled tokens, by sample, in the order of forked_conversations."""
+    """The numbers of a column on the sampled tokens, by sample, in the order of branches."""
     found = {}
     numbers = batch["branch"].tolist() if "branch" in batch else [0] * len(batch)
     for row in sorted(range(len(batch)), key=lambda row: (batch.info["sample"][row], numbers[row])):
@@ -81,42 +78,48 @@ def on_turns(batch, name):
 
 
 def with_advantages(batch, algorithm):
-    whole, _ = steps.add_rewards(forked_conversations.joined(batch), algorithm, 0.0)
-    return forked_conversations.parted(steps.add_advantages(whole, algorithm), batch)
+    whole, apart = joined(batch)
+    whole, _ = learning.add_rewards(whole, algorithm, KLController(0.0))
+    return apart(whole.with_(**ESTIMATORS[algorithm.adv_estimator](whole, algorithm)))
+
+
+def described(batch):
+    return step_metrics.describe(batch, joined(batch)[0])
 
 
 def test_all_rows_are_those_of_each_conversation_in_order():
     batch = a_batch(ONE, TWO, THREE)
-    assert len(batch) == 3 and forked_conversations.sampled_tokens(batch).tolist() == [2, 3, 5]
-    whole = forked_conversations.all_rows(batch)
+    assert len(batch) == 3 and environment_rows.sampled_tokens(batch).tolist() == [2, 3, 5]
+    whole = all_rows(batch)
     assert whole["branch"].tolist() == [0, 0, 1, 0, 1, 2] and whole.info["sample"] == [0, 1, 1, 2, 2, 2]
     assert whole.prompt_tokens() == [[60, 61]] * 5 + [[60]]
     assert whole.response_tokens() == [[70, 71], [70, 71], [90, 91, 72], [70, 80, 71], [90, 91, 72], [90, 91, 73, 74]]
     assert on_turns(whole, "rollout_log_probs") == [[-1, -2], [-1, -2, -3], [-1, -2, -3, -4, -5]]
     assert whole["turn_rewards"].sum(dim=1).tolist() == [1.0, 0.5, 1.5, 0.25, 0.0, 2.75]
     assert whole["scores"].tolist() == [1.0, 2.0, 2.0, 3.0, 3.0, 3.0] and "earlier_rows" not in whole.info
-    assert forked_conversations.conversations_of(whole).info["sample"] == [0, 1, 2]
+    assert environment_rows.conversations_of(whole).info["sample"] == [0, 1, 2]
 
 
 def test_the_length_penalty_counts_the_tokens_of_all_rows():
     """Of 2, 5 and 10 tokens with 16 allowed and a buffer of 12, (16 - 12 - length) / 12; with a buffer of 2 beyond 16 no more than 1."""
-    for samples, overlong, expected in (
+    for given, overlong, expected in (
         ((ONE, TWO, THREE), OverlongBufferConfig(True, 12, 1.0), [0.0, -1 / 12, -6 / 12]),
         ((THREE, [(0, [70] * 12, 0.0), (1, [71] * 12, 0.0)]), OverlongBufferConfig(True, 2, 0.5), [0.0, -0.5]),
     ):
-        batch = a_batch(*samples)
-        scored = sample_selection.with_scores(batch, Scores(batch["scores"], {}), overlong)
+        batch = a_batch(*given)
+        scored = samples.with_scores(batch, Scores(batch["scores"], {}), overlong)
         penalty = scored["scores"] - batch["scores"]
         assert penalty.tolist() == pytest.approx(expected, abs=1e-6)
-        assert forked_conversations.all_rows(scored)["scores"].unique().numel() == len(samples)
+        assert all_rows(scored)["scores"].unique().numel() == len(given)
 
 
 def test_a_batch_without_forks_stays_as_it_is():
     batch = a_batch(ONE, ONE)
-    whole = forked_conversations.all_rows(batch)
+    whole = all_rows(batch)
     assert "branch" not in whole and (whole.tensors == batch.tensors).all()
-    assert forked_conversations.joined(whole) is whole and forked_conversations.parted(batch, whole) is batch
-    assert forked_conversations.conversations_of(whole) is whole
+    same, apart = joined(whole)
+    assert same is whole and apart(batch) is batch
+    assert environment_rows.conversations_of(whole) is whole
 
 
 @pytest.mark.parametrize(
@@ -135,7 +138,7 @@ def test_a_batch_without_forks_stays_as_it_is():
 def test_a_conversation_counts_once_in_its_group(options, expected):
     """Counted by rows the mean would be 14 / 6. A conversation without a token is no part of the group."""
     for batch in (a_batch(ONE, TWO, THREE), a_batch(ONE, TWO, THREE, failed=True)):
-        found = with_advantages(forked_conversations.all_rows(batch), AlgorithmConfig(**options))
+        found = with_advantages(all_rows(batch), AlgorithmConfig(**options))
         by_sample = on_turns(found, "advantages")
         for advantage, tokens, numbers in zip(expected, (2, 3, 5), by_sample, strict=False):
             assert numbers == pytest.approx([advantage] * tokens, abs=1e-5)
@@ -147,7 +150,7 @@ def test_equal_scores_teach_nothing_whatever_their_parts(forks, estimator):
     """The parts add up to 333.3 in fp64 and, before they are rounded once, to other numbers in fp32."""
     parts = [[66.66, 166.65, 33.33, 66.66], [166.65, 166.65], [333.3], [33.33, 33.33, 199.98, 66.66]]
     samples = [[(branch, [70], part) for branch, part in enumerate(each)] for each in parts]
-    batch = forked_conversations.all_rows(a_batch(*samples, forks=forks))
+    batch = all_rows(a_batch(*samples, forks=forks))
     assert len(set(batch["scores"].tolist())) == 1
     algorithm = AlgorithmConfig(adv_estimator=estimator, norm_adv_by_std_in_grpo=False)
     assert not with_advantages(batch, algorithm)["advantages"].any()
@@ -156,11 +159,9 @@ def test_equal_scores_teach_nothing_whatever_their_parts(forks, estimator):
 
 def test_rewards_to_go_pass_from_row_to_row():
     """gamma = 0.5 over tokens: the five of the third conversation have rewards 0, 0.25, 0, 0, 2.75."""
-    whole, _ = steps.add_rewards(
-        forked_conversations.joined(forked_conversations.all_rows(a_batch(THREE, TWO))), AlgorithmConfig(), 0.0
-    )
+    whole, _ = learning.add_rewards(joined(all_rows(a_batch(THREE, TWO)))[0], AlgorithmConfig(), KLController(0.0))
     assert on_turns(whole, "token_rewards") == [[0, 0.25, 0, 0, 2.75], [0, 0.5, 1.5]]
-    batch = forked_conversations.all_rows(a_batch(THREE, TWO)).with_(values=torch.zeros(5, 16))
+    batch = all_rows(a_batch(THREE, TWO)).with_(values=torch.zeros(5, 16))
     returns = on_turns(with_advantages(batch, AlgorithmConfig(gamma=0.5)), "returns")
     assert returns[0] == [0.296875, 0.59375, 0.6875, 1.375, 2.75]
     by_turn = on_turns(with_advantages(batch, AlgorithmConfig(gamma=0.5, time_step="turn")), "returns")
@@ -168,7 +169,7 @@ def test_rewards_to_go_pass_from_row_to_row():
 
 
 def test_the_functions_part_of_a_score_is_on_the_last_token_of_all():
-    batch = forked_conversations.all_rows(a_batch(TWO)).with_(scores=torch.tensor([7.0, 7.0]))
+    batch = all_rows(a_batch(TWO)).with_(scores=torch.tensor([7.0, 7.0]))
     assert on_turns(with_advantages(batch, AlgorithmConfig(adv_estimator="grpo")), "token_rewards") == [[0, 0.5, 6.5]]
 
 
@@ -186,7 +187,7 @@ def test_every_estimator_has_the_numbers_of_the_same_turns_in_one_row(estimator,
     numbers = {name: torch.randn(10, generator=drawn) for name in needed}
 
     def computed(batch, order):
-        batch = forked_conversations.all_rows(batch).rows(order).with_(greedy_scores=torch.full((len(order),), 0.5))
+        batch = all_rows(batch).rows(order).with_(greedy_scores=torch.full((len(order),), 0.5))
         for name, of_token in numbers.items():
             column, left = torch.zeros(batch["response_mask"].shape), 0.1 * of_token
             for row in sorted(range(len(batch)), key=lambda row: order[row]):
@@ -195,15 +196,13 @@ def test_every_estimator_has_the_numbers_of_the_same_turns_in_one_row(estimator,
                 column[row, batch["response_mask"][row]] = left[:count] + (sampler if name != "values" else 0.0)
                 left = left[count:]
             batch = batch.with_(**{name: column})
-        whole, corrected = sampler_mismatch.correct(forked_conversations.joined(batch), correction)
-        measured = sampler_mismatch.measure(whole)
-        whole, kl = steps.add_rewards(
-            forked_conversations.joined(forked_conversations.parted(whole, batch)), algorithm, 0.1
-        )
-        batch = forked_conversations.parted(
-            steps.add_advantages(whole, algorithm), forked_conversations.parted(whole, batch)
-        )
-        return batch, {**corrected, **measured, "kl": kl, **steps.describe(batch)}
+        whole, apart = joined(batch)
+        whole, corrected = learning.correct(whole, correction)
+        measured = step_metrics.mismatch(whole)
+        whole, rewarded = learning.add_rewards(whole, algorithm, KLController(0.1))
+        whole = whole.with_(**ESTIMATORS[estimator](whole, algorithm))
+        figures = {**corrected, **measured, **rewarded, **step_metrics.describe(batch, whole)}
+        return apart(whole), {name: x for name, x in figures.items() if not name.startswith("conversation/")}
 
     forked, figures = computed(a_batch(ONE, TWO, THREE), [4, 0, 5, 2, 3, 1])
     plain, expected = computed(a_batch(ONE, TWO, THREE, forks=False), [2, 0, 1])
@@ -229,26 +228,26 @@ def test_a_row_without_history_behind_its_prompt_begins_a_turn_of_its_own():
         own.turns[-1]["reward"] = 1.0
     batch = batch_of(RanConversations([own], 0.0), [ConversationRow({}, 0, [60])], 0, 4, 1, True)
     batch = batch.with_({**batch.info, "sample": [0]}, group_id=torch.zeros(1, dtype=torch.int64))
-    whole = forked_conversations.joined(forked_conversations.all_rows(batch))
-    assert [mask.sum().item() for mask in environment_rows.masks_by_turn(whole, 8)] == [1, 1]
+    whole, _ = joined(all_rows(batch))
+    assert turn_index(whole["response_mask"]).tolist() == [[0, -1, 1]]
 
 
 def test_metrics_count_a_conversation_once():
-    found = forked_conversations.all_rows(a_batch(ONE, TWO, THREE))
+    found = all_rows(a_batch(ONE, TWO, THREE))
     batch = with_advantages(found, AlgorithmConfig(adv_estimator="grpo", norm_adv_by_std_in_grpo=False))
     figures = environment_rows.describe(batch)
     assert figures["conversation/forks"] == 1.0, "6 rows of 3 conversations"
     assert (figures["conversation/turns_mean"], figures["conversation/turns_max"]) == (7 / 3, 4)
     assert figures["conversation/environment_s"] == pytest.approx(3.5 / 3)
     assert figures["conversation/loss_token_share"] == pytest.approx(10 / 17)
-    numbers = steps.describe(batch)
+    numbers = described(batch)
     assert (numbers["reward/mean"], numbers["reward/max"], numbers["reward/min"]) == (2.0, 3.0, 1.0)
     assert (numbers["response_length/mean"], numbers["response_length/max"]) == (pytest.approx(10 / 3), 5.0)
     assert numbers["response_length/clip_ratio"] == 0.0
     full = batch["attention_mask"].clone()
     full[0, -1] = full[1, -1] = full[5, -1] = True  # the first row of the second conversation is not its last
     cut = batch.with_(attention_mask=full)
-    assert steps.describe(cut)["response_length/clip_ratio"] == pytest.approx(2 / 3)
+    assert described(cut)["response_length/clip_ratio"] == pytest.approx(2 / 3)
     assert numbers["advantages/abs_mean"] == pytest.approx(0.7)
 
 
@@ -275,12 +274,12 @@ def test_groups_are_selected_and_joined_with_their_earlier_rows():
     kept = a_batch(ONE, THREE)
     first = a_batch(TWO, TWO), Scores(torch.tensor([2.0, 2.0]), {})
     second = kept.with_prompts(5).with_(group_id=kept["group_id"] + 1), Scores(torch.tensor([1.0, 3.0]), {})
-    found = sample_selection.DynamicSampling("score", wanted=1, samples=2)
+    found = samples.DynamicSampling("score", wanted=1, samples=2)
     for part in (first, second):
         found.add(*part)
     batch, _ = found.samples()
     assert found.kept == 1 and len(batch) == 2
-    whole = forked_conversations.all_rows(batch)
+    whole = all_rows(batch)
     assert whole["group_id"].tolist() == [1] * 4 and whole["branch"].tolist() == [0, 0, 1, 2]
     assert whole.response_tokens()[2:] == [[90, 91, 72], [90, 91, 73, 74]] and whole.prompt_tokens()[3] == [60]
 
@@ -288,14 +287,14 @@ def test_groups_are_selected_and_joined_with_their_earlier_rows():
 def test_balanced_shares_and_mini_batches_hold_every_row_once():
     """Seven rows on two processes, in mini-batches of one prompt each: 4 and 3 rows, and a prompt's rows stay together."""
     batch = a_batch(ONE, TWO, THREE, ONE)
-    batch = forked_conversations.all_rows(batch.with_(group_id=torch.tensor([0, 1, 0, 1])))
+    batch = all_rows(batch.with_(group_id=torch.tensor([0, 1, 0, 1])))
     dealt = balance(batch, 2, ModelConfig())
 
     def named(part):
         return sorted(zip(part.info["sample"], part["branch"].tolist(), strict=True))
 
     assert named(dealt) == named(batch) and len(batch) == 7
-    parts = list(steps.mini_batches(dealt, 1, 1, None))
+    parts = list(learning.mini_batches(dealt, 1, 1, None))
     assert [named(part) for part in parts] == [[(0, 0), (2, 0), (2, 1), (2, 2)], [(1, 0), (1, 1), (3, 0)]]
     for algorithm in (AlgorithmConfig(adv_estimator="grpo"), AlgorithmConfig(adv_estimator="rloo")):
         assert on_turns(with_advantages(dealt, algorithm), "advantages") == on_turns(
@@ -304,9 +303,12 @@ def test_balanced_shares_and_mini_batches_hold_every_row_once():
 
 
 def test_a_transcript_has_a_line_for_each_row_with_its_own_turns(tmp_path):
-    batch = forked_conversations.all_rows(a_batch(ONE, THREE)).rows([3, 1, 0, 2])
+    batch = all_rows(a_batch(ONE, THREE)).rows([3, 1, 0, 2])
     batch = with_advantages(batch, AlgorithmConfig(adv_estimator="grpo", norm_adv_by_std_in_grpo=False))
-    transcripts.write(tmp_path, 1, batch.with_(old_log_probs=batch["rollout_log_probs"]), make_tiny_tokenizer())
+    run = SimpleNamespace(
+        config=PPOConfig(trainer=TrainerConfig(transcripts=True)), folder=tmp_path, tokenizer=make_tiny_tokenizer()
+    )
+    transcripts.keep(run, 1, batch.with_(old_log_probs=batch["rollout_log_probs"]))
     lines = [json.loads(line) for line in (tmp_path / "transcripts/step_000001.jsonl").read_text().splitlines()]
     assert [(line["sample"], line["branch"]) for line in lines] == [(0, 0), (1, 0), (1, 1), (1, 2)]
     assert lines[3]["token_ids"] == [60, 90, 91, 73, 74] and lines[3]["loss_mask"] == [0, 0, 0, 1, 1]

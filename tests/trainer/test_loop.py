@@ -23,16 +23,16 @@ from rlx.config.schema import (
     ValKwargsConfig,
 )
 from rlx.data.batch import Batch
-from rlx.data.sampler import PromptSampler
+from rlx.data.prompts import PromptSampler
 from rlx.data.seeding import seed_for
 from rlx.rewards.manager import Scores
 from rlx.supervisor.stopping import Terminated
 from rlx.trainer.loop import Trainer
 from rlx.trainer.progress import Progress
 from rlx.trainer.run import located, with_steps
-from rlx.trainer.sample_selection import SelectionError
-from rlx.trainer.samples import Samples
-from rlx.trainer.steps import spread, zero_advantage_share
+from rlx.trainer.run_state import Run
+from rlx.trainer.samples import Samples, SelectionError, spread
+from rlx.trainer.step_metrics import zero_advantage_share
 
 
 def test_folders_of_offloaded_bytes_are_the_same_in_a_worker_that_runs_elsewhere(tmp_path, monkeypatch):
@@ -81,7 +81,7 @@ def test_greedy_validation_takes_one_response_to_a_prompt(val, samples, tmp_path
     policy = ActorRolloutRefConfig(rollout=RolloutConfig(val_kwargs=ValKwargsConfig(**val)))
     config = PPOConfig(data=DataConfig(train_batch_size=1, val_batch_size=2), actor_rollout_ref=policy)
     sampler = PromptSampler(4, 1, shuffle=True, seed=0)
-    trainer = Trainer(config, None, None, Held(), sampler, Held(), None, tmp_path, Progress(4), None)
+    trainer = Trainer(Run(config, None, None, Held(), sampler, Held(), None, tmp_path, Progress(4), None))
 
     def generate(prompts, count, purpose, step, first):
         batch = prompts.rows([row for row in range(len(prompts)) for _ in range(count)])
@@ -104,7 +104,7 @@ def test_validation_draws_the_same_samples_by_any_batch_size(together, tmp_path,
         rollout=RolloutConfig(val_kwargs=ValKwargsConfig(n=2, do_sample=True, temperature=1))
     )
     config = PPOConfig(data=DataConfig(train_batch_size=1, val_batch_size=together), actor_rollout_ref=policy)
-    trainer = Trainer(config, None, None, Held(), None, Held(), None, tmp_path, Progress(4), None)
+    trainer = Trainer(Run(config, None, None, Held(), None, Held(), None, tmp_path, Progress(4), None))
     seeds = []
 
     def generate(prompts, count, purpose, step, first):
@@ -146,7 +146,7 @@ def test_a_skipped_step_and_equal_rewards_are_counted_and_shown(tmp_path):
     policy = ActorRolloutRefConfig(actor=ActorConfig(ppo_mini_batch_size=1, shuffle=False))
     config = PPOConfig(data=DataConfig(train_batch_size=2), actor_rollout_ref=policy)
     progress = Progress(4, stream=stream)
-    trainer = Trainer(config, Skipping(), None, prompts, sampler, prompts, None, tmp_path, progress, None)
+    trainer = Trainer(Run(config, Skipping(), None, prompts, sampler, prompts, None, tmp_path, progress, None))
     columns = {name: torch.zeros(2, 3) for name in ("old_log_probs", "advantages")}
     mask = torch.ones(2, 3, dtype=torch.bool)
     ids = {"input_ids": torch.zeros(2, 3, dtype=torch.int64), "group_id": torch.arange(2)}
@@ -166,7 +166,7 @@ def test_a_skipped_step_and_equal_rewards_are_counted_and_shown(tmp_path):
 def test_a_run_that_is_ended_saves_and_waits_for_the_copy_if_there_is_time(left_s, saves, tmp_path, monkeypatch):
     prompts, sampler = SimpleNamespace(), PromptSampler(4, 2, shuffle=True, seed=0)
     config = PPOConfig(data=DataConfig(train_batch_size=2))
-    trainer = Trainer(config, None, None, prompts, sampler, prompts, None, tmp_path, Progress(4), None)
+    trainer = Trainer(Run(config, None, None, prompts, sampler, prompts, None, tmp_path, Progress(4), None))
     done: list[str] = []
 
     def save(state, within_s):
@@ -209,7 +209,7 @@ def correcting(tmp_path, stream, mini_batch=2, **options):
     config = PPOConfig(data=DataConfig(train_batch_size=2), algorithm=algorithm, actor_rollout_ref=policy)
     prompts, sampler = SimpleNamespace(), PromptSampler(4, 2, shuffle=True, seed=0)
     workers, progress = Recording(), Progress(4, stream=stream)
-    return workers, Trainer(config, workers, None, prompts, sampler, prompts, None, tmp_path, progress, None)
+    return workers, Trainer(Run(config, workers, None, prompts, sampler, prompts, None, tmp_path, progress, None))
 
 
 def sampled(rows=4):
@@ -224,7 +224,7 @@ def test_what_the_loss_needs_of_a_correction_is_sent_and_nothing_where_all_is_re
     stream = io.StringIO()
     options = {"rollout_is": "token", "rollout_rs": ("seq_mean_k1",), "rollout_rs_threshold": ("2.0",)}
     workers, trainer = correcting(tmp_path, stream, mini_batch=1, **options)
-    batch, compared = trainer.learner.log_probs(sampled())
+    batch, compared = trainer.learner.advantages(trainer.learner.log_probs(sampled()).with_(scores=torch.zeros(4)))
     assert compared["mismatch/mean_abs_log_prob"] == 0.5 and compared["correction/rejected_sequence_share"] == 0.5
     metrics = trainer.learner.update(batch.with_(advantages=torch.ones(4, 3)), step=7)
     assert metrics == {"actor/skipped": 0.0, "actor/grad_norm": 2.0}
@@ -247,11 +247,11 @@ def test_samples_with_log_probs_get_no_pass_and_bypass_gives_them_the_samplers(t
     workers, trainer = correcting(tmp_path, io.StringIO(), bypass_mode=True)
     batch, metrics = trainer.samples.score(1, Samples(sampled(), Scores(torch.zeros(4), {}), {"train/epoch": 0.0}))
     assert batch["old_log_probs"].equal(batch["rollout_log_probs"]) and metrics["reward/accuracy"] == 0
-    assert trainer.learner.log_probs(batch) == (batch, {}) and not workers.calls
+    assert trainer.learner.log_probs(batch) is batch and not workers.calls
 
     workers, trainer = correcting(tmp_path, io.StringIO())
-    batch, compared = trainer.learner.log_probs(sampled().drop("rollout_log_probs"))
-    assert workers.calls == [("actor", "log_probs")] and compared == {}
+    batch = trainer.learner.log_probs(sampled().drop("rollout_log_probs"))
+    assert workers.calls == [("actor", "log_probs")]
     trainer.learner.update(batch.with_(advantages=torch.ones(4, 3)), step=1)
     assert not {"loss_mask", "rollout_is_weights"} & set(workers.sent[0].tensors.keys())
 
@@ -262,7 +262,7 @@ def drawing(tmp_path, monkeypatch, scores, **algorithm):
     data = DataConfig(train_batch_size=2, gen_batch_size=2)
     config = PPOConfig(data=data, algorithm=AlgorithmConfig(**algorithm), actor_rollout_ref=policy)
     sampler, left, calls = PromptSampler(6, 2, shuffle=False, seed=0), iter(scores), []
-    trainer = Trainer(config, None, None, Held(), sampler, Held(), None, tmp_path, Progress(4), None)
+    trainer = Trainer(Run(config, None, None, Held(), sampler, Held(), None, tmp_path, Progress(4), None))
 
     def generate(prompts, count, purpose, step, first):
         calls.append((purpose, prompts["prompt_ids"].flatten().tolist(), first))

@@ -8,22 +8,20 @@ from pathlib import Path
 import pytest
 
 from rlx.trainer.metric_table import described, page
-from rlx.trainer.phases import PHASES
 from rlx.trainer.progress import (
     HEADER_EVERY,
-    PLAIN_WIDTH,
-    Progress,
-    duration,
-    next_commands,
-    printable,
-)
-from rlx.trainer.step_table import (
     ONLY_WITH,
+    PHASES,
+    PLAIN_WIDTH,
     PROGRESS_COLUMNS,
     MemoryTable,
+    Progress,
     StepTable,
     count,
+    duration,
+    next_commands,
     number,
+    printable,
 )
 
 METRICS = {

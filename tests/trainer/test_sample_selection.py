@@ -8,7 +8,7 @@ import torch
 from rlx.config.schema import OverlongBufferConfig
 from rlx.data.batch import Batch
 from rlx.rewards.manager import Scores
-from rlx.trainer import sample_selection
+from rlx.trainer import samples as sample_selection
 
 
 def part(values, prompts=2, width=3, first=0, lengths=None, **extra):

@@ -8,7 +8,8 @@ import torch
 from rlx.algorithms.rollout_correction import mismatch_sums
 from rlx.config.schema import RolloutCorrectionConfig
 from rlx.data.batch import Batch
-from rlx.trainer import sampler_mismatch
+from rlx.trainer.learning import correct
+from rlx.trainer.step_metrics import mismatch, split_off
 
 
 @pytest.fixture
@@ -24,24 +25,24 @@ def batch():
 
 
 def test_the_mismatch_is_measured_wherever_the_sampler_returned_log_probs(batch):
-    figures = sampler_mismatch.measure(batch)
+    figures = mismatch(batch)
     assert figures["mismatch/mean_abs_log_prob"] == pytest.approx(math.log(8) / 5)
     assert figures["mismatch/max_abs_log_prob"] == pytest.approx(math.log(4))
     assert figures["mismatch/kl_k1"] == pytest.approx(-math.log(2) / 5)
     assert figures["mismatch/ess_sequence"] == pytest.approx(0.9)
-    assert sampler_mismatch.measure(batch.drop("rollout_log_probs")) == {}
+    assert mismatch(batch.drop("rollout_log_probs")) == {}
 
 
 def test_the_share_of_differing_experts_is_that_of_response_tokens(batch):
     shares = torch.tensor([[0.5, 0.0, 1.0], [0.25, 0.0, 0.5]])
-    figures = sampler_mismatch.measure(batch.with_(differing_experts=shares, differing_experts_used=shares * 0))
+    figures = mismatch(batch.with_(differing_experts=shares, differing_experts_used=shares * 0))
     assert figures["mismatch/differing_experts"] == pytest.approx(1.25 / 5)
     assert figures["mismatch/differing_experts_used"] == 0
 
 
 def test_nothing_is_corrected_unless_asked_for(batch):
     for columns in (batch, batch.drop("rollout_log_probs")):
-        same, metrics = sampler_mismatch.correct(columns, RolloutCorrectionConfig())
+        same, metrics = correct(columns, RolloutCorrectionConfig())
         assert same is columns and metrics == {}
 
 
@@ -51,7 +52,7 @@ def test_nothing_is_corrected_unless_asked_for(batch):
 )
 def test_weights_are_written(batch, threshold, weights, zero):
     correction = RolloutCorrectionConfig(rollout_is="token", rollout_is_threshold=threshold)
-    corrected, metrics = sampler_mismatch.correct(batch, correction)
+    corrected, metrics = correct(batch, correction)
     torch.testing.assert_close(corrected["rollout_is_weights"], torch.tensor(weights, dtype=torch.float32))
     assert "loss_mask" not in corrected
     assert metrics == {
@@ -69,16 +70,14 @@ def test_every_test_must_be_passed(batch):
         ("seq_mean_k1", "seq_sum_k1"): ("0.9_3.0", "0.9_1.5"),
     }
     left = [
-        sampler_mismatch.correct(batch, RolloutCorrectionConfig(rollout_rs=names, rollout_rs_threshold=bounds))[0][
-            "loss_mask"
-        ]
+        correct(batch, RolloutCorrectionConfig(rollout_rs=names, rollout_rs_threshold=bounds))[0]["loss_mask"]
         for names, bounds in tests.items()
     ]
     assert [mask.int().tolist() for mask in left] == [[[0, 1, 0], [1, 1, 1]], *[[[0, 0, 0], [1, 1, 1]]] * 2]
     both = RolloutCorrectionConfig(
         rollout_rs=("token_k1",), rollout_rs_threshold=("5.0",), rollout_token_veto_threshold=0.6
     )
-    corrected, metrics = sampler_mismatch.correct(batch, both)
+    corrected, metrics = correct(batch, both)
     assert corrected["loss_mask"].int().tolist() == [[0, 0, 0], [1, 1, 1]]
     assert corrected["response_mask"].equal(batch["response_mask"]), "advantages and critic see the whole batch"
     assert metrics == {
@@ -97,7 +96,7 @@ def test_equal_policies_are_left_alone(batch):
         rollout_rs_threshold=("1.0",),
         rollout_token_veto_threshold=1.0,
     )
-    corrected, metrics = sampler_mismatch.correct(equal, strict)
+    corrected, metrics = correct(equal, strict)
     assert corrected["rollout_is_weights"].equal(batch["response_mask"].float())
     assert corrected["loss_mask"].equal(batch["response_mask"])
     assert metrics["correction/rejected_token_share"] == 0
@@ -107,7 +106,7 @@ def test_of_updates_with_bypass_the_first_one_tells(batch):
     sums, largest = mismatch_sums(batch["old_log_probs"], batch["rollout_log_probs"], batch["response_mask"])
     seen = {f"actor/mismatch/{name}": total.item() for name, total in (sums | {"largest": largest}).items()}
     later = dict.fromkeys(seen, math.nan) | {"actor/loss": 2.0}
-    rest, figures = sampler_mismatch.split_off([seen | {"actor/loss": 1.0}, later])
+    rest, figures = split_off([seen | {"actor/loss": 1.0}, later])
     assert rest == [{"actor/loss": 1.0}, {"actor/loss": 2.0}]
-    assert figures == sampler_mismatch.measure(batch)
-    assert sampler_mismatch.split_off([{"critic/loss": 1.0}]) == ([{"critic/loss": 1.0}], {})
+    assert figures == mismatch(batch)
+    assert split_off([{"critic/loss": 1.0}]) == ([{"critic/loss": 1.0}], {})

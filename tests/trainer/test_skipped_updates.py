@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from rlx.trainer.skipped_updates import MOST_SKIPPED, SkippedUpdates, UpdatesSkipped
+from rlx.trainer.learning import MOST_SKIPPED, SkippedUpdates, UpdatesSkipped
 
 SKIPPED = {"actor/grad_norm": math.nan, "actor/skipped": 2.0}
 TAKEN = {"actor/grad_norm": 0.5, "actor/skipped": 1.0}

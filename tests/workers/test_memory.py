@@ -5,7 +5,7 @@ import sys
 import pytest
 import torch
 
-from rlx.workers.memory import MemoryLog, memory_in_use
+from rlx.workers.worker import MemoryLog, memory_in_use
 
 CPU = torch.device("cpu")
 MEGABYTES_100 = 25_000_000  # fp32 numbers
@@ -13,7 +13,7 @@ MEGABYTES_100 = 25_000_000  # fp32 numbers
 
 RUN_OF_CALLS = """
 import json, torch
-from rlx.workers.memory import MemoryLog
+from rlx.workers.worker import MemoryLog
 size, log, kept = 25_000_000, MemoryLog(torch.device("cpu")), []
 with log.around("actor.update"):
     kept.append(torch.ones(size))

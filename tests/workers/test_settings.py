@@ -12,7 +12,7 @@ from rlx.config.schema import (
     ValKwargsConfig,
 )
 from rlx.rollout.protocol import Sampling
-from rlx.workers.settings import optimizer_steps, sampling_for
+from rlx.workers.roles import optimizer_steps, sampling_for
 
 
 def tree(critic=None, **rollout):

@@ -3,9 +3,13 @@
 import pytest
 import torch
 
+from rlx.algorithms.advantages import ESTIMATORS
+from rlx.algorithms.kl import KLController
 from rlx.config.schema import AlgorithmConfig
 from rlx.data.batch import Batch
-from rlx.trainer import steps
+from rlx.trainer import samples, step_metrics
+from rlx.trainer.learning import add_rewards, mini_batches
+from rlx.trainer.progress import PHASES
 
 
 def batch_of(lengths, response=4, **columns):
@@ -29,23 +33,23 @@ def test_spread_repeats_prompts_and_gives_each_sample_its_own_stable_seed():
         {"prompt_ids": torch.tensor([[5, 6], [0, 7]]), "prompt_mask": torch.tensor([[True, True], [False, True]])},
         {"ground_truth": ["a", "b"]},
     )
-    spread = steps.spread(prompts, 3, run_seed=1, purpose="train", step=4)
+    spread = samples.spread(prompts, 3, run_seed=1, purpose="train", step=4)
     assert spread["prompt_ids"].tolist() == [[5, 6]] * 3 + [[0, 7]] * 3
     assert spread["group_id"].tolist() == [0, 0, 0, 1, 1, 1]
     assert spread.info["ground_truth"] == ["a"] * 3 + ["b"] * 3
     seeds = spread["seed"].tolist()
     assert len(set(seeds)) == 6 and min(seeds) >= 0
-    again = steps.spread(prompts, 2, run_seed=1, purpose="train", step=4)["seed"].tolist()
+    again = samples.spread(prompts, 2, run_seed=1, purpose="train", step=4)["seed"].tolist()
     assert again == [*seeds[:2], *seeds[3:5]], "a sample's seed must not depend on how many samples there are"
-    assert steps.spread(prompts, 3, 1, "train", 5)["seed"].tolist() != seeds
+    assert samples.spread(prompts, 3, 1, "train", 5)["seed"].tolist() != seeds
 
 
 def test_mini_batches_are_cut_by_whole_prompts_and_shuffled_by_seed():
     batch = batch_of([1] * 8, scores=torch.arange(8, dtype=torch.float32))
     mixed = batch.rows([7, 0, 3, 4, 1, 2, 5, 6])
-    plain = list(steps.mini_batches(mixed, 2, epochs=2, seed=None))
+    plain = list(mini_batches(mixed, 2, epochs=2, seed=None))
     assert [sorted(p["scores"].tolist()) for p in plain] == [[0, 1, 2, 3], [4, 5, 6, 7]] * 2
-    first, second = (list(steps.mini_batches(mixed, 1, 2, seed=s)) for s in (3, 3))
+    first, second = (list(mini_batches(mixed, 1, 2, seed=s)) for s in (3, 3))
     groups = [p["group_id"].unique().tolist() for p in first]
     assert groups == [p["group_id"].unique().tolist() for p in second]
     assert sorted(groups[:4]) == sorted(groups[4:]) == [[0], [1], [2], [3]]
@@ -60,30 +64,32 @@ def test_scores_go_to_the_last_token_and_kl_is_taken_off_each():
         old_log_probs=log_probs,
         ref_log_probs=log_probs - 0.5,
     )
-    plain, kl = steps.add_rewards(batch, AlgorithmConfig(), kl_coef=0.1)
-    assert kl is None
+    plain, kl = add_rewards(batch, AlgorithmConfig(), KLController(0.1))
+    assert kl == {}
     assert plain["token_rewards"].tolist() == [[0, 1, 0, 0], [0, 0, 0, 0]]
-    with_kl, kl = steps.add_rewards(batch, AlgorithmConfig(use_kl_in_reward=True, kl_penalty="kl"), kl_coef=0.1)
+    with_kl, kl = add_rewards(batch, AlgorithmConfig(use_kl_in_reward=True, kl_penalty="kl"), KLController(0.1))
     torch.testing.assert_close(with_kl["token_rewards"], torch.tensor([[-0.05, 0.95, 0, 0], [0, 0, 0, 0]]))
-    assert kl == pytest.approx(0.25), "mean over samples: (0.5 + 0) / 2"
+    assert kl == {"actor/reward_kl": pytest.approx(0.25), "actor/reward_kl_coef": 0.1}, (
+        "mean over samples: (0.5 + 0) / 2"
+    )
 
 
 def test_grpo_advantages_are_the_standardised_scores_of_each_group():
     batch = batch_of([1, 2, 3, 4], scores=torch.tensor([1.0, 0.0, 1.0, 1.0]))
-    batch, _ = steps.add_rewards(batch, AlgorithmConfig(adv_estimator="grpo"), 0.0)
+    batch, _ = add_rewards(batch, AlgorithmConfig(adv_estimator="grpo"), KLController(0.0))
     config = AlgorithmConfig(adv_estimator="grpo", norm_adv_by_std_in_grpo=False)
-    advantages = steps.add_advantages(batch, config)["advantages"]
+    advantages = ESTIMATORS["grpo"](batch, config)["advantages"]
     expected = torch.tensor([[0.5, 0, 0, 0], [-0.5, -0.5, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]])
     torch.testing.assert_close(advantages, expected)
 
 
 def test_gae_advantages_are_whitened_over_the_batch():
     batch = batch_of([4, 3, 2, 1], scores=torch.tensor([1.0, 0.0, 1.0, 0.0]), values=torch.rand(4, 4))
-    batch, _ = steps.add_rewards(batch, AlgorithmConfig(), 0.0)
-    batch = steps.add_advantages(batch, AlgorithmConfig(gamma=1.0, lam=1.0))
+    batch, _ = add_rewards(batch, AlgorithmConfig(), KLController(0.0))
+    batch = batch.with_(**ESTIMATORS["gae"](batch, AlgorithmConfig(gamma=1.0, lam=1.0)))
     mask = batch["response_mask"]
-    assert steps.masked_mean(batch["advantages"], mask) == pytest.approx(0, abs=1e-5)
-    assert steps.masked_variance(batch["advantages"], mask) == pytest.approx(1, abs=0.15)
+    assert step_metrics.masked_mean(batch["advantages"], mask) == pytest.approx(0, abs=1e-5)
+    assert step_metrics.masked_variance(batch["advantages"], mask) == pytest.approx(1, abs=0.15)
     # With gamma = lam = 1 each return is the score.
     torch.testing.assert_close(batch["returns"][0], torch.ones(4))
 
@@ -94,7 +100,7 @@ def test_description():
         scores=torch.tensor([1.0, 1.0, 1.0, 0.0]),
         advantages=torch.tensor([[0.0] * 4, [0.5, -0.5, 0, 0], [0.0] * 4, [0.0] * 4]),
     )
-    numbers = steps.describe(batch)
+    numbers = step_metrics.describe(batch, batch)
     assert numbers["reward/mean"] == 0.75
     assert numbers["response_length/mean"] == 2.0
     assert numbers["response_length/clip_ratio"] == 0.25
@@ -106,7 +112,7 @@ def test_bytes_of_all_processes_add_up_and_times_are_means():
         {"actor/offloaded_bytes": 3e6, "actor/stall_ms": 2.0, "critic/offloaded_bytes": 1e6, "critic/stall_ms": 0.0},
         {"actor/offloaded_bytes": 5e6, "actor/stall_ms": 4.0, "critic/offloaded_bytes": 1e6, "critic/stall_ms": 2.0},
     ]
-    found = steps.resource_use([{**usage[0], "peak_memory_gb": 2.0}, {**usage[1], "peak_memory_gb": 1.0}])
+    found = step_metrics.resource_use([{**usage[0], "peak_memory_gb": 2.0}, {**usage[1], "peak_memory_gb": 1.0}])
     assert found == {
         "perf/offload/actor/offloaded_bytes": 8e6,
         "perf/offload/actor/stall_ms": 3.0,
@@ -121,10 +127,53 @@ def test_bytes_of_all_processes_add_up_and_times_are_means():
         {"peak_memory_gb": 1.0, **{f"load/{name}": value for name, value in load.items()}},
         {"peak_memory_gb": 1.0},
     ]
-    assert steps.sampler_load(processes) == {f"perf/rollout/{name}": value for name, value in load.items()}
-    assert steps.sampler_load(processes[1:]) == {}
+    found = step_metrics.resource_use(processes)
+    assert {name: found[f"perf/rollout/{name}"] for name in load} == load
     without = {"perf/offloaded_mb": 0.0, "perf/stall_ms": 0.0, "perf/peak_memory_gb": 1.0}
-    assert (
-        steps.resource_use([{"peak_memory_gb": 1.0, "memory/actor.update_after_gb": 3.0, "load/tail_s": 1.0}])
-        == without
-    )
+    assert step_metrics.resource_use(processes[1:]) == without
+    on_host = [
+        {"memory/host_reserved_gb": 3.0, "peak_memory_gb": 9.0},
+        {"memory/host_reserved_gb": 4.0, "peak_memory_gb": 1.0},
+    ]
+    assert step_metrics.resource_use(on_host)["memory/host_reserved_gb"] == 4.0, "of the fullest process"
+
+
+def noted(**calls: tuple[float, float]) -> dict[str, float]:
+    """What a worker reports of `role__method=(before, after)`."""
+    return {
+        f"memory/{name.replace('__', '.')}_{moment}_gb": value
+        for name, pair in calls.items()
+        for moment, value in zip(("before", "after"), pair, strict=True)
+    }
+
+
+def test_phases_take_the_figures_of_their_calls_from_the_process_with_the_most():
+    usage = [
+        noted(rollout__generate=(1.0, 9.0), actor__update=(2.0, 3.0)) | {"memory/actor.update_after_allocated_gb": 0.5},
+        noted(rollout__generate=(2.0, 8.0), actor__update=(1.0, 4.0)) | {"memory/actor.update_after_allocated_gb": 0.7},
+    ]
+    assert step_metrics.memory_of(usage) == {
+        "memory/rollout_before_gb": 2.0,
+        "memory/rollout_after_gb": 9.0,
+        "memory/update_actor_before_gb": 2.0,
+        "memory/update_actor_after_gb": 4.0,
+        "memory/update_actor_after_allocated_gb": 0.7,
+    }
+
+
+def test_a_phase_of_several_calls_goes_from_the_first_to_the_last_that_was_made():
+    both = [noted(actor__begin_save=(1.0, 2.0), critic__begin_save=(3.0, 4.0))]
+    assert step_metrics.memory_of(both, ["checkpoint"]) == {
+        "memory/checkpoint_before_gb": 1.0,
+        "memory/checkpoint_after_gb": 4.0,
+    }
+    one = [noted(actor__begin_save=(1.0, 2.0))]
+    assert step_metrics.memory_of(one, ["checkpoint"]) == {
+        "memory/checkpoint_before_gb": 1.0,
+        "memory/checkpoint_after_gb": 2.0,
+    }
+
+
+def test_every_phase_but_the_drivers_own_has_calls_whose_memory_is_noted():
+    assert set(step_metrics.OF_STEP) < set(PHASES)
+    assert [name for name, phase in PHASES.items() if not phase.calls] == ["advantages"]

@@ -9,7 +9,7 @@ import yaml
 from rlx.config.compose.command_line import compose
 from rlx.config.schema.tree import LEAVES
 from rlx.trainer.checkpoints import ResumeError
-from rlx.trainer.kept_settings import FREE, OF_THE_RESUME, REFUSED, SAID, changes, keep, longer
+from rlx.trainer.resume_config import FREE, OF_THE_RESUME, REFUSED, SAID, changes, keep, longer
 
 LR = "actor_rollout_ref.actor.optim.lr"
 
