@@ -67,14 +67,14 @@ class LayerRunner:
             if not policy.has_cached_ops and self._session.is_first("save=attention has no effect"):
                 logger.warning(
                     f"activation offloading: save='attention' has no effect in layer {layer.name!r}, which "
-                    f"{policy.refusal or 'calls no fused attention that is known'}: it runs as with save='boundary'. "
+                    f"{policy.refusal or 'calls no known fused attention'}: it runs as with save='boundary'. "
                     "If it has attention, call torch's scaled_dot_product_attention in it (attn_implementation='sdpa' in "
-                    "transformers), or register_attention. Said once",
+                    "transformers), or register_attention. Logged once",
                 )
         elif isinstance(policy, PlannedPolicy) and policy.is_off_plan and self._session.is_first("off plan"):
             logger.info(
                 f"activation offloading: layer {layer.name} calls other attention or linear maps than when it was measured: "
-                "from there on it is recomputed. Said once",
+                "from there on it is recomputed. Logged once",
             )
         return outputs
 

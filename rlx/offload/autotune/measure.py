@@ -261,7 +261,7 @@ class LayerProfile:
         if "recompute_end" not in self._marks:
             self._marks["recompute_end"] = self.mark()
             self._note_host_bound("recompute")
-            if self.index in self._state.begun:  # else nobody waits for the pass any more
+            if self.index in self._state.begun:  # else the pass was given up
                 self._state.done[self.index] = self
 
     def begin_thresholds(self, prefetch_below: int) -> int:

@@ -6,7 +6,7 @@ and less than 1 MiB, simple attributes (numbers, strings, None), and the states 
 modules hold what they held before the recomputation, so that a counter counts once. A tensor that forward sets as an attribute
 (an auxiliary loss, for example) is not there during the recomputation.
 Other tensors of modules are watched, not restored, and so are the attributes of objects that are arguments. A change by forward
-is an error at the end of forward, a change by somebody else an error before the recomputation. Lists, dicts and objects in
+is an error at the end of forward, any other change an error before the recomputation. Lists, dicts and objects in
 attributes of modules are not watched: they may hold a graph, which holds the layer's call.
 """
 
@@ -30,7 +30,7 @@ from torch.nn import Parameter
 
 from rlx.offload.runtime.layers import is_fsdp1
 from rlx.offload.runtime.pytree import sort_leaves
-from rlx.offload.storage.tensor_bytes import is_parameter
+from rlx.offload.storage.tensor_bytes import is_parameter, version_of
 
 _VERSION, _REQUIRES_GRAD = operator.attrgetter("_version"), operator.attrgetter("requires_grad")
 SMALL_BYTES = 1 << 20
@@ -82,7 +82,7 @@ class _Watched(NamedTuple):
 
     def is_whole(self) -> bool:
         tensor = self.tensor()
-        return tensor is not None and _version_of(tensor) == self.version
+        return tensor is not None and version_of(tensor) == self.version
 
     def restore(self, place: dict[str, Any], name: str, undo: list[Callable[[], Any]]) -> None:
         place[name] = self.tensor()
@@ -118,7 +118,7 @@ def _noted(value: Any, is_buffer: bool = False) -> Any:
     is_small = value.layout is torch.strided and not value.is_nested and value.nbytes < SMALL_BYTES
     if is_small and not value.requires_grad:
         return _Copied(value, value.detach().clone())
-    return _Watched(weakref.ref(value), _version_of(value))
+    return _Watched(weakref.ref(value), version_of(value))
 
 
 def _noted_attributes(place: dict[str, Any], start: int) -> dict[str, Any]:
@@ -273,8 +273,8 @@ class ModuleState:
                 del self._noted[index][name]  # the last result, say: a recomputation sets it anew
             elif now is not was.tensor() or not was.is_whole():
                 raise RuntimeError(
-                    f"a layer's forward changes {self._named(index, name)}, of which no copy was made because it has a gradient, no "
-                    f"strided layout, or {SMALL_BYTES} bytes or more; recomputation would change it a second time. {_OUT}"
+                    f"a layer's forward changes {self._named(index, name)}, and recomputation would change it again. It is not "
+                    f"restored, because it has a gradient, no strided layout, or {SMALL_BYTES} bytes or more. {_OUT}"
                 )
         if self._objects and (change := self._changed_object()):
             raise RuntimeError(
@@ -356,7 +356,7 @@ class ModuleState:
             if len(place) > start
         }
         copied = [each for noted in self._noted.values() for each in noted.values() if type(each) is _Copied]
-        versions = [_version_of(each.tensor) for each in copied]
+        versions = [version_of(each.tensor) for each in copied]
         filled: list[tuple[Any, Any]] = []
         undo: list[Callable[[], Any]] = []
         try:
@@ -382,7 +382,7 @@ class ModuleState:
                     _fill(held, content)
             for function in undo:
                 function()
-            writes = [(each.tensor, _version_of(each.tensor) - was) for each, was in zip(copied, versions, strict=True)]
+            writes = [(each.tensor, version_of(each.tensor) - was) for each, was in zip(copied, versions, strict=True)]
             self.rewritten = [(tensor, count) for tensor, count in writes if count]
 
 
@@ -438,7 +438,7 @@ def _held_by(objects: Iterable[Any]) -> dict[Any, Any]:
             sort_leaves((value,), tensors, others)
             size = len(value) if isinstance(value, list | dict | set) else None
             simple = value if type(value) in _SIMPLE else None
-            found[id(each), type(each).__name__, name] = simple, size, [(id(t), _version_of(t)) for t in tensors]
+            found[id(each), type(each).__name__, name] = simple, size, [(id(t), version_of(t)) for t in tensors]
             pending += [(inner, False) for inner in others if is_outer]
     return found
 
@@ -454,11 +454,6 @@ def _attributes_of(each: Any) -> Iterator[tuple[str, Any]]:
         if "__slots__" in vars(kind):
             slots = [name for name, value in vars(kind).items() if type(value) is MemberDescriptorType]
             yield from ((name, getattr(each, name)) for name in slots if hasattr(each, name))
-
-
-def _version_of(tensor: Tensor) -> int:
-    """Return the number of writes that autograd has seen; 0 for a tensor of inference mode, which has none."""
-    return 0 if tensor.is_inference() else tensor._version
 
 
 def _at(sites: list[Site]) -> list[Any]:
@@ -478,4 +473,4 @@ def _versions(tensors: list[Any]) -> list[int]:
     try:
         return list(map(_VERSION, tensors))
     except (AttributeError, RuntimeError):  # None, or a tensor made in inference mode: they have no version
-        return [tensor._version if tensor is not None and not tensor.is_inference() else 0 for tensor in tensors]
+        return [0 if tensor is None else version_of(tensor) for tensor in tensors]

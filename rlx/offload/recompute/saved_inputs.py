@@ -145,7 +145,7 @@ class LayerInputs:
         return self.written_constant() is None and all(stashed.is_untouched for stashed in self._stashed)
 
     def written_constant(self) -> Tensor | None:
-        """Return an input without a gradient that somebody has written to; None if there is none."""
+        """Return an input without a gradient that has been written to; None if there is none."""
         for tensor, version in self._constants:
             if tensor._version != version:
                 return tensor

@@ -14,7 +14,7 @@ Plain autograd raises an error for a write to a saved tensor, so the slots must 
 
 * A result of an operation in the layer. It is recomputed before backward reads it, so a write does no harm, but is reported. While
   forward runs the version counter tells. After forward a weak reference to the tensor, or to its base, is enough: once the tensor and
-  its views are gone nobody can write to it. One case is missed: a write through `y.detach()` after `y` is gone.
+  its views are gone no write is possible. One case is missed: a write through `y.detach()` after `y` is gone.
 * A tensor from before the layer (a constant, a mask). Recomputation reads it again, and any alias may write to it. So the slots keep
   an alias without memory that shares its version counter.
 
@@ -45,7 +45,7 @@ from rlx.offload.runtime.session import Layer
 from rlx.offload.storage.tensor_bytes import modified_in_place, without_memory
 
 _DTYPE, _SHAPE = operator.attrgetter("dtype"), operator.attrgetter("shape")
-_UNWRITTEN = torch.empty(0, device="cpu")  # a tensor to which nobody writes
+_UNWRITTEN = torch.empty(0, device="cpu")  # never written to
 _NO_ALIAS = weakref.ref(_UNWRITTEN)  # for a tensor without a version counter
 
 
@@ -297,24 +297,15 @@ class Collector:
 
     def _hook(self) -> Callable[[Tensor], None]:
         # The graph of the saved tensors holds the hook, so the hook must hold no reference to the layer's call.
-        saved, count, layer, home = self.saved, self._count, self._layer, self._home
-        if home is None:
+        saved, count, layer, home, checks_each = self.saved, self._count, self._layer, self._home, self._checks_each
 
-            def collect(tensor: Tensor) -> None:
-                saved.append(tensor)
-                if len(saved) >= count:
-                    raise _EnoughRecomputedError
-
-            return collect
-        checks_each = self._checks_each
-
-        def collect_on_streams(tensor: Tensor) -> None:
+        def collect(tensor: Tensor) -> None:
             saved.append(tensor)
             is_last = len(saved) >= count
             if (is_last or checks_each) and _is_on_one_stream(layer, home) and is_last:
                 raise _EnoughRecomputedError
 
-        return collect_on_streams
+        return collect
 
     def fill(self, first_slot: int, tensors: list[Tensor]) -> None:
         saved = self.saved

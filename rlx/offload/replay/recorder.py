@@ -27,7 +27,7 @@ from rlx.offload.recompute.saved_inputs import StashedTensor
 from rlx.offload.replay.cached_op import CachedOp, sources_of, why_not_cacheable
 from rlx.offload.replay.replay_mode import OpMode, register_known_attention
 from rlx.offload.runtime.pytree import map_leaves, tensors_in
-from rlx.offload.storage.tensor_bytes import is_plain, storage_address
+from rlx.offload.storage.tensor_bytes import is_plain, storage_address, version_of
 
 # The last linear map is cached if repeating it takes at least this many operations per byte of its result. Current machines
 # compute some thousand operations while the link moves one byte, and the link is idle at this point.
@@ -74,7 +74,7 @@ class LayerInstructions:
 
 
 class Recorder(OpMode):
-    """Makes cached ops while a layer's forward runs, of which it sees a `RecomputedCall`; subclasses choose the calls."""
+    """Makes cached ops while a layer's forward runs; subclasses choose the calls."""
 
     def __init__(self, recording: RecomputedCall) -> None:
         super().__init__()
@@ -115,7 +115,7 @@ class Recorder(OpMode):
         self, function: Any, args: Any, kwargs: Any, arguments: list[Tensor], is_attention: bool, op: int
     ) -> tuple[Any, CachedOp | None]:
         """Run a call; return its result and its cached op, or None if it has to run again."""
-        versions = versions_of(arguments)
+        versions = list(map(version_of, arguments))
         first_slot = self._recording.slot_count
         result = function(*args, **kwargs)
         seen = self._recording.saved_since(first_slot)
@@ -123,7 +123,7 @@ class Recorder(OpMode):
         refusal = why_not_cacheable((*arguments, *results))
         if not results or not all(map(is_plain, seen)):
             refusal = "returns or saves something else than tensors"
-        if versions != versions_of(arguments):
+        if versions != list(map(version_of, arguments)):
             refusal = "writes to its arguments"
         if refusal is None:
             saved = sources_of(seen, arguments, results, lambda tensor: self._stash(op, tensor), is_attention)
@@ -300,10 +300,6 @@ def attention_variant(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
     """Return all arguments that are no tensors (windows, causality) and where masks are: they decide the time of attention."""
     named = [*enumerate(args), *sorted(kwargs.items())]
     return ", ".join(f"{name}={value if type(value) in _PLAIN else type(value).__name__}" for name, value in named)
-
-
-def versions_of(tensors: Sequence[Tensor]) -> list[int]:
-    return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
 def _detached(leaf: Any) -> Any:

@@ -38,7 +38,7 @@ class ForwardOverride:
         return type(module).forward.__get__(module)  # type: ignore[no-any-return]
 
     def remove(self) -> None:
-        """Restore the forward, unless the module is gone or somebody else has replaced this object."""
+        """Restore the forward, unless the module is gone or another forward has replaced this one."""
         module = self.module()
         if module is None or vars(module).get("forward") is not self:
             return

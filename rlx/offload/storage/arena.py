@@ -251,7 +251,7 @@ class HostArena:
             return block
 
     def trim(self) -> int:
-        """Return slabs of which nothing is in use to the system; return how many bytes those were."""
+        """Give unused slabs back to the system; return their bytes."""
         with self._lock:
             self._settle()
             while self._awaiting_copies:

@@ -228,7 +228,7 @@ def _fetch_chunk(
 
 
 def _without_frames(error: BaseException) -> BaseException:
-    # The error is kept until somebody waits. The frames of its traceback would keep the allocation and the buffer alive.
+    # Kept until `wait` raises it. Until then the frames of its traceback would keep the allocation and the buffer alive.
     error.__cause__ = error.__context__ = None
     return error.with_traceback(None)
 
@@ -436,7 +436,7 @@ class ExtentFile:
 
 
 def _bytes_of(view: Tensor) -> memoryview:
-    # The caller keeps the tensor alive while it uses the view.
+    # The caller keeps the tensor alive.
     return memoryview((ctypes.c_char * view.numel()).from_address(view.data_ptr())).cast("B")
 
 

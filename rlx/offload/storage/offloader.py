@@ -167,41 +167,31 @@ class CopyStreams:
 
     def copy_to_host(self, source: Tensor, block: Block) -> torch.Event | None:
         """Copy a contiguous tensor to the host, after the work that compute has queued; return the event that ends the copy."""
-        if self.on_host:
-            self._copy_now(source, block, to_host=True, is_waited_for=True)
-            return None
-        compute = torch.accelerator.current_stream(self.device)
-        if self._to_host is not None:
+        compute = self.compute_stream()
+        if compute is not None and self._to_host is not None:
             self._to_host.wait_event(compute.record_event())
-        return self._copy(self._to_host or compute, source, block, to_host=True)
+        return self._copy(self._to_host or compute, source, block, to_host=True, is_waited_for=self._to_host is None)
 
     def copy_to_device(self, block: Block, fetch_buffer: FetchBuffer, after: torch.Event | None) -> torch.Event | None:
         """Allocate a fetch buffer and copy a block into it; return the event that ends the copy.
 
         The device first waits for the event `after`, before which the block is still written.
         """
-        whole = block.whole(fetch_buffer.shape, fetch_buffer.dtype) if self.on_host else None
-        if whole is not None:  # one call instead of two halves the time for a small tensor
-            start = time.perf_counter()
-            fetch_buffer.tensor = whole.clone()
-            self._count(start, whole.nbytes, is_waited_for=True)
-            return None
         fetch_buffer.allocate()
         return self.copy_into(fetch_buffer.tensor, block, fetch_buffer, after)
 
     def copy_into(
         self, target: Tensor, block: Block, fetch_buffer: FetchBuffer, after: torch.Event | None = None
     ) -> torch.Event | None:
-        if self.on_host:
-            self._copy_now(target, block, to_host=False, is_waited_for=fetch_buffer.issued is None)
-            return None
         stream = self._to_device or fetch_buffer.home
-        assert stream is not None
-        for event in (fetch_buffer.allocated, after):
-            if event is not None:
-                stream.wait_event(event)  # needless on one stream, but layers may compute on several
-        copied = self._copy(stream, target, block, to_host=False)
-        fetch_buffer.copies.append(copied)
+        if stream is not None:
+            for event in (fetch_buffer.allocated, after):
+                if event is not None:
+                    stream.wait_event(event)  # needless on one stream, but layers may compute on several
+        is_waited_for = self._to_host is None and not (self.on_host and fetch_buffer.issued)
+        copied = self._copy(stream, target, block, to_host=False, is_waited_for=is_waited_for)
+        if copied is not None:
+            fetch_buffer.copies.append(copied)
         return copied
 
     def wait_for(self, fetch_buffer: FetchBuffer) -> None:
@@ -225,37 +215,21 @@ class CopyStreams:
         yield
         self._timeline.add("stall_ms", start, mark(stream), self._counters)
 
-    def _copy(self, stream: torch.Stream, tensor: Tensor, block: Block, to_host: bool) -> torch.Event:
+    def _copy(
+        self, stream: torch.Stream | None, tensor: Tensor, block: Block, to_host: bool, is_waited_for: bool
+    ) -> torch.Event | None:
         start = mark(stream)
-        with stream:
+        with stream or contextlib.nullcontext():
             for on_device, on_host in block.pairs(tensor):
                 target, source = (on_host, on_device) if to_host else (on_device, on_host)
-                target.copy_(source, non_blocking=True)
+                target.copy_(source, non_blocking=stream is not None)
         stop = mark(stream)
-        assert isinstance(stop, torch.Event)
         with self._lock:
             self._counters.copied_bytes += tensor.nbytes
         self._timeline.add("copy_ms", start, stop, self._counters)
-        if self._to_host is None:  # compute waits for its own stream
+        if is_waited_for:
             self._timeline.add("stall_ms", start, stop, self._counters)
-        return stop
-
-    def _copy_now(self, tensor: Tensor, block: Block, to_host: bool, is_waited_for: bool) -> None:
-        start = time.perf_counter()
-        for on_device, on_host in block.pairs(tensor):
-            if to_host:
-                on_host.copy_(on_device)
-            else:
-                on_device.copy_(on_host)
-        self._count(start, tensor.nbytes, is_waited_for)
-
-    def _count(self, start: float, nbytes: int, is_waited_for: bool) -> None:
-        counters, ms = self._counters, (time.perf_counter() - start) * 1e3
-        with self._lock:
-            counters.copied_bytes += nbytes
-            counters.copy_ms += ms
-            if is_waited_for:
-                counters.stall_ms += ms
+        return stop if isinstance(stop, torch.Event) else None
 
 
 class HostAllocation:

@@ -119,6 +119,11 @@ def storage_address(tensor: Tensor) -> int:
         return 0
 
 
+def version_of(tensor: Tensor) -> int:
+    """Return the number of writes that autograd has seen; 0 for a tensor of inference mode, which has none."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
 class VersionProbe:
     """The version counter of a plain tensor and of all its views, without the tensor's memory."""
 
@@ -228,7 +233,7 @@ def restore(packed: Packed) -> Tensor:
 
 
 def weights_are_refetched() -> AbstractContextManager[Any]:
-    """Return a context in which autograd saves no weight that moves, but what stands for it; all other tensors stay as they are."""
+    """Return a context in which autograd saves `MovingWeights.pack` of each weight that moves; other tensors as ever."""
     return saved_tensors_hooks(kept, restore) if moving_weights else nullcontext()
 
 

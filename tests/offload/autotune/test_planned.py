@@ -139,7 +139,7 @@ def test_a_layer_that_calls_something_else_runs_from_there_on(toys, caplog):
     names = ("linear 32x64", "linear 32x32", "linear 32x99", "attention", "linear 64x32")
     orders = (LayerInstructions(on_device=frozenset(range(5)), call_names=names),) * 3
     assert repeated(orders) == (12, 3)
-    assert "calls other attention or linear maps" in caplog.text and caplog.text.count("Said once") == 1
+    assert "calls other attention or linear maps" in caplog.text and caplog.text.count("Logged once") == 1
     check(toys, build("qwen3"), read, orders)
 
 
