@@ -127,15 +127,6 @@ def trained(folder, strategy, steps=2, fsdp=None, model=None):
     return metrics, gradients.seen, weights_of(engine), engine.memory.stats()
 
 
-def ways(folder, strategy):
-    """With padding removed and with it: whether sequences are packed and the head gives log-probs."""
-    found = []
-    for packs in (True, False):
-        forward = build(folder, strategy=strategy, model={"use_remove_padding": packs})._forward
-        found.append((forward.packs, forward._head_ends_it))
-    return found
-
-
 def non_finite_step(folder, strategy):
     """A step whose loss is NaN on the last rank only, then a usual one; and the same without the bad one, one step later."""
     split = dataclasses.replace(FP64, optimizer_state=SPLIT_BYTES)

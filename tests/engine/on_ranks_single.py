@@ -2,8 +2,6 @@
 
 import contextlib
 import dataclasses
-import gc
-import weakref
 from pathlib import Path
 
 import torch
@@ -11,7 +9,6 @@ from rank_tools import FP64, ROWS, Gradients, build, make_batch, policy, weights
 
 from rlx.checkpoint.tensors import load_all
 from rlx.config.schema import MixedPrecisionConfig
-from rlx.engine.engine import Engine
 from rlx.engine.micro_batches import MicroBatchRule
 
 
@@ -33,24 +30,6 @@ def kinds(folder: str, settings: list[dict]) -> list[str]:
     """Return what holds the model in one process, with these settings of FSDP."""
     fp32 = dataclasses.replace(FP64, model_dtype="fp32")
     return [type(build(folder, dataclasses.replace(fp32, **each)).sharded).__name__ for each in settings]
-
-
-def copies(folder: str) -> list[tuple[set[torch.dtype], set[torch.dtype]]]:
-    """Return the types of the parameters while a layer runs, and afterwards, for log-probs and an update."""
-    mixed = MixedPrecisionConfig(param_dtype="bf16")
-    engine = build(folder, dataclasses.replace(FP64, model_dtype="fp32", mixed_precision=mixed))
-    found = []
-    for run in (lambda: engine.log_probs(make_batch(), ROWS, 1.0), lambda: engine.update(make_batch(), ROWS, policy())):
-        inside: set[torch.dtype] = set()
-        hook = engine.sharded.units[1].module.register_forward_hook(lambda *_, seen=inside: seen.update(_types(engine)))
-        run()
-        hook.remove()
-        found.append((inside, _types(engine)))
-    return found
-
-
-def _types(engine: Engine) -> set[torch.dtype]:
-    return {parameter.dtype for parameter in engine.root.parameters()}
 
 
 def wide_norms(folder: str, stored: str) -> list[torch.Tensor]:
@@ -88,26 +67,6 @@ def interrupted(folder: str, checkpoint: str) -> tuple[set[torch.dtype], bool]:
     engine.weights.save(checkpoint, ("model",))
     saved = load_all(Path(checkpoint) / "model").values()
     return {x.dtype for x in saved}, engine.update(batch, ROWS, policy()) == usual.update(batch, ROWS, policy())
-
-
-def copies_alive(folder: str, model: dict) -> int:
-    """Return how many copies of weights there are after two updates and log-probs."""
-    mixed = MixedPrecisionConfig(param_dtype="bf16")
-    engine = build(folder, dataclasses.replace(FP64, model_dtype="fp32", mixed_precision=mixed), model=model)
-    found: list[weakref.ref] = []
-    read = engine.sharded._read_copies
-
-    def noted() -> None:
-        read()
-        found.extend(map(weakref.ref, engine.sharded._copies.values()))
-
-    engine.sharded._read_copies = noted
-    for _ in range(2):
-        engine.update(make_batch(), MicroBatchRule(rows=3), policy())
-        engine.log_probs(make_batch(), ROWS, 1.0)
-    gc.collect()
-    assert found
-    return sum(reference() is not None for reference in found)
 
 
 def own_memory(folder: str) -> list[bool]:

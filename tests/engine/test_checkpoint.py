@@ -1,3 +1,5 @@
+"""Saving and loading with engines."""
+
 import os
 import re
 import subprocess
@@ -7,7 +9,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
 
 from rlx.checkpoint.manifest import damage, damaged_chunks
-from rlx.checkpoint.tensors import load_all
+from rlx.checkpoint.tensors import load_all, pieces_of
+from rlx.engine import saving
 from rlx.export import export
 
 STRATEGIES = ["fsdp2", "fsdp"]
@@ -34,6 +37,7 @@ def test_a_resumed_run_is_the_unbroken_one(strategy, used, model_folder, ranks, 
         same(saved, again[1])
         same(weights, again[2])
     assert os.listdir(tmp_path / "global_step_2") == ["actor"], "nothing temporary is left"
+    assert not any(ranks("checkpoint", "warnings_of_loading", model_folder, folder))
 
 
 def test_saving_before_the_first_update_leaves_the_optimizer_untouched(model_folder, one_rank, tmp_path):
@@ -71,14 +75,6 @@ def test_a_checkpoint_is_read_by_other_process_counts_and_strategies(before, aft
         torch.testing.assert_close(again[2][name], tensor, rtol=1e-9, atol=1e-12)
 
 
-def test_adapters_are_resumed(model_folder, two_ranks, tmp_path):
-    folder = str(tmp_path / "actor")
-    metrics, _, weights = two_ranks("checkpoint", "stopped", model_folder, "fsdp2", folder, 2)[0]
-    again = two_ranks("checkpoint", "resumed", model_folder, "fsdp2", folder, 2)[0]
-    assert again[0] == metrics
-    same(weights, again[2])
-
-
 def test_adapters_are_resumed_on_another_number_of_processes(model_folder, one_rank, two_ranks, tmp_path):
     folder = str(tmp_path / "actor")
     metrics, saved, weights = two_ranks("checkpoint", "stopped", model_folder, "fsdp", folder, 2)[0]
@@ -109,12 +105,6 @@ def test_contents_left_out_start_anew(model_folder, one_rank, tmp_path):
     assert metrics[0]["lr"] == pytest.approx(1e-2 / 3), "the schedule begins again"
     ((moments, schedule),) = one_rank("checkpoint", "warnings_of_loading", model_folder, folder)
     assert "no optimizer state" in moments and "schedule starts anew" in schedule
-
-
-def test_a_whole_checkpoint_is_loaded_without_a_word(model_folder, one_rank, tmp_path):
-    folder = str(tmp_path / "actor")
-    one_rank("checkpoint", "stopped", model_folder, "fsdp2", folder)
-    assert one_rank("checkpoint", "warnings_of_loading", model_folder, folder) == [[]]
 
 
 @pytest.mark.parametrize("offload", [False, True])
@@ -194,3 +184,17 @@ def test_exports_load_and_say_the_same(head, lora, strategy, model_folder, two_r
         torch.testing.assert_close(said, want, rtol=1e-9, atol=1e-9)
         assert model.config.use_cache
         assert AutoTokenizer.from_pretrained(folder).chat_template
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_frozen_memory_is_read_in_place_and_nobody_waits_for_it(device):
+    """Trained tensors are copied first, or if the device is another one, the optimizer waits until they are read."""
+    frozen, trained = torch.zeros(6, 64), torch.zeros(64)
+    pieces = {"model": pieces_of({"a": frozen[2:4], "b": trained, "c": frozen[4:]})}
+    found, live = saving._find_all(pieces, [], torch.device(device), {frozen.untyped_storage()})
+    in_place = {f.piece.name: f for f in found["model"]}
+    for name, tensor in (("a", frozen[2:4]), ("c", frozen[4:])):
+        assert in_place[name].live is None
+        assert in_place[name].on_host[0].data_ptr() == tensor.data_ptr()
+    assert (in_place["b"].on_host is None) == (device == "cpu")
+    assert len(live) == (device != "cpu")

@@ -1,3 +1,5 @@
+"""The engine's methods."""
+
 import pytest
 import torch
 import transformers
@@ -216,11 +218,6 @@ def test_packed_and_padded_micro_batches_train_alike(strategy, model_folder, two
         assert all(torch.allclose(tensor, other[2][name], rtol=0, atol=1e-8) for name, tensor in weights.items())
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_sharded_models_take_packed_sequences_and_give_log_probs_from_the_head(strategy, model_folder, two_ranks):
-    assert two_ranks("engine", "ways", model_folder, strategy) == [[(True, True), (False, True)]] * 2
-
-
 def test_streamed_weights_are_copies_also_of_whole_shards(model_folder, two_ranks):
     assert all(all(copies) for copies in two_ranks("engine", "weights_are_copies", model_folder))
 
@@ -265,3 +262,15 @@ def test_gradients_of_bf16_weights_are_summed_over_micro_batches_in_reduce_dtype
         assert dtype == {"fp32": torch.float32, "bf16": torch.bfloat16}[reduce_dtype]
         assert is_exact
         assert (narrow_error > 1e-3) == (reduce_dtype == "fp32"), "24 sums in bf16 would lose what fp32 keeps"
+
+
+def test_a_tensor_is_gathered_whole_however_its_rows_divide(two_ranks):
+    for tensors, gathered in two_ranks("engine", "gathered", [(1,), (3,), (4, 2), (5, 3, 2)]):
+        for tensor, found in zip(tensors, gathered, strict=True):
+            assert all(torch.equal(each, tensor) for each in found)
+
+
+def test_on_the_cpu_weights_are_not_gathered_by_the_operation_that_crashes_gloo(model_folder, two_ranks):
+    for names in two_ranks("engine", "operations_of_the_stream", model_folder):
+        assert any("c10d::allgather" in name for name in names)
+        assert not [name for name in names if name.startswith("_c10d_functional")]

@@ -258,14 +258,6 @@ def test_frequencies_that_follow_the_longest_sequence_are_told_and_not_shared(na
 
 
 @pytest.mark.usefixtures("one_process")
-@pytest.mark.parametrize("kind", ["default", "linear", "yarn", "llama3"])
-def test_frequencies_of_their_own_are_shared(kind):
-    more = {"original_max_position_embeddings": 16, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-    rope = {"rope_type": kind, "rope_theta": 1e4, "factor": 2.0, **more}
-    assert SequenceGroup(1, hf.LlamaConfig(**SHAPE, rope_parameters=rope)).size == 1
-
-
-@pytest.mark.usefixtures("one_process")
 @pytest.mark.parametrize("name", OTHER_MODELS)
 def test_what_cannot_be_packed_is_padded_and_told(name, caplog):
     make, attention, reason = OTHER_MODELS[name]

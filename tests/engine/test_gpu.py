@@ -170,6 +170,18 @@ def test_offloading_gives_the_same_step_and_its_host_memory_comes_back(gpu, larg
 
 
 @pytest.mark.usefixtures("deterministic")
+def test_auto_without_a_limit_changes_no_bit(gpu, large):
+    """The optimizer's state appears after the first update, and is counted before."""
+    found = []
+    for budget in (0, "auto"):
+        trained = engine(large, gpu, FP32, save="auto", max_device_bytes=budget)
+        for _ in range(5):
+            update(trained)
+        found.append({name: tensor.cpu() for name, tensor in trained.weights.full()})
+    assert all(torch.equal(tensor, found[1][name]) for name, tensor in found[0].items())
+
+
+@pytest.mark.usefixtures("deterministic")
 @pytest.mark.parametrize("quantization", [None, "nf4"])
 def test_a_streamed_base_gives_the_same_bits_and_leaves_the_device(gpu, large, quantization):
     if quantization is not None:

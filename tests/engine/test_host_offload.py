@@ -1,15 +1,19 @@
+"""Tensors in host memory, and when that is given back: only if it is short, of the machine or of the container."""
+
 import gc
+import logging
 import pickle
 import threading
 from concurrent.futures import Future
 
+import psutil
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlx.config.host_memory import HostMemory
-from rlx.engine.host_offload import HandOverError, HostRelief, TensorOffload
+from rlx.config.host_memory import HostMemory, all_host_bytes, host_memory
+from rlx.engine.host_offload import HandOverError, HostRelief, TensorOffload, host_use
 from rlx.offload import HostArena, host_arena
 
 MIB = 1 << 20
@@ -36,12 +40,6 @@ def test_offloaded_tensors_give_their_memory_back_and_return_as_they_were():
     assert whole.tolist() == [0, 1, 2, 3, 4, 5] and view.tolist() == [2, 3] and other.tolist() == [1, 1, 1]
     view.add_(1)
     assert whole.tolist() == [0, 1, 3, 4, 4, 5], "views still share the storage"
-
-
-def test_without_tensors_nothing_is_offloaded():
-    offload = TensorOffload(HostArena(pinned=False), "state before the first step")
-    offload.offload([])
-    assert not offload.is_offloaded
 
 
 def test_memory_that_torch_did_not_allocate_stays():
@@ -145,16 +143,6 @@ def test_a_device_without_room_is_named_and_what_waits_goes_on_waiting():
     assert torch.equal(tensor, expected)
 
 
-def test_what_is_free_in_the_arena_counts_as_room(monkeypatch):
-    arena = HostArena(pinned=False)
-    account = arena.account()
-    account.free(account.allocate(4 * MIB))
-    monkeypatch.setattr("rlx.engine.host_offload.host_memory", lambda: HostMemory(0, 1 << 40))
-    offload = TensorOffload(arena, "some")
-    offload.offload(tensors(4 * MIB))
-    assert offload.is_offloaded and arena.allocations == 1
-
-
 def test_the_memory_of_a_forgotten_offload_is_free():
     arena = HostArena(pinned=False)
     offload = TensorOffload(arena, "some")
@@ -193,3 +181,73 @@ def test_a_lent_block_keeps_its_bytes_until_the_reader_has_ended(room, monkeypat
     assert arena.holders() == {"state": 3 * MIB}
     offload.fetch()
     assert torch.equal(tensor, before + 1)
+
+
+SHORT, PLENTY = HostMemory(19, 100), HostMemory(20, 100)
+
+
+@pytest.fixture
+def reserved():
+    """An arena that keeps 8 MiB, of which nothing is in use."""
+    arena = host_arena(False)
+    arena.trim()
+    account = arena.account()
+    account.free(account.allocate(8 * MIB))
+    assert arena.held_bytes == 0 and arena.reserved_bytes >= 8 * MIB
+    yield arena
+    arena.trim()
+
+
+def test_free_memory_is_given_back_when_memory_is_short_and_told_once(reserved, caplog):
+    caplog.set_level(logging.INFO, "rlx")
+    relief, bytes_before = HostRelief(), reserved.reserved_bytes
+    assert relief.relieve(PLENTY) == 0 and reserved.reserved_bytes == bytes_before
+    assert relief.relieve(SHORT) == bytes_before and reserved.reserved_bytes == 0
+    account = reserved.account()
+    account.free(account.allocate(MIB))
+    assert relief.relieve(SHORT) >= MIB
+    (record,) = caplog.records
+    assert "host memory is short" in record.getMessage() and "max_host_bytes" in record.getMessage()
+
+
+def test_who_keeps_what_on_the_host_is_told_of_both_kinds_of_memory(reserved):
+    account, other = reserved.account(name="actor_parameters"), host_arena(True).account(name="nobody")
+    block = account.allocate(MIB)
+    use = host_use()
+    assert use["actor_parameters"] == MIB and other.held_bytes == 0 and "nobody" not in use
+    assert use["reserved"] == reserved.reserved_bytes + host_arena(True).reserved_bytes
+    account.free(block)
+
+
+def test_without_a_container_the_machine_counts(tmp_path):
+    found = host_memory(tmp_path)
+    assert found.total_bytes == all_host_bytes(tmp_path) == psutil.virtual_memory().total
+    assert 0 < found.available_bytes <= found.total_bytes
+
+
+@pytest.mark.parametrize(
+    ("limit", "usage", "stat"),
+    [
+        ("memory.max", "memory.current", "anon 1\ninactive_file 100\n"),
+        (
+            "memory/memory.limit_in_bytes",
+            "memory/memory.usage_in_bytes",
+            "cache 7\ninactive_file 1\ntotal_inactive_file 100\n",
+        ),
+    ],
+)
+def test_the_container_counts_where_less_is_left_without_its_file_cache(tmp_path, limit, usage, stat):
+    (tmp_path / "memory").mkdir()
+    for name, text in (
+        (limit, "1000\n"),
+        (usage, "950\n"),
+        (str(tmp_path / limit).rpartition("/")[0] + "/memory.stat", stat),
+    ):
+        (tmp_path / name).write_text(text)
+    assert host_memory(tmp_path) == HostMemory(150, 1000)
+    assert host_memory(tmp_path).is_short
+    assert all_host_bytes(tmp_path) == 1000
+    for unlimited in ("max", str(2**63 - 4096)):
+        if unlimited != "max" or "/" not in limit:
+            (tmp_path / limit).write_text(f"{unlimited}\n")
+            assert host_memory(tmp_path).total_bytes == psutil.virtual_memory().total

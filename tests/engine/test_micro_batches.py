@@ -107,24 +107,6 @@ def test_a_group_has_its_prompt_once_and_reads_its_last_token_for_each_response(
     assert packed.predicting.tolist() == [1, 2, 1, 3, 1, 2] and packed.targets.tolist() == [[1, 2, 3, 4, 1, 9]]
 
 
-def test_rows_with_like_prompts_are_together_and_the_end_is_ragged():
-    assert divide([RowLength(1, 1)] * 8, MicroBatchRule(rows=3), packs=False) == [[0, 1, 2], [3, 4, 5], [6, 7]]
-    assert divide([RowLength(9, 1), RowLength(2, 5), RowLength(9, 2)], MicroBatchRule(rows=2), packs=False) == [
-        [1, 0],
-        [2],
-    ]
-
-
-@pytest.mark.parametrize("packs", [False, True])
-def test_a_row_longer_than_the_limit_is_alone(packs):
-    assert divide([RowLength(2, 2), RowLength(9, 9), RowLength(2, 2)], MicroBatchRule(tokens=8), packs) == [[1], [0, 2]]
-    assert divide([RowLength(9, 9)], MicroBatchRule(tokens=2), packs) == [[0]]
-
-
-def test_missing_micro_batches_come_from_the_largest_and_then_are_empty():
-    assert divide([RowLength(1, 1)] * 3, MicroBatchRule(rows=3), packs=False, at_least=5) == [[0], [1], [2], [], []]
-
-
 @pytest.mark.parametrize("arguments", [{}, {"rows": 2, "tokens": 3}, {"rows": 0}, {"tokens": 0}])
 def test_a_rule_is_rows_or_tokens(arguments):
     with pytest.raises(ValueError, match="exactly one"):
@@ -162,21 +144,6 @@ def test_the_window_holds_every_response_and_its_columns():
     assert (taken.responses() * taken["response_mask"]).tolist() == [[0] * 4, [0, 4, 0, 0], [0, 0, 11, 12]]
     back = shifted(taken["advantages"], lead, 3)
     assert torch.equal(back[2, :2], batch()["advantages"][1, :2])
-
-
-def test_shifted_gives_zero_where_a_row_has_nothing():
-    column = torch.tensor([[1, 2, 3], [4, 5, 6]])
-    assert shifted(column, torch.tensor([-1, 2]), 4).tolist() == [[0, 1, 2, 3], [6, 0, 0, 0]]
-
-
-def test_a_prompt_and_a_response_column_stay_of_an_empty_row():
-    assert take(batch(), [2], row_lengths(batch())).batch["input_ids"].shape == (1, 2)
-
-
-def test_no_rows_give_a_dummy_that_counts_for_nothing():
-    rows, dummy, *_ = take(batch(), [], [])
-    assert rows == [] and dummy["input_ids"].shape == (1, 2)
-    assert dummy["attention_mask"].all() and not dummy["response_mask"].any()
 
 
 def test_packed_rows_follow_each_other_without_padding_and_without_their_last_token():
@@ -231,13 +198,3 @@ def test_prompts_are_shared_where_their_experts_are_equal():
     assert packed.copies.tolist() == [3, 2, 2, 1, 1], "the first token alone is that of all rows"
     assert packed.experts[:, 1, 0].tolist() == [5, 6, 1, 3, 3]
     assert groups_of(rows, row_lengths(rows), 0.0) == [[0, 2], [1]]
-
-
-def test_a_packed_dummy_is_one_token_that_counts_for_nothing():
-    rows, dummy, _, packed = pack(batch(), [], [])
-    assert rows == [] and not dummy["response_mask"].any()
-    assert packed.input_ids.shape == (1, 1) and packed.starts.tolist() == [0, 1] and packed.places.tolist() == [0]
-
-
-def test_lengths_of_no_rows():
-    assert row_lengths(batch().rows([])) == []

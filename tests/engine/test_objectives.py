@@ -36,26 +36,6 @@ def share_of(objective, logits, batch):
     return objective.share({"log_probs": log_probs, "entropy": entropy}, batch, TOTALS)
 
 
-def test_metrics_of_the_policy_are_parts_of_means_over_the_mini_batch(batch, logits):
-    loss, metrics, _ = share_of(PolicyObjective(ActorConfig(), 1.0, horizon=3), logits, batch)
-    mask = batch["response_mask"]
-    log_probs, _ = token_log_probs(logits, batch.responses(), 1.0, False)
-    assert metrics["ppo_kl"] == pytest.approx(((batch["old_log_probs"] - log_probs)[mask].sum() / 8).item(), rel=1e-5)
-    assert metrics["pg_loss"] == loss.detach()
-    assert not any(figure.requires_grad for figure in metrics.values())
-    assert set(metrics) == {"pg_loss", "ppo_kl", "clip_fraction", "clip_fraction_lower"}
-
-
-def test_kl_and_entropy_enter_as_weighed(batch, logits):
-    plain, _, _ = share_of(PolicyObjective(ActorConfig(), 1.0, horizon=3), logits, batch)
-    actor = ActorConfig(use_kl_loss=True, kl_loss_coef=0.5, entropy_coeff=0.25)
-    objective = PolicyObjective(actor, 1.0, horizon=3)
-    loss, metrics, _ = share_of(objective, logits, batch)
-    assert objective.columns == ("old_log_probs", "advantages", "ref_log_probs")
-    expected = plain + 0.5 * metrics["kl_loss"] - 0.25 * metrics["entropy_loss"]
-    torch.testing.assert_close(loss, expected)
-
-
 def test_each_side_of_the_clip_range_can_be_set(batch, logits):
     """Ratios are 1.1 where the advantage is positive and 0.9 where it is negative: within 0.2, beyond 0."""
     log_probs, _ = token_log_probs(logits, batch.responses(), 1.0, False)
@@ -87,40 +67,6 @@ def test_weights_of_one_change_no_bit(batch, logits):
         assert all(torch.equal(a, b) for a, b in zip(grads[0], other, strict=True))
 
 
-def test_weights_multiply_the_clipped_loss_and_no_other_term(batch, logits):
-    """Truncated importance sampling written out: min(r, 2) times the clipped loss of each token, by hand."""
-    sampler = batch["old_log_probs"] + torch.randn(2, 3)
-    weights = (batch["old_log_probs"] - sampler).exp().clamp(max=2.0)
-    share = share_of(PolicyObjective(EVERY_TERM, 1.0, 3, TIS), logits, batch.with_(rollout_is_weights=weights))
-    plain = share_of(PolicyObjective(EVERY_TERM, 1.0, 3), logits, batch)
-    log_probs, _ = token_log_probs(logits, batch.responses(), 1.0, False)
-    total = 0.0
-    for row in range(2):
-        for t in range(3):
-            if batch["response_mask"][row, t]:
-                a, ratio = batch["advantages"][row, t].item(), (log_probs - batch["old_log_probs"])[row, t].exp().item()
-                loss = max(-a * ratio, -a * min(max(ratio, 0.8), 1.2))
-                loss = min(loss, -a * 3.0) if a < 0 else loss
-                total += min((batch["old_log_probs"] - sampler)[row, t].exp().item(), 2.0) * loss
-    assert share.metrics["pg_loss"].item() == pytest.approx(total / TOTALS.denominator, rel=1e-5)
-    for name in ("kl_loss", "entropy_loss", "ppo_kl", "clip_fraction"):
-        assert torch.equal(share.metrics[name], plain.metrics[name])
-
-
-def test_rejected_tokens_count_nowhere(batch, logits):
-    left = batch["response_mask"].clone()
-    left[0, 1] = False
-    objective = PolicyObjective(EVERY_TERM, 1.0, 3, REJECTION)
-    rejected = batch.with_(loss_mask=left)
-    assert objective.mask(rejected).equal(left)
-    share = share_of(objective, logits, rejected)
-    shorter = share_of(PolicyObjective(EVERY_TERM, 1.0, 3), logits, batch.with_(response_mask=left))
-    assert torch.equal(share.loss, shorter.loss)
-    assert share.metrics == shorter.metrics
-    (gradient,) = torch.autograd.grad(share.loss, logits)
-    assert not gradient[0, 1].any() and gradient[0, 0].any()
-
-
 def test_with_bypass_the_update_measures_what_no_other_phase_has(batch, logits):
     objective = PolicyObjective(ActorConfig(), 1.0, 3, RolloutCorrectionConfig(bypass_mode=True))
     share, plain = (share_of(o, logits, batch) for o in (objective, PolicyObjective(ActorConfig(), 1.0, 3)))
@@ -131,13 +77,6 @@ def test_with_bypass_the_update_measures_what_no_other_phase_has(batch, logits):
     assert share.metrics["entropy"] == (entropy.detach() * batch["response_mask"]).sum() / TOTALS.tokens
     assert torch.equal(share.loss, plain.loss)
     assert plain.metrics.items() <= share.metrics.items() and not plain.maxima
-
-
-def test_a_micro_batch_without_response_tokens_adds_nothing(batch, logits):
-    empty = batch.with_(response_mask=torch.zeros(2, 3, dtype=torch.bool))
-    loss, metrics, _ = share_of(PolicyObjective(ActorConfig(entropy_coeff=0.1), 1.0, horizon=3), logits, empty)
-    loss.backward()
-    assert loss == 0 and not logits.grad.any() and not any(metrics.values())
 
 
 OWN = """

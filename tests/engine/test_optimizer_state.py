@@ -1,7 +1,5 @@
 """An optimizer whose state waits in host memory steps as one that keeps it, to the last bit."""
 
-import copy
-
 import pytest
 import torch
 from torch.optim import AdamW
@@ -103,24 +101,6 @@ def test_a_divided_state_whose_parameter_has_no_gradient_stays_as_it_is():
         whole.step()
         state.step()
         assert same(kept, moved)
-
-
-def test_a_state_that_is_read_back_goes_on(tmp_path):
-    kept, moved, whole, pieces, state = pair()
-    for each in (kept, moved):
-        give_gradients(each, 0)
-    whole.step()
-    state.step()
-    state.to_device()
-    saved = copy.deepcopy(pieces.state_dict())
-    state.to_host()
-    pieces.load_state_dict(saved)  # new tensors, while the old ones wait
-    other = OptimizerStateOnHost(pieces, HostArena(pinned=False), "state", CPU, 600)
-    for each in (kept, moved):
-        give_gradients(each, 1)
-    whole.step()
-    other.step()
-    assert same(kept, moved)
 
 
 def test_a_device_without_room_is_named_before_anything_moves(monkeypatch):

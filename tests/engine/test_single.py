@@ -55,11 +55,6 @@ def test_fsdp2_serves_one_process_only_where_weights_are_copied_layer_by_layer(m
     assert found == [kind for _, kind in cases]
 
 
-def test_copies_are_there_while_the_model_runs_and_gone_afterwards(model_folder, one_rank):
-    (found,) = one_rank("single", "copies", model_folder)
-    assert found == [({torch.bfloat16}, {torch.float32})] * 2
-
-
 def test_layers_get_inputs_in_the_type_of_computation(model_folder, one_rank):
     (found,) = one_rank("single", "wide_inputs", model_folder)
     assert found == [{torch.bfloat16}] * 2
@@ -81,11 +76,6 @@ def test_an_exception_leaves_no_copies_and_no_gradients(model_folder, one_rank, 
     ((saved, is_as_usual),) = one_rank("single", "interrupted", model_folder, str(tmp_path / "checkpoint"))
     assert saved == {torch.float32}
     assert is_as_usual
-
-
-@pytest.mark.parametrize("model", [{}, offload("boundary"), offload("auto"), LORA])
-def test_no_copy_outlives_its_pass(model, model_folder, one_rank):
-    assert one_rank("single", "copies_alive", model_folder, model) == [0]
 
 
 def test_weights_that_a_model_keeps_wide_stay_so_unless_they_are_trained():

@@ -1,12 +1,19 @@
+"""Log-probs and entropy from logits, and from hidden states and the head's weight."""
+
+import functools
 import math
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.flop_counter import FlopCounterMode
 
 from rlx.models import log_probs as module
-from rlx.models.log_probs import token_log_probs
+from rlx.models.log_probs import head_log_probs, head_replaced, token_log_probs
 
 F64 = torch.float64
 
@@ -50,15 +57,6 @@ def test_like_log_softmax_with_gradients(shape, temperature):
         assert a.shape == ids.shape and torch.allclose(a, b, rtol=0, atol=1e-13)
     gradients = [torch.autograd.grad((weights[0] * lp + weights[1] * h).sum(), logits)[0] for lp, h in (got, expected)]
     assert torch.allclose(*gradients, rtol=0, atol=1e-13)
-
-
-@pytest.mark.usefixtures("chunk_elements")
-def test_gradcheck():
-    logits, ids = make((2, 3, 7))
-    logits.requires_grad_()
-    assert torch.autograd.gradcheck(lambda x: token_log_probs(x, ids, 0.8, True), (logits,))
-    assert torch.autograd.gradcheck(lambda x: token_log_probs(x, ids, 0.8, True)[1], (logits,))
-    assert torch.autograd.gradcheck(lambda x: token_log_probs(x, ids, 0.8, False)[0], (logits,))
 
 
 @settings(deadline=None, max_examples=30)
@@ -110,16 +108,6 @@ def test_large_logits():
     assert entropy.tolist() == pytest.approx([-p * math.log(p) - (1 - p) * math.log(1 - p), 0.0], abs=1e-6)
     (log_probs.sum() + entropy.sum()).backward()
     assert logits.grad.isfinite().all()
-
-
-def test_descent_raises_the_chosen_token_and_entropy_bonus_flattens():
-    logits, ids = make((3, 9))
-    logits.requires_grad_()
-    for pick in (0, 1):
-        before = token_log_probs(logits, ids, 1.0, True)[pick]
-        (gradient,) = torch.autograd.grad(before.sum(), logits)
-        after = token_log_probs(logits + 1e-3 * gradient, ids, 1.0, True)[pick]
-        assert (after > before).all()
 
 
 def test_entropy_for_the_log_only_changes_no_gradient():
@@ -179,3 +167,308 @@ def test_errors():
     for temperature in (0.0, -1.0, math.nan, math.inf):
         with pytest.raises(ValueError, match="temperature: got"):
             token_log_probs(logits, ids, temperature, False)
+
+
+@pytest.fixture(params=[(1, 1), (320, 20), (1 << 24, 40), (1 << 24, 1 << 24)])
+def head_chunk(request, monkeypatch):
+    """One token at a time, chunks of a few with a ragged end and in slices of one, one chunk in slices, all at once."""
+    monkeypatch.setattr(module, "HEAD_CHUNK_BYTES", request.param[0])
+    monkeypatch.setattr(module, "CHUNK_ELEMENTS", request.param[1])
+
+
+def make_head(dtype=F64, tokens=(2, 4), vocabulary=13, width=6):
+    source = torch.Generator().manual_seed(3)
+    hidden = torch.randn(*tokens, width, generator=source, dtype=F64).to(dtype).requires_grad_()
+    weight = torch.randn(vocabulary, width, generator=source, dtype=F64).to(dtype).requires_grad_()
+    return hidden, weight, torch.randint(vocabulary, tokens, generator=source)
+
+
+@pytest.mark.usefixtures("head_chunk")
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize(
+    ("dtype", "exact", "close"), [(F64, 1e-13, 1e-13), (torch.float32, 2e-6, 1e-5), (torch.bfloat16, 0.1, 0.03)]
+)
+def test_head_like_logits(dtype, exact, close, temperature):
+    """In bf16 as far as logits are that bf16 rounds."""
+    hidden, weight, ids = make_head(dtype)
+    got = head_log_probs(hidden, weight, ids, temperature, True)
+    assert got[0].dtype == got[1].dtype == torch.promote_types(dtype, torch.float32)
+    expected = token_log_probs(hidden @ weight.T, ids, temperature, True)
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=exact)
+    loss = [(2 * lp - 3 * h).sum() for lp, h in (got, reference(hidden.to(F64) @ weight.to(F64).T, ids, temperature))]
+    for a, b in zip(*(torch.autograd.grad(x, (hidden, weight)) for x in loss), strict=True):
+        assert a.dtype == dtype
+        assert (a - b).norm() <= close * b.norm()
+
+
+def test_head_sums_the_gradients_of_its_chunks_in_fp32(monkeypatch):
+    """As far from the exact one as rounding each product once makes it: a sum in bf16 would be ten times as far."""
+    hidden, weight, ids = make_head(torch.bfloat16, tokens=(96,))
+    wide = weight.detach().double().requires_grad_()
+    (exact,) = torch.autograd.grad(head_log_probs(hidden.double(), wide, ids, 1.0, False)[0].sum(), wide)
+    monkeypatch.setattr(module, "HEAD_CHUNK_BYTES", 52)
+    (gradient,) = torch.autograd.grad(head_log_probs(hidden, weight, ids, 1.0, False)[0].sum(), weight)
+    assert (gradient - exact).norm() <= 0.003 * exact.norm()
+
+
+@pytest.mark.parametrize("with_entropy", [False, True])
+def test_head_holds_one_chunk_of_logits(monkeypatch, with_entropy):
+    """And no more in a wider type than a slice."""
+    hidden, weight, ids = make_head(torch.bfloat16, tokens=(64,), vocabulary=1000, width=8)
+    monkeypatch.setattr(module, "HEAD_CHUNK_BYTES", 16_000 * 2)
+    monkeypatch.setattr(module, "CHUNK_ELEMENTS", 4000)
+    results = []
+
+    def forward():
+        results[:] = [x for x in head_log_probs(hidden, weight, ids, 0.7, with_entropy) if x is not None]
+
+    def backward():
+        torch.autograd.grad(sum(x.sum() for x in results), (hidden, weight))
+
+    assert largest_allocation(forward) == 16_000 * 2
+    assert largest_allocation(backward) == 8000 * 4  # the sum of the weight's gradient
+
+
+@pytest.mark.parametrize("rows", [2, 8])
+def test_head_with_a_retained_graph(monkeypatch, rows):
+    """The gradient takes the place of the logits that forward left: the second time they are computed again."""
+    monkeypatch.setattr(module, "HEAD_CHUNK_BYTES", rows * 13 * 8)
+    hidden, weight, ids = make_head()
+    log_probs, entropy = head_log_probs(hidden, weight, ids, 0.8, True)
+    loss = (log_probs + 0.1 * entropy).sum()
+    first = torch.autograd.grad(loss, (hidden, weight), retain_graph=True)
+    for a, b in zip(first, torch.autograd.grad(loss, (hidden, weight)), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, F64])
+def test_head_with_large_and_impossible_logits(dtype):
+    """Log-probs near 0 keep their digits beside logits of a million; a logit of -inf has no share in anything."""
+    hidden = torch.tensor([[1.0], [1.0]], dtype=dtype, requires_grad=True)
+    weight = torch.tensor([[1e6], [1e6 - 1], [-torch.inf]], dtype=dtype, requires_grad=True)
+    log_probs, entropy = head_log_probs(hidden, weight, torch.tensor([1, 0]), 1.0, True)
+    p = 1 / (1 + math.e)
+    assert log_probs.tolist() == pytest.approx([math.log(p), math.log(1 - p)], abs=1e-6)
+    assert entropy.tolist() == pytest.approx([-p * math.log(p) - (1 - p) * math.log(1 - p)] * 2, abs=1e-6)
+    (gradient,) = torch.autograd.grad(log_probs.sum() + entropy.sum(), weight)
+    assert gradient.isfinite().all() and gradient[2].item() == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("with_entropy", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_compiled_passes_give_what_slices_give_and_hold_one_chunk(monkeypatch, dtype, with_entropy):
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.compiler.reset()  # torch compiles a function eight times, which other tests may have used up
+    hidden, weight, ids = make_head(dtype, tokens=(500,), vocabulary=32_000, width=64)
+    chunk = 200 * 32_000 * dtype.itemsize
+    monkeypatch.setattr(module, "HEAD_CHUNK_BYTES", chunk)
+    found, peaks = [], []
+    for can_compile in (True, True, False):  # the first run compiles, and makes the workspace of matrix products
+        monkeypatch.setattr(module._read_pass, "_may_compile", can_compile)
+        monkeypatch.setattr(module._differentiate_pass, "_may_compile", can_compile)
+        inputs = [x.detach().cuda().requires_grad_() for x in (hidden, weight)]
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        figures = [x for x in head_log_probs(*inputs, ids.cuda(), 0.9, with_entropy) if x is not None]
+        gradients = torch.autograd.grad(sum((i + 1) * x.sum() for i, x in enumerate(figures)), inputs)
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+        found.append([*figures, *gradients])
+        assert (module._read_pass._may_compile, module._differentiate_pass._may_compile) == (can_compile, can_compile)
+    assert peaks[1] <= chunk + 1.1 * (weight.numel() * (4 + dtype.itemsize) + hidden.nbytes) + 2**20
+    for compiled, sliced in zip(found[1], found[2], strict=True):
+        assert compiled.dtype == sliced.dtype
+        assert (compiled - sliced).norm() <= (2e-3 if dtype == torch.bfloat16 else 2e-6) * sliced.norm()
+
+
+def test_head_frozen_or_without_graph():
+    hidden, weight, ids = make_head()
+    log_probs, _ = head_log_probs(hidden, weight.detach(), ids, 1.0, False)
+    (gradient,) = torch.autograd.grad(log_probs.sum(), hidden)
+    both = torch.autograd.grad(head_log_probs(hidden, weight, ids, 1.0, False)[0].sum(), (hidden, weight))
+    assert torch.equal(gradient, both[0])
+    (of_weight,) = torch.autograd.grad(head_log_probs(hidden.detach(), weight, ids, 1.0, False)[0].sum(), weight)
+    assert torch.equal(of_weight, both[1])
+    with torch.no_grad():
+        assert head_log_probs(hidden, weight, ids, 1.0, True)[1].grad_fn is None
+
+
+def test_head_replaced_gives_log_probs_and_is_itself_again():
+    hidden, weight, ids = make_head()
+    head = torch.nn.Linear(6, 13, bias=False, dtype=F64)
+    head.weight = torch.nn.Parameter(weight.detach())
+    with head_replaced(head, ids, 0.5, with_entropy=True):
+        log_probs, entropy = head(hidden).unbind(-1)
+    expected = token_log_probs(head(hidden), ids, 0.5, True)
+    torch.testing.assert_close((log_probs, entropy), expected, rtol=0, atol=1e-13)
+    with pytest.raises(ValueError, match="head_log_probs: got hidden"), head_replaced(head, ids[:1], 0.5, True):
+        head(hidden)
+    assert head(hidden).shape == (2, 4, 13)
+
+
+def test_head_errors():
+    hidden, weight, ids = make_head()
+    with pytest.raises(ValueError, match=r"got hidden \(2, 4, 6\), weight \(13, 5\) and ids \(2, 4\)"):
+        head_log_probs(hidden, weight[:, :5], ids, 1.0, False)
+    with pytest.raises(ValueError, match="temperature: got"):
+        head_log_probs(hidden, weight, ids, 0.0, False)
+    with pytest.raises(ValueError, match="temperature: got 1e-45"):
+        head_log_probs(hidden, weight, ids, 1e-45, False)
+
+
+@pytest.mark.parametrize(
+    ("count", "most", "lengths"),
+    [
+        (0, 5, [0]),
+        (4, 5, [4]),
+        (5, 5, [5]),
+        (11, 5, [1, 5, 5]),
+        (3, 0, [1, 1, 1]),
+        (1000, 700, [488, 512]),
+        (768, 256, [256] * 3),
+    ],
+)
+def test_chunks_cover_all_tokens_and_the_last_is_a_large_one(count, most, lengths):
+    chunks = module._token_chunks(count, most)
+    assert [chunk.stop - chunk.start for chunk in chunks] == lengths
+    assert [i for chunk in chunks for i in range(count)[chunk]] == list(range(count))
+
+
+def test_head_of_no_tokens():
+    hidden, weight, ids = make_head(torch.bfloat16, tokens=(0,))
+    log_probs, entropy = head_log_probs(hidden, weight, ids, 1.0, True)
+    gradients = torch.autograd.grad(log_probs.sum() + entropy.sum(), (hidden, weight))
+    assert log_probs.shape == entropy.shape == (0,) and gradients[0].shape == hidden.shape and not gradients[1].any()
+
+
+def with_new_passes(monkeypatch, compiler):
+    monkeypatch.setattr(module, "_can_be_compiled_for", lambda logits: True)
+    monkeypatch.setattr(torch, "compile", compiler)
+    for name in ("_read_pass", "_differentiate_pass"):
+        used = getattr(module, name)
+        overwrites = name == "_differentiate_pass"
+        monkeypatch.setattr(module, name, module._Pass(used._function, used._only_compiled, overwrites))
+
+
+def figures_of(hidden, weight, ids, with_entropy=True):
+    found = [x for x in head_log_probs(hidden, weight, ids, 0.7, with_entropy) if x is not None]
+    return [*found, *torch.autograd.grad(sum((i + 1) * x.sum() for i, x in enumerate(found)), (hidden, weight))]
+
+
+def test_the_first_compiled_call_that_overwrites_logits_has_few_tokens(monkeypatch):
+    """Compilers try variants then, and keep copies of what is overwritten."""
+    monkeypatch.setattr(module, "ALIGNED", 8)
+    given, lengths = make_head(tokens=(50,)), {}
+    expected = figures_of(*given)
+
+    def compiler(function, **options):
+        name = function.__name__.removesuffix("_compiled")
+
+        def call(logits, ids, *others):
+            lengths.setdefault(name, []).append(len(ids))
+            return getattr(module, name)(logits, ids, *others)
+
+        return call
+
+    with_new_passes(monkeypatch, compiler)
+    for _ in range(2):
+        for found, right in zip(figures_of(*given), expected, strict=True):
+            assert torch.equal(found, right)
+    assert lengths == {"_read": [50, 50], "_differentiate": [8, 42, 50]}
+    figures_of(*given, with_entropy=False)
+    assert lengths["_differentiate"][3:] == [8, 42], "another form"
+
+
+COMPILES = """
+import torch
+from rlx.models.log_probs import head_log_probs
+hidden, weight = (torch.randn(n, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for n in (4096, 152_064))
+head_log_probs(hidden, weight, torch.arange(4096, device="cuda"), 1.0, False)[0].sum().backward()
+print(torch.cuda.host_memory_stats()["allocated_bytes.peak"])
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_compiling_keeps_no_page_locked_copy_of_the_logits(tmp_path):
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}  # the fastest variants are kept there
+    ran = subprocess.run([sys.executable, "-c", COMPILES], env=environment, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    # Copies of 256 tokens' logits, 78 MB, in blocks of 128 MiB; all logits have 1.2 GB.
+    assert int(ran.stdout) <= 2**28
+
+
+def test_a_compiler_that_fails_is_told_once_and_changes_nothing(monkeypatch, caplog):
+    given = make_head()
+    expected = figures_of(*given)
+
+    def no_compiler(function, **options):
+        def call(*args):
+            raise FileNotFoundError("gcc: no such file\nand more")
+
+        return call
+
+    with_new_passes(monkeypatch, no_compiler)
+    for _ in range(2):
+        for a, b in zip(figures_of(*given), expected, strict=True):
+            assert torch.equal(a, b)
+    text = "log-probs take longer: torch.compile does not work here (FileNotFoundError: gcc: no such file)"
+    assert [record.getMessage() for record in caplog.records] == [text] * 2  # forward's pass and backward's
+
+
+@pytest.fixture
+def dynamo(monkeypatch):
+    """As on a GPU, but what the compiler has traced runs as it is."""
+    torch.compiler.reset()
+    with_new_passes(monkeypatch, functools.partial(torch.compile, backend="eager"))
+    yield
+    torch.compiler.reset()
+
+
+def assert_exact(found, hidden, weight, ids, with_entropy=True):
+    """`found` of `figures_of` against the definitions in fp64."""
+    wide = [x.detach().to(F64).requires_grad_() for x in (hidden, weight)]
+    exact = reference(wide[0] @ wide[1].T, ids, 0.7)[: 1 + with_entropy]
+    loss = sum((i + 1) * x.sum() for i, x in enumerate(exact))
+    for a, b in zip(found, [*exact, *torch.autograd.grad(loss, wide)], strict=True):
+        assert (a - b).norm() <= {torch.bfloat16: 0.05, torch.float32: 1e-5, F64: 1e-13}[
+            hidden.dtype
+        ] * b.norm() + 1e-12
+
+
+@pytest.mark.usefixtures("dynamo")
+@pytest.mark.parametrize("first", [False, True])
+def test_where_the_compiler_lets_a_function_run_as_it_is_nothing_is_done_twice(caplog, first):
+    """Some compilers complain of that when the gradient has taken the place of the logits already."""
+    given = make_head()
+    if first:
+        assert_exact(figures_of(*given), *given)
+    with FlopCounterMode(display=False):
+        assert_exact(figures_of(*given), *given)
+    said = [record.getMessage() for record in caplog.records if record.name.startswith("rlx.")]
+    assert len(said) == 2 and all("a mode is on in which it does nothing" in text for text in said)
+    assert_exact(figures_of(*given), *given)
+    assert module._read_pass._has_compiled == module._differentiate_pass._has_compiled == first
+
+
+@pytest.mark.usefixtures("dynamo")
+def test_more_kinds_of_calls_than_are_compiled():
+    for dtype in (F64, torch.float32, torch.bfloat16):
+        for with_entropy in (True, False):
+            for tokens in (50, 7, 1, 0):
+                given = make_head(dtype, tokens=(tokens,))
+                assert_exact(figures_of(*given, with_entropy), *given, with_entropy)
+    assert module._read_pass._may_compile and module._differentiate_pass._may_compile
+
+
+def test_head_under_autocast():
+    """As a linear map: in autocast's type, whatever it is given in."""
+    hidden, weight, ids = make_head(torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        log_probs, _ = head_log_probs(hidden.bfloat16(), weight, ids, 1.0, False)
+        expected, _ = token_log_probs(torch.nn.functional.linear(hidden, weight), ids, 1.0, False)
+    torch.testing.assert_close(log_probs, expected, rtol=0, atol=1e-6)
+    (gradient,) = torch.autograd.grad(log_probs.sum(), weight)
+    assert gradient.dtype == torch.float32

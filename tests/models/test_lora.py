@@ -1,4 +1,7 @@
+"""Adapters: in a model, merged, and in folders of peft's format."""
+
 import copy
+import json
 import re
 import sys
 import warnings
@@ -7,15 +10,16 @@ from dataclasses import replace
 import peft
 import pytest
 import torch
-from peft import get_peft_model, set_peft_model_state_dict
+from peft import PeftModel, get_peft_model, set_peft_model_state_dict
 from torch import nn
 
 from rlx.config.schema import LoraConfig, ModelConfig
-from rlx.models.loading import ModelError, load_model
+from rlx.models.loading import ModelError, load_model, load_skeleton
 from rlx.models.lora import (
     Adapter,
     AdapterKind,
     adapted_experts,
+    adapter_faults,
     adapter_targets,
     adapter_weights,
     adapters_off,
@@ -25,6 +29,7 @@ from rlx.models.lora import (
     refuse_idle_adapters,
     write_adapters,
 )
+from rlx.models.preflight import faults_of
 from tests.tiny_models import config_of, tiny_model
 
 IDS = torch.arange(12).reshape(2, 6)
@@ -88,10 +93,6 @@ def test_equals_pefts_own_merge(folders, targets, kind):
     assert all(torch.allclose(merged[n], expected[n], rtol=0, atol=1e-7) for n in expected)
 
 
-def test_untied_head_can_be_a_target(folders):
-    assert "lm_head" in adapted(folders["llama"], targets="q_proj,lm_head")[2]
-
-
 def test_which_layers_get_adapters(folders):
     _, _, adapters = adapted(folders["llama"])
     kinds = {name.rpartition(".")[2] for name in adapters}
@@ -130,54 +131,11 @@ def test_adapters_are_the_same_everywhere(folders):
     assert different == {n for n in same if "lora_A" in n}
 
 
-def test_gathers_each_parameter_once_in_order(folders):
-    _, model, adapters = adapted(folders["qwen3"])
-    shards = {name: torch.stack([p.detach(), torch.zeros_like(p)]) for name, p in model.named_parameters()}
-    calls = []
-
-    def gather(parameter):
-        calls.append(id(parameter))
-        return parameter.sum(dim=0)
-
-    merged = list(merged_weights(shards, adapters, gather))
-    assert sorted(calls) == sorted(map(id, shards.values()))
-    expected = list(merged_weights(parameters(model), adapters))
-    assert [n for n, _ in merged] == [n for n, _ in expected]
-    assert all(torch.equal(a, b) and not b.requires_grad for (_, a), (_, b) in zip(merged, expected, strict=True))
-
-
-def test_a_part_of_the_model_is_enough(folders):
-    _, model, adapters = adapted(folders["qwen3"])
-    whole = dict(merged_weights(parameters(model), adapters))
-    part = {n: p for n, p in parameters(model).items() if n.startswith("model.layers.1.")}
-    merged = dict(merged_weights(part, adapters))
-    assert list(merged) == [n for n in whole if n.startswith("model.layers.1.")]
-    assert all(torch.equal(merged[n], whole[n]) for n in merged)
-
-
 @kinds
 @pytest.mark.parametrize("head", ["lm", "value"])
 def test_what_is_trained_on_bf16_is_fp32(folders, head, kind):
     _, model, _ = adapted(folders["qwen3"], head, torch.bfloat16, kind=kind)
     assert {(p.dtype, p.requires_grad) for p in model.parameters()} == {(torch.bfloat16, False), (torch.float32, True)}
-
-
-@kinds
-def test_without_adapters_it_computes_what_the_model_did(folder, kind):
-    plain, model, _ = adapted(folder, kind=kind)
-    learning = {name for name, p in model.named_parameters() if p.requires_grad}
-    with torch.no_grad(), adapters_off(model):
-        assert torch.equal(model(input_ids=IDS).logits, plain(input_ids=IDS).logits)
-    logits = model(input_ids=IDS).logits
-    assert not torch.allclose(logits, plain(input_ids=IDS).logits, atol=1e-3)
-    logits.sum().backward()
-    assert {name for name, p in model.named_parameters() if p.grad is not None} == learning
-
-
-def test_adapters_are_told_from_the_base(folder):
-    _, model, adapters = adapted(folder)
-    alone = dict(adapter_weights(parameters(model), adapters))
-    assert set(alone) == {n for n, p in parameters(model).items() if p.requires_grad}
 
 
 def test_bf16_is_merged_in_fp32(folders):
@@ -262,21 +220,6 @@ def test_adapters_of_experts_compute_what_the_merged_model_does(row, targets):
     )
 
 
-def test_adapters_of_experts_are_merged_by_hand():
-    model = tiny_model(config_of("qwen3_moe"), torch.float32)
-    adapters = add_lora(model, ModelConfig(lora_rank=3, lora_alpha=6, target_modules="experts"))
-    layer = next(name for name, adapter in adapters.items() if adapter.parameter == "gate_up_proj")
-    experts = model.get_submodule(layer).get_base_layer()
-    a, b = (model.get_submodule(f"{layer}.{part}").default.weight for part in ("lora_A", "lora_B"))
-    nn.init.normal_(b)
-    name = f"{layer.removesuffix('.base_layer')}.gate_up_proj"
-    merged = dict(merged_weights(parameters(model), adapters))[name]
-    for number, weight in enumerate(experts.gate_up_proj):
-        rows = slice(3 * number, 3 * number + 3)  # of A; B has the experts of each rank side by side
-        hand = weight + 6 / 3 * b[:, number :: len(experts.gate_up_proj)] @ a[rows]
-        torch.testing.assert_close(merged[number], hand.detach())
-
-
 def test_adapters_of_experts_are_those_of_peft(tmp_path):
     """peft loads what is written, and computes the same."""
     plain = tiny_model(config_of("qwen3_moe"), torch.float32)
@@ -327,3 +270,106 @@ def test_adapters_that_the_model_does_not_call_are_refused():
     model, _ = with_adapters("jamba", "q_proj,in_proj")
     refuse_idle_adapters(model, lambda: model(IDS))
     assert not any(module._forward_hooks for module in model.modules())
+
+
+def lora_config(folder, kind="LoRA", **changed):
+    given = {"path": folder, "lora_rank": 3, "lora_alpha": 12, "lora": KINDS[kind]}
+    return ModelConfig(**(given | changed))
+
+
+def started(config, seed):
+    model = load_model(config, "lm", torch.float32)
+    adapters = add_lora(model, config, seed)
+    for i, (name, parameter) in enumerate(model.named_parameters()):
+        if ".lora_" in name:
+            nn.init.uniform_(parameter, 0.1, 0.9, generator=torch.Generator().manual_seed(seed + i))
+    return model, dict(adapter_weights(dict(model.named_parameters()), adapters))
+
+
+@pytest.fixture
+def written(folders, tmp_path):
+    """kind -> a model with adapters, and the folder that it was written to."""
+
+    def write(kind="LoRA", **changed):
+        config = lora_config(folders["qwen3"], kind, **changed)
+        model, weights = started(config, seed=3)
+        write_adapters(tmp_path, weights, AdapterKind.of(config))
+        return model, str(tmp_path)
+
+    return write
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_peft_and_rlx_load_what_the_other_wrote_and_compute_the_same(kind, written, folders, tmp_path):
+    model, path = written(kind)
+    theirs = PeftModel.from_pretrained(load_model(ModelConfig(path=folders["qwen3"]), "lm", torch.float32), path)
+    assert torch.allclose(theirs(input_ids=IDS).logits, model(input_ids=IDS).logits, rtol=0, atol=1e-5)
+    theirs.save_pretrained(tmp_path / "theirs")
+    config = lora_config(folders["qwen3"], kind, lora_adapter_path=str(tmp_path / "theirs"))
+    own, _ = started(config, seed=5)
+    load_adapters(own, config)
+    assert all(torch.equal(p, own.get_parameter(name)) for name, p in model.named_parameters())
+    skeleton = load_skeleton(config, "lm", torch.float32)
+    with torch.device("meta"):
+        add_lora(skeleton, config)
+    load_adapters(skeleton, config)  # on other ranks
+    assert faults_of(config, "lm") == []
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"lora_rank": 4}, "have r=3, but lora_rank=4; set lora_rank=3"),
+        ({"lora_alpha": 16}, "lora_alpha=12, but lora_alpha=16"),
+        ({"lora": LoraConfig(use_dora=True)}, "have use_dora=False, but lora.use_dora=True"),
+        ({"target_modules": "q_proj"}, "has in excess .* Set target_modules=down_proj,gate_proj,k_proj,"),
+    ],
+)
+def test_adapters_of_another_kind_are_refused_before_a_run(changed, message, written, folders):
+    _, path = written()
+    (fault,) = faults_of(lora_config(folders["qwen3"], **{"lora_adapter_path": path} | changed), "lm")
+    with pytest.raises(ModelError, match=message):
+        raise ModelError(fault)
+
+
+def test_adapters_of_fewer_layers_or_of_another_model_are_refused(written, folders):
+    _, path = written(target_modules="q_proj")
+    (fault,) = faults_of(lora_config(folders["qwen3"], lora_adapter_path=path), "lm")
+    assert "lacks" in fault and "Set target_modules=q_proj" in fault
+    wide = {"intermediate_size": 24, "num_attention_heads": 8}
+    config = lora_config(folders["qwen3"], lora_adapter_path=path, target_modules="q_proj", override_config=wide)
+    (fault,) = faults_of(config, "lm")
+    assert "belong to another model" in fault
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("bias", "all"),
+        ("modules_to_save", ["score"]),
+        ("rank_pattern", {"q_proj": 1}),
+        ("init_lora_weights", "pissa"),  # it changes the base weights too
+    ],
+)
+def test_options_of_peft_that_rlx_lacks_are_named(name, value, written, folders):
+    _, path = written()
+    file = f"{path}/adapter_config.json"
+    with open(file) as opened:
+        settings = json.load(opened)
+    with open(file, "w") as opened:
+        json.dump(settings | {name: value}, opened)
+    (fault,) = adapter_faults(path, lora_config(folders["qwen3"]))
+    assert f"peft's {name}={value!r}" in fault
+
+
+def test_a_folder_without_adapters_is_refused(folders, tmp_path):
+    (fault,) = adapter_faults(str(tmp_path), lora_config(folders["qwen3"]))
+    assert "has no adapter_config.json and no adapter_model.safetensors" in fault
+
+
+def test_a_configuration_that_is_nested_too_deep_is_named(written, folders):
+    _, path = written()
+    with open(f"{path}/adapter_config.json", "w") as opened:
+        opened.write('{"peft_type": ' + "[" * 100_000 + "]" * 100_000 + "}")
+    (fault,) = adapter_faults(path, lora_config(folders["qwen3"]))
+    assert "adapter_config.json cannot be read as JSON" in fault

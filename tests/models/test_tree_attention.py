@@ -51,9 +51,9 @@ def agree(inputs, tree, window=None):
     torch.testing.assert_close(*grads, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("copied", [0, 3, 100])
+@pytest.mark.parametrize("copied", [0, 3])
 @pytest.mark.parametrize("value_width", [8, 4])
-@pytest.mark.parametrize("window", [None, 1, 3, 6, 100])
+@pytest.mark.parametrize("window", [None, 1, 6])
 @pytest.mark.parametrize("name", TREES)
 def test_like_the_definition_with_gradients(name, window, value_width, copied, monkeypatch):
     monkeypatch.setattr(attention, "COPIED", copied)
