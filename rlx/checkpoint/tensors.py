@@ -10,8 +10,9 @@ import math
 import os
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -271,12 +272,17 @@ def _require_same(state: Mapping[str, Tensor], metadata: Metadata, folder: Path,
             faults.append(f"{name}: got {entry.properties.dtype}, expected {tensor.dtype} (fsdp_config.model_dtype)")
         elif held != tensor.shape.numel():
             faults.append(f"{name}: got {held} elements, expected {tensor.shape.numel()}")
-        elif any(map(_overlap, chunks, chunks[1:])):
+        elif any(_overlap(one, other) for n, one in enumerate(chunks) for other in _beside(one, chunks[n + 1 :])):
             faults.append(f"{name}: two of its pieces overlap, so others are missing")
         elif any(offset < 0 for chunk in chunks for offset in chunk.offsets):
             faults.append(f"{name}: a piece lies outside of it")
     if faults:
         raise CheckpointError(f"{folder} does not fit: {few(faults, MOST_NAMED)}")
+
+
+def _beside(one: ChunkStorageMetadata, later: Sequence[ChunkStorageMetadata]) -> Iterator[ChunkStorageMetadata]:
+    """Yield the pieces behind one, in order of their offsets, that begin before it ends in the first dimension."""
+    return takewhile(lambda other: not one.sizes or other.offsets[0] < one.offsets[0] + one.sizes[0], later)
 
 
 def _overlap(one: ChunkStorageMetadata, other: ChunkStorageMetadata) -> bool:

@@ -79,10 +79,15 @@ def require_finite(source: str, named: Iterable[tuple[str, torch.Tensor]]) -> No
         own = local(tensor)
         if own.is_floating_point() and not (right := own.isfinite()).all():
             faults.append(f"{name} ({int((~right).sum())} of {own.numel()} numbers of a process)")
+    if faults := everywhere(faults):
+        raise ModelError(f"{source} holds NaN or infinite weights: {few(faults)}; take a copy that is whole")
+
+
+def everywhere(faults: list[str]) -> list[str]:
+    """Return the faults that processes have found; all of them call this."""
     found: list[list[str]] = [[]] * dist.get_world_size()
     dist.all_gather_object(found, faults)
-    if faults := sorted(fault for each in found for fault in each):
-        raise ModelError(f"{source} holds NaN or infinite weights: {few(faults)}; take a copy that is whole")
+    return sorted({fault for each in found for fault in each})
 
 
 def _load(model: ModelConfig, head: Head, dtype: torch.dtype, seed: int) -> "PreTrainedModel":

@@ -18,12 +18,14 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim import AdamW
 
-from rlx.checkpoint.manifest import CheckpointError
+from rlx.checkpoint.manifest import CheckpointError, few
 from rlx.checkpoint.role import Description, read_description, write_extra_files
 from rlx.checkpoint.tensors import load
 from rlx.config.schema import ModelConfig
-from rlx.engine.build import require_finite
+from rlx.engine.build import everywhere, require_finite
+from rlx.engine.fsdp_units import local
 from rlx.engine.memory import Memory
+from rlx.engine.optimizer import MASTER
 from rlx.engine.optimizer_state import Stepper
 from rlx.engine.saving import CheckpointWriter
 from rlx.engine.sharding import Sharded
@@ -210,3 +212,24 @@ def _read_optimizer(folder: Path, sharded: Sharded, optimizer: AdamW) -> None:
     for name, parameter in sharded.root.named_parameters():
         if f"state.{name.replace(WRAPPED, '')}" in lacking:  # it never had a gradient, so it has no state yet
             optimizer.state.pop(parameter, None)
+    states = ((n, p, optimizer.state.get(p, {})) for n, p in sharded.root.named_parameters())
+    faults = [fault for name, p, state in states for fault in _faults_of(name.replace(WRAPPED, ""), local(p), state)]
+    if faults := everywhere(faults):
+        raise CheckpointError(
+            f"{folder} holds a state that AdamW cannot have: {few(faults)}; take another checkpoint, or remove this folder and save "
+            "without the optimizer to begin with new moments"
+        )
+
+
+def _faults_of(name: str, parameter: Tensor, state: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what would ruin a parameter's shard at the next step, though names, shapes and types are right."""
+    for key, value in state.items():
+        own = local(value) if isinstance(value, Tensor) else torch.tensor(value)
+        if type(own) is not Tensor:  # moments of torchao, whose 8 bits are always numbers
+            continue
+        if not own.isfinite().all():
+            yield f"{name}.{key} is NaN or infinite"
+        elif (key == "step" and own < 1) or (key == "exp_avg_sq" and (own < 0).any()):
+            yield f"{name}.{key} is {own.min():g}, which is too small"
+        elif key == MASTER and not torch.equal(own.to(parameter.dtype), parameter):
+            yield f"{name}.{key} is not the weight in fp32"

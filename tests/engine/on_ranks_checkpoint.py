@@ -112,9 +112,9 @@ def rescaled(folder, out):
         return str(error)
 
 
-def refusal(folder, out, head="lm"):
+def refusal(folder, out, head="lm", dtype="fp64"):
     """The message with which a checkpoint is refused."""
-    engine = build(folder, head=head)
+    engine = build(folder, FSDPConfig(model_dtype=dtype) if dtype == "bf16" else FP64, head=head)
     try:
         engine.weights.load(out)
     except ValueError as error:

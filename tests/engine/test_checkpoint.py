@@ -6,6 +6,8 @@ import subprocess
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
 
 from rlx.checkpoint.manifest import damage, damaged_chunks
@@ -125,9 +127,18 @@ def test_bf16_weights_come_back_with_their_fp32_masters(strategy, in_background,
         for metrics, weights in resumed:
             assert metrics == unbroken[0]
             same(unbroken[1], weights)
-    masters = {n: t for n, t in load_all(tmp_path / "actor/optimizer").items() if n.endswith(".master")}
+    state = load_all(tmp_path / "actor/optimizer")
+    masters = {n: t for n, t in state.items() if n.endswith(".master")}
     assert masters and {tensor.dtype for tensor in masters.values()} == {torch.float32}
     assert {tensor.dtype for tensor in load_all(tmp_path / "actor/model").values()} == {torch.bfloat16}
+    # A step would replace the weights by masters of others.
+    for path in (tmp_path / "actor/optimizer").iterdir():
+        with safe_open(path, "pt") as file:
+            state, metadata = {n: file.get_tensor(n) for n in file.keys()}, file.metadata()  # noqa: SIM118
+        forged = {n: t + 1 if n == "state.model.norm.weight.master" else t for n, t in state.items()}
+        save_file(forged, path, metadata)
+    (message, _) = two_ranks("checkpoint", "refusal", model_folder, str(tmp_path / "actor"), "lm", "bf16")
+    assert "model.norm.weight.master is not the weight in fp32" in message
 
 
 def test_a_state_without_masters_is_widened_and_one_with_them_is_not_narrowed(model_folder, two_ranks, tmp_path):

@@ -177,11 +177,11 @@ ACCIDENTS = {
 # Forged: the manifests fit. ------------------------------------------------------------------------------------------
 
 
-def rewritten(change, *shards):
-    """Change the tensors and places of some shards of the model."""
+def rewritten(change, *shards, part="model"):
+    """Change the tensors and places of some shards of the model, or of the optimizer."""
 
     def harm(folder):
-        for path in folder.glob("actor/model/*"):
+        for path in folder.glob(f"actor/{part}/*"):
             if not shards or path.name[10] in shards:
                 with safe_open(path, "pt") as file:
                     tensors, metadata = {n: file.get_tensor(n) for n in file.keys()}, file.metadata()  # noqa: SIM118
@@ -230,6 +230,16 @@ def place(*at):
     return lambda _, offsets: offsets[UP].update(saved_offsets=list(at))
 
 
+def beside_a_third(folder):
+    """Of 48 x 32 numbers 48 x 16, 2 x 16 beside them, and 46 x 16 over the first."""
+    for shard, shape, at in (("1", (48, 16), (0, 0)), ("2", (2, 16), (0, 16))):
+        rewritten(lambda t, o, s=shape: t.update({UP: torch.zeros(s, dtype=torch.float64)}), shard)(folder)
+        rewritten(place(*at), shard)(folder)
+    third = {"format": "pt", "DCP_SHARDING_INFO": json.dumps({UP: {"saved_offsets": [1, 0]}})}
+    path = folder / "actor/model/shard-00003-of-00003.safetensors"
+    save_file({UP: torch.zeros(46, 16, dtype=torch.float64)}, path, third)
+
+
 FORGED = {
     "missing tensor": (rewritten(without(NORM)), f"{NORM} is not in it"),
     "missing piece": (rewritten(without(UP), "1"), "elements, expected"),
@@ -272,6 +282,20 @@ FORGED = {
         rewritten(lambda tensors, _: tensors.update({UP: tensors[UP].view(torch.int64)}), "2"),
         f"{UP}: got pieces of F64 and I64",
     ),
+    "pieces that overlap beside a third one": (
+        beside_a_third,
+        "two of its pieces overlap",
+    ),
+    **{
+        f"optimizer's state with {name}": (
+            rewritten(lambda tensors, _, n=f"state.{UP}.{key}", v=value: tensors[n].fill_(v), "2", part="optimizer"),
+            f"{UP}.{key} is {said}",
+        )
+        for name, key, value, said in (
+            ("squares below 0", "exp_avg_sq", -1e-3, "-0.001, which is too small"),
+            ("moments that are no numbers", "exp_avg", math.nan, "NaN or infinite"),
+        )
+    },
     "weights that are no numbers": (
         rewritten(lambda tensors, _: tensors[UP].view(-1)[3:5].copy_(torch.tensor([math.nan, -math.inf])), "1"),
         f"NaN or infinite weights: {UP} .2 of",
