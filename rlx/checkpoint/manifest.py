@@ -51,7 +51,7 @@ def is_count(value: object) -> bool:
 
 
 class FileEntry(NamedTuple):
-    """What a manifest says of one file: its length, and the digest of each chunk."""
+    """A manifest's entry for a file: its length, and the digest of each chunk."""
 
     nbytes: int
     digests: tuple[str, ...]
@@ -231,7 +231,7 @@ def _names(folder: Path) -> Iterator[str]:
                 yield (below / name).as_posix()
         for name in folders:
             if (Path(place) / name).is_symlink():
-                yield (below / name).as_posix()  # never listed, so it is refused
+                yield (below / name).as_posix()  # never listed, so it is a fault
 
 
 def _entry_of(path: Path) -> FileEntry:

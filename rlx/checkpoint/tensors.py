@@ -66,7 +66,7 @@ class Source(NamedTuple):
     Attributes:
         piece: to write.
         read: returns the bytes, as one-dimensional uint8 tensors in host memory.
-        let_go: is called, in a thread, when nobody reads these tensors any more. They may not be on the disk yet.
+        let_go: is called in a thread once these tensors have been read, though they may not be on the disk yet.
     """
 
     piece: Piece

@@ -24,7 +24,7 @@ from rlx.engine.sharding import precision_of, shard
 from rlx.engine.weights import Weights
 from rlx.models.hf_folder import FolderParts
 from rlx.models.loading import Head, load_config
-from rlx.models.lora import refuse_idle_adapters
+from rlx.models.lora import require_called_adapters
 from rlx.models.packed_attention import packed_attention
 from rlx.models.prefix_tree import NEVER
 from rlx.offload import OffloadOptions, enable_activation_offloading, host_arena, register_attention
@@ -122,10 +122,10 @@ class Engine:
             self._forward.require_causal()
             self._forward.find_experts(experts)
             if adapters:
-                refuse_idle_adapters(plain, self._forward.try_training)
+                require_called_adapters(plain, self._forward.try_training)
             if sequence_parallel > 1:
                 self._forward.require_packing(sequence_parallel)
-        # `shares_prefixes` warns of a model that cannot, which is no fault if nobody asked for it.
+        # Asked only if configured, because `shares_prefixes` warns of models that cannot.
         gain = model.least_gain if model.least_gain < NEVER and self._forward.shares_prefixes else NEVER
         self.batcher = MicroBatcher(self._forward.packs, gain, sequences, device)
         self.sharded.reshard()

@@ -59,7 +59,7 @@ class TensorOffload:
     """Frees the device memory behind tensors and fills it again, without replacing the tensors.
 
     Only bytes move. Parameters, their views, FSDP's references and the optimizer's state stay the same objects, so this class
-    works with both kinds of FSDP. Nobody may use the tensors between `offload` and `fetch`. Accounts and messages have `name`.
+    works with both kinds of FSDP. The tensors must not be used between `offload` and `fetch`. Accounts and messages have `name`.
     """
 
     def __init__(self, arena: HostArena, name: str) -> None:

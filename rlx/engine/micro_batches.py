@@ -9,7 +9,7 @@ A group is a list of rows whose prompts are equal, and are computed once for all
 Note [rows start at column 0]: in a padded micro-batch every row begins with its first prompt token, and all padding follows
 its last token. A causal model then never sees padding and needs no attention mask. The fastest kernels therefore apply, and no
 query is left without keys, for which some kernels return NaN gradients. Responses begin in different columns, so the R columns
-of a micro-batch are a window of W columns that holds them all; `lead` tells in which column each row's response begins.
+of a micro-batch are a window of W columns that holds them all; `lead` is the column in which each row's response begins.
 """
 
 from collections.abc import Iterator, Sequence

@@ -2,7 +2,7 @@
 
 Note [who waits for a save]
 `begin` copies device memory to staging in the arena, and waits for these copies. Bytes that are in host memory already are written
-from where they are, before all others: these are the *live* bytes. Nobody waits for them to be on the disk, only to be read.
+from where they are, before all others: these are the *live* bytes. A step waits until they are read, not until they are on disk.
 
 - Each `TensorOffload` keeps its block of parameters or states until its own bytes are read. The file has them in the order of the
   optimizer's pieces, so the step follows the write. A piece whose bytes are not read yet goes to another block

@@ -189,7 +189,7 @@ def _tensors(state: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def _require_same_scale(folder: Path, saved: Mapping[str, Adapter], own: Mapping[str, Adapter]) -> None:
-    """Refuse adapters that would count more or less than they did when they were trained; their tensors would fit."""
+    """Reject adapters that would count more or less than they did when they were trained; their tensors would fit."""
     for layer in saved.keys() & own.keys():
         if not math.isclose(saved[layer].scale, own[layer].scale):
             raise CheckpointError(

@@ -100,7 +100,7 @@ class ExpertRouting:
             self.now = now
 
     def require_logits(self) -> None:
-        """Raise RoutingError if a router's logits cannot be told from its other results."""
+        """Raise RoutingError if a router's logits cannot be told apart from its other results."""
         for router in self.routers:
             if router.linear_maps != 1:
                 raise RoutingError(

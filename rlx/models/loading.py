@@ -262,7 +262,7 @@ def fault_of_ties(config: ModelConfig, skeleton: "PreTrainedModel") -> str | Non
 def _unlike(target: str, source: str) -> str:
     return (
         f"override_config.tie_word_embeddings: the config ties {target} to {source}, but they differ in the checkpoint, expected a "
-        "config that says so; set override_config.tie_word_embeddings=False to use both as they are"
+        "config without the tie; set override_config.tie_word_embeddings=False to use both as they are"
     )
 
 
@@ -332,7 +332,7 @@ def why_not_shared(size: int, processes: int, config: "PreTrainedConfig") -> str
 
 
 def _check_labels(path: str | None, loaded: "PreTrainedConfig") -> None:
-    """Refuse a model with more than one number per sequence, or without the pad token that marks a sequence's end."""
+    """Reject a model with more than one number per sequence, or without the pad token that marks a sequence's end."""
     if loaded.num_labels != 1:
         raise ModelError(
             f"{path}: got a model of {loaded.architectures} with {loaded.num_labels} labels, expected one for sequence "
@@ -441,7 +441,7 @@ def _load_report(show: bool) -> Iterator[None]:
 
 
 def _check_report(path: str | None, model: "PreTrainedModel", report: dict[str, Any], head: str) -> None:
-    """Refuse a model with weights that are not from the checkpoint; warn of weights that it does not use."""
+    """Reject a model with weights that are not from the checkpoint; warn of weights that it does not use."""
     backbone = f"{model.base_model_prefix}."
     if report["mismatched_keys"]:
         wrong = [f"{n}: {tuple(got)} instead of {tuple(want)}" for n, got, want in sorted(report["mismatched_keys"])]

@@ -159,7 +159,7 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
             del layer.forward
 
 
-def refuse_idle_adapters(model: nn.Module, run: Callable[[], object]) -> None:
+def require_called_adapters(model: nn.Module, run: Callable[[], object]) -> None:
     """Raise ModelError for adapters that the model does not call, because it reads their layer's weight itself, as Mamba does.
 
     `run` is a forward of the model as in training. The model may be sharded.
@@ -177,7 +177,7 @@ def refuse_idle_adapters(model: nn.Module, run: Callable[[], object]) -> None:
         for hook in hooks:
             hook.remove()
     # An expert without tokens is not called either, but then nor is anything around it. The module around a layer may have
-    # methods instead of a forward, as Gemma 3n's AltUp, so its other parts tell as well that it ran.
+    # methods instead of a forward, as Gemma 3n's AltUp, so its other parts show too that it ran.
     idle = {name for parent, name, child in adapted if child not in called and not called.isdisjoint(parent.modules())}
     if idle:
         used = sorted(name for name in {n for _, n, child in adapted if child in called} - idle if not name.isdigit())
@@ -486,7 +486,7 @@ def load_adapters(model: "PreTrainedModel", config: ModelConfig) -> None:
 
 
 def _require_equal_experts(path: str, own: set[str]) -> None:
-    """peft's names of parameters do not tell which weight of an expert they change; its configuration does, by ends of names."""
+    """Compare the experts' weights by name endings in peft's configuration: its parameter names lack them."""
     theirs = json.loads((Path(path) / CONFIG).read_text()).get("target_parameters") or []
     pairs = {(name, end) for name in own for end in theirs if name == end or name.endswith(f".{end}")}
     if ({name for name, _ in pairs}, {end for _, end in pairs}) != (own, set(theirs)):

@@ -145,7 +145,7 @@ class _Trial:
     """Replaces attention and its masks while a model runs, and records the model's requests to them."""
 
     def __init__(self) -> None:
-        self._refused: list[str] = []
+        self._lacking: list[str] = []
         self._windows: set[int | None] = set()  # passed to attention
         self._masked: set[int | None] = set()  # passed to masks
         self._calls = 0
@@ -156,16 +156,16 @@ class _Trial:
         """Run in place of attention."""
         self._calls += 1
         self._windows.add(given.get("sliding_window"))
-        self._refused += _refused(module, attention_mask, given)
+        self._lacking += _lacking(module, attention_mask, given)
         if given.get("cu_seq_lens_q") is None:
-            self._refused.append("is not told where sequences begin")
+            self._lacking.append("is not told where sequences begin")
         return _sequence(query, key, value, given.get("scaling"), None, 0.0).transpose(1, 2), None
 
     def mask(self, *, local_size: int | None = None, use_vmap: bool = False, **given: Any) -> None:
         """Run in place of a mask function; `use_vmap` is true for a mask that the model has changed."""
         self._masked.add(local_size)
         if use_vmap or "allow_is_bidirectional_skip" in given:
-            self._refused.append("has masks of its own")
+            self._lacking.append("has masks of its own")
 
     def reason(self) -> str | None:
         """Return what differs from packed attention, or None."""
@@ -173,10 +173,10 @@ class _Trial:
             return "its attention is its own"
         if self._masked - self._windows - {None}:
             return "its attention has a window in its masks alone"
-        return f"its attention {self._refused[0]}" if self._refused else None
+        return f"its attention {self._lacking[0]}" if self._lacking else None
 
 
-def _refused(module: nn.Module, attention_mask: Tensor | None, given: dict[str, Any]) -> list[str]:
+def _lacking(module: nn.Module, attention_mask: Tensor | None, given: dict[str, Any]) -> list[str]:
     """Return the features that a call of attention requests and packed attention lacks."""
     found = [what for name, what in UNKNOWN.items() if given.get(name) is not None]
     if attention_mask is not None:
@@ -291,9 +291,9 @@ def _attention(
     **more: Any,
 ) -> tuple[Tensor, None]:
     """Run for transformers. Without a tree each row is one sequence. The processes of a group hold parts of one row."""
-    if refused := _refused(module, attention_mask, more):
+    if lacking := _lacking(module, attention_mask, more):
         raise ValueError(
-            f"{type(module).__name__} {', '.join(refused)}, which packed attention does not support; set "
+            f"{type(module).__name__} {', '.join(lacking)}, which packed attention does not support; set "
             "model.use_remove_padding=False"
         )
     # Contiguous results, as transformers' own kernels give them: some models look at them as (B, T, H * D).

@@ -93,7 +93,7 @@ def faults_of(
 
 
 def _of_targets(skeleton: "PreTrainedModel", model: ModelConfig, sampler: str | None) -> list[str]:
-    """Refuse adapters of experts that the sampler cannot take; raise ModelError if a target does not exist."""
+    """Reject adapters of experts that the sampler cannot take; raise ModelError if a target does not exist."""
     adapter_targets(skeleton, model.target_modules)
     experts = expert_targets(skeleton, model.target_modules)
     if not experts or sampler != "vllm" or not model.sends_adapters:
@@ -105,7 +105,7 @@ def _of_targets(skeleton: "PreTrainedModel", model: ModelConfig, sampler: str | 
 
 
 def _of_bytes_in_shards(model: ModelConfig) -> list[str]:
-    """Refuse a quantised base that FSDP2 of older releases would shard: it takes bytes for parameters that want gradients."""
+    """Reject a quantised base that FSDP2 of older releases would shard: it takes bytes for parameters that want gradients."""
     if model.quantization is None or model.layer_offload or torch.__version__ >= SHARDS_BYTES:
         return []
     return [
@@ -123,7 +123,7 @@ def _asks_nothing(model: ModelConfig) -> bool:
 
 
 def _of_capped_scores(kernel: str, config: "PreTrainedConfig") -> list[str]:
-    """Refuse a kernel that silently ignores a cap of attention scores, because its log-probs would be another model's."""
+    """Reject a kernel that silently ignores a cap of attention scores, because its log-probs would be another model's."""
     cap = getattr(config, "attn_logit_softcapping", None)
     if cap is None or kernel != "sdpa":
         return []
@@ -134,7 +134,7 @@ def _of_capped_scores(kernel: str, config: "PreTrainedConfig") -> list[str]:
 
 
 def _of_chosen_keys(config: "PreTrainedConfig") -> list[str]:
-    """Refuse Doge's choice of keys: equal tokens score alike in its first layer, and the kernel decides which of them it keeps.
+    """Reject Doge's choice of keys: equal tokens score alike in its first layer, and the kernel decides which of them it keeps.
 
     So a row that is padded or decoded with a cache has other log-probs than the same row in a forward of its own.
     """

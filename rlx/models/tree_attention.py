@@ -277,7 +277,7 @@ def kernels_for(query: Tensor, key: Tensor, value: Tensor) -> list[Kernel]:
         return []
     is_faster = width == 128 and key.shape[1] < query.shape[1]  # not measured for other heads
     has_cudnn = is_faster and torch.cuda.get_device_capability(query.device) >= (9, 0)
-    # FlashAttention adds up the gradients of queries in one order if torch is told so; cuDNN has no such choice here.
+    # FlashAttention adds up the gradients of queries in one order if torch is set to be deterministic; cuDNN cannot here.
     has_cudnn = has_cudnn and not torch.are_deterministic_algorithms_enabled()
     return [CudaFlash(), CudnnFlash()] if has_cudnn else [CudaFlash()]
 

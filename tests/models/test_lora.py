@@ -26,7 +26,7 @@ from rlx.models.lora import (
     add_lora,
     load_adapters,
     merged_weights,
-    refuse_idle_adapters,
+    require_called_adapters,
     write_adapters,
 )
 from rlx.models.preflight import faults_of
@@ -213,7 +213,7 @@ def test_adapters_of_experts_compute_what_the_merged_model_does(row, targets):
         "atol": 0 if targets == "experts" else 1e-4,
     }  # beside linear layers, B (A x) is no merged product
     torch.testing.assert_close(plain(input_ids=IDS).logits, model(input_ids=IDS).logits, **exactly)
-    refuse_idle_adapters(model, lambda: model(IDS))
+    require_called_adapters(model, lambda: model(IDS))
     model(input_ids=IDS).logits.sum().backward()
     assert {n for n, p in parameters(model).items() if p.grad is not None} == set(
         dict(adapter_weights(parameters(model), adapters))
@@ -263,12 +263,12 @@ def test_adapters_that_the_model_does_not_call_are_refused():
     with pytest.raises(
         ModelError, match=r"JambaForCausalLM reads the weights of dt_proj .*; set target_modules=.*q_proj"
     ):
-        refuse_idle_adapters(model, lambda: model(IDS))
+        require_called_adapters(model, lambda: model(IDS))
     model, _ = with_adapters("gemma3n_text")
     with pytest.raises(ModelError, match=r"reads the weights of correction_coefs .*; set target_modules=down_proj,"):
-        refuse_idle_adapters(model.train(), lambda: model(IDS))  # it clips them in training
+        require_called_adapters(model.train(), lambda: model(IDS))  # it clips them in training
     model, _ = with_adapters("jamba", "q_proj,in_proj")
-    refuse_idle_adapters(model, lambda: model(IDS))
+    require_called_adapters(model, lambda: model(IDS))
     assert not any(module._forward_hooks for module in model.modules())
 
 
