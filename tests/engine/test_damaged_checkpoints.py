@@ -151,10 +151,10 @@ ACCIDENTS = {
     "pickle instead of a manifest": (lambda c: write("manifest.json", bombs())(c), "is not valid JSON"),
     "manifest of another version": (write("manifest.json", '{"format": 3}'), "this version reads 2"),
     "manifest without end": (write("manifest.json", "[" * 99_999), "is not valid JSON"),
-    "manifest of 10^6 files": (
+    "manifest of 10^5 files": (
         lambda c: write(
             "manifest.json",
-            json.dumps({"format": 2, "files": {f"f{i}": {"bytes": 0, "xxh3_128": [""]} for i in range(10**6)}}),
+            json.dumps({"format": 2, "files": {f"f{i}": {"bytes": 0, "xxh3_128": [""]} for i in range(10**5)}}),
         )(c),
         "is missing",
     ),
@@ -380,7 +380,8 @@ def test_a_forged_checkpoint_is_refused_and_nothing_has_changed(damage, harmed, 
         return
     message, unchanged = two_ranks("checkpoint", "damaged", model_folder, str(checkpoint / "actor"))[0]
     assert re.search(said, message) and str(checkpoint / "actor") in message, message
-    assert unchanged or damage == "weights that are no numbers", "those are found when they are in place"
+    in_place = damage == "weights that are no numbers" or damage.startswith("optimizer's state")
+    assert unchanged or in_place, "numbers are looked at when they are in place"
 
 
 def test_pickles_beside_the_tensors_are_never_read_even_if_they_are_listed(harmed, model_folder, two_ranks, tmp_path):
