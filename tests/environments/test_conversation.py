@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerFast
 
 from rlx.config.schema import PPOConfig
 from rlx.environments import chat as chat_module
-from rlx.environments.chat import Chat, Gap, RewrittenHistory, UnusableTemplate, _has_words
+from rlx.environments.chat import Chat, Gap, RewrittenHistory, UnusableTemplate
 from rlx.environments.conversation import Conversation
 from rlx.environments.role import require_usable_template
 from rlx.rollout.protocol import Completion
@@ -110,9 +110,8 @@ def test_a_large_batch_of_chats_has_more_time(tokenizer, monkeypatch):
     assert [own.text for own in found] == ["<|user|>go<|assistant|>"] * 200
 
 
-@pytest.mark.parametrize("in_main_thread", [True, False])
-def test_chats_behind_three_that_take_too_long_are_not_tried(tokenizer, monkeypatch, in_main_thread):
-    """Also off the main thread, where Ray runs a worker's methods."""
+def test_chats_behind_three_that_take_too_long_are_not_tried(tokenizer, monkeypatch):
+    """Off the main thread, where Ray runs a worker's methods."""
     monkeypatch.setattr(chat_module, "TEMPLATE_LIMIT_S", 1.0)
     monkeypatch.setattr(chat_module, "TEMPLATE_CHAT_S", 0.0)
     endless = "{%- for a in range(99999) -%}{%- for b in range(99999) -%}{%- endfor -%}{%- endfor -%}"
@@ -120,7 +119,7 @@ def test_chats_behind_three_that_take_too_long_are_not_tried(tokenizer, monkeypa
     chats = [([{"role": "user", "content": text}], []) for text in ("go", "stop", "go", "stop", "stop", "stop", "go")]
     first = Chat(tokenizer).first
     with ThreadPoolExecutor() as other:
-        found = first(chats) if in_main_thread else other.submit(first, chats).result()
+        found = other.submit(first, chats).result()
     assert [isinstance(each, TimeoutError) for each in found] == [False, True, False, True, True, True, True]
     assert found[5] is found[6] is found[1] is not found[4]
 
@@ -252,12 +251,3 @@ def test_a_tokenizer_that_begins_texts_with_a_space_does_not_do_so_between_turns
     )
     ids = between(spaced, [USER, {"role": "assistant", "content": "b"}], [USER])
     assert spaced.convert_ids_to_tokens(ids) == ["a", "g", "o", "b"]
-
-
-@pytest.mark.parametrize("in_parts", [False, True])
-@pytest.mark.parametrize(("thought", "is_there"), [("a 'b'\nc", True), ("", True), ("other", False)])
-def test_the_thoughts_of_a_call_are_looked_for_in_text_or_parts(in_parts, thought, is_there):
-    content = f"<think>\n{thought}\n</think>\n"
-    message = {"role": "assistant", "content": [{"type": "text", "text": content}] if in_parts else content}
-    gap = Gap([{**message, "tool_calls": [{}]}], [], [], 7, said=content + "a call in its own words")
-    assert _has_words("<think>a 'b' c</think> the call as the template writes it", gap) == is_there

@@ -129,27 +129,3 @@ def test_the_environment_answers_each_call_and_ends_at_a_turn_without_one(tools)
     assert unread.assistant is None and "cannot be read" in unread.messages[0]["content"]
     last = asyncio.run(environment.step(Turn("It is 7.", 4)))
     assert last.done and last.messages == [] and last.info["tool_calls"] == 0
-
-
-def test_functions_of_a_file(make_pool, answers):
-    text = '''
-def double(x: int) -> int:
-    """Double a number.
-
-    Args:
-        x: the number.
-    """
-    if x == 0:
-        while True: pass
-    return 2 * x
-
-tools = [double]
-'''
-    pool = make_pool("tools", text, tool_format="tags", limit_s=3.0)
-    for key in range(2):
-        pool.reset(key, {"prompt": [{"role": "user", "content": "?"}]})
-    assert answers(pool, [0, 1])[0].tools[0]["function"]["name"] == "double"
-    pool.step(0, Turn("<double>21</double>", 0))
-    pool.step(1, Turn("<double>0</double>", 0))
-    found = answers(pool, [0, 1])
-    assert found[0].messages[0]["content"] == "42" and found[1].kind == "timeout"

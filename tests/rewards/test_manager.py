@@ -1,7 +1,6 @@
 import json
 import math
 import pickle
-import re
 from contextlib import ExitStack
 
 import pytest
@@ -170,22 +169,13 @@ def test_no_score_at_all_is_no_result(manager, make_batch, write_module, tmp_pat
         rewards.score(make_batch(["raise", "raise"], [0, 0]), tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("timeout_s", "limit"),
-    [
-        (1.0, r"1 s \(reward\.timeout_s\)"),
-        pytest.param(
-            30.0, r"2 s \(math-verify's limit, which reward\.timeout_s does not raise\)", marks=pytest.mark.slow
-        ),
-    ],
-)
-def test_a_grading_of_mathematics_without_end_is_ended(manager, make_batch, tmp_path, caplog, timeout_s, limit):
+def test_a_grading_of_mathematics_without_end_is_ended(manager, make_batch, tmp_path, caplog):
     endless = "\\int_0^1 9^{9^{9^{9}}} dx"
     batch = make_batch(["\\boxed{2}", "\\boxed{9^{9^{9^{9}}} + 10^{10^{10}}!}"], ["2", endless], "math")
-    rewards = manager(timeout_s=timeout_s)
+    rewards = manager()
     assert rewards.score(batch, tmp_path).scores.tolist() == [1.0, 0.0]
     assert rewards.usage()["reward/timeouts"] == 1
-    assert re.search(f"took longer than {limit}", caplog.messages[0])
+    assert "took longer than 2 s (math-verify's limit, which reward.timeout_s does not raise)" in caplog.messages[0]
 
 
 def test_a_function_of_lists_gets_its_samples_in_one_call_beside_other_sources(
@@ -207,7 +197,7 @@ def test_a_function_of_lists_gets_its_samples_in_one_call_beside_other_sources(
 
 
 LISTS = """
-import os, time
+import os
 
 def rank(data_sources, solution_strs, ground_truths, extra_infos):
     with open({log!r}, "a") as log:
@@ -217,18 +207,16 @@ def rank(data_sources, solution_strs, ground_truths, extra_infos):
             raise KeyError("x")
         if solution == "exit":
             os._exit(3)
-        if solution == "slow":
-            time.sleep(60)
     return [float(len(solution)) for solution in solution_strs]
 """
 
 
-@pytest.mark.parametrize(("bad", "figure"), [("raise", "errors"), ("exit", "crashes"), ("slow", "timeouts")])
+@pytest.mark.parametrize(("bad", "figure"), [("raise", "errors"), ("exit", "crashes")])
 def test_of_a_list_only_the_sample_that_is_to_blame_scores_zero(
     manager, make_batch, write_module, tmp_path, bad, figure
 ):
     path = write_module(LISTS.format(log=str(tmp_path / "log")))
-    keys = {"reward_manager": RewardManagerConfig(name="batch"), "on_error": "zero", "timeout_s": 1.0}
+    keys = {"reward_manager": RewardManagerConfig(name="batch"), "on_error": "zero"}
     rewards = manager(path, "rank", **keys)
     scores = rewards.score(make_batch(["a", "bb", bad, "cc", "dd", "e"], [0] * 6, "my/data"), tmp_path)
     assert scores.scores.tolist() == [1, 2, 0, 2, 2, 1]
