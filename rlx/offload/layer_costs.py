@@ -16,7 +16,7 @@ from rlx.offload.plan.costs import LayerCost
 from rlx.offload.plan.decoder import Decoder
 from rlx.offload.plan.explain import explain
 from rlx.offload.plan.planner import Plan, make_plan
-from rlx.offload.plan.scenario import Scenario
+from rlx.offload.plan.run_memory import Scenario
 from rlx.offload.plan.text_table import GB, aligned
 from rlx.offload.runtime.options import OffloadOptions
 from rlx.offload.storage.stats import measured_rate

@@ -26,9 +26,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from rlx.offload.plan.decoder import read_decoder
 from rlx.offload.plan.explain import explain
 from rlx.offload.plan.hardware import PROFILES
-from rlx.offload.plan.memory import StateBytes, state_bytes
 from rlx.offload.plan.planner import Plan
-from rlx.offload.plan.scenario import PLANNED_MODES, STEP_TOKENS, Scenario
+from rlx.offload.plan.run_memory import PLANNED_MODES, STEP_TOKENS, ModelMemory, Scenario
 from rlx.offload.plan.shapes import SHAPES
 from rlx.offload.plan.text_table import GB, aligned
 
@@ -167,21 +166,14 @@ def _unchecked_scenario(given: argparse.Namespace) -> Scenario:
     named = {"device_bytes": given.device_gb, "host_bytes": given.host_gb, "link_bytes_per_s": given.link_gb_per_s}
     hardware = replace(PROFILES[given.hardware], **{k: v * GB for k, v in named.items() if v is not None})
     decoder = read_decoder(_config(given.model), given.layers)
-    states: StateBytes | float | None = None if given.states_gb is None else given.states_gb * GB
-    if states is None and given.lora_rank:
-        states = state_bytes(decoder, given.gpus, given.weight_bytes, adapter_rank=given.lora_rank)
+    shared = {"adapter_rank": given.lora_rank, "tile": given.tile, "shared_by": given.shared_by}
     return Scenario(
-        decoder=decoder,
-        hardware=hardware,
-        gpus=given.gpus,
-        weight_bytes=given.weight_bytes,
-        sequences=given.sequences,
-        logit_tokens=given.logit_tokens,
-        states=states,
-        is_head_trained=not given.lora_rank,
+        ModelMemory(decoder, given.gpus, given.weight_bytes, **shared),
+        hardware,
+        given.sequences,
+        given.logit_tokens,
+        states=None if given.states_gb is None else given.states_gb * GB,
         disk_bytes_per_s=given.disk_gb_per_s * GB,
-        tile=given.tile,
-        shared_by=given.shared_by,
         optimizer_on_host=given.optimizer_on_host,
     )
 

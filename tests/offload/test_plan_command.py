@@ -9,7 +9,7 @@ from transformers import GPT2Config, Qwen3Config
 from rlx.offload.layer_costs import layers_to_build
 from rlx.offload.plan.decoder import read_decoder
 from rlx.offload.plan.hardware import PROFILES
-from rlx.offload.plan.scenario import PLANNED_MODES, STEP_TOKENS, Scenario
+from rlx.offload.plan.run_memory import PLANNED_MODES, STEP_TOKENS, ModelMemory, Scenario
 from rlx.offload.plan.shapes import SHAPES
 from rlx.offload.plan_command import main
 
@@ -72,7 +72,7 @@ def test_arguments_change_the_machine_and_the_steps(plan):
 def test_the_longest_context_fits_and_one_step_more_does_not(plan):
     arguments = ("--model", "qwen2-7b", "--tokens", "1024", "--hardware", "a100-40", "--gpus", "8")
     printed, written, _ = plan(*arguments, "--longest")
-    setting = Scenario(read_decoder(SHAPES["qwen2-7b"]), PROFILES["a100-40"], gpus=8)
+    setting = Scenario(ModelMemory(read_decoder(SHAPES["qwen2-7b"]), shards=8), PROFILES["a100-40"])
     longest = written["longest_tokens"]
     assert list(longest) == list(PLANNED_MODES)
     for mode, tokens in longest.items():

@@ -14,5 +14,5 @@ def test_every_public_name_comes_from_the_module_that_it_lives_in():
 
 
 def test_planning_and_options_do_not_load_torch():
-    code = "import sys, rlx.offload.plan.scenario, rlx.offload.plan.explain; rlx.offload.OffloadOptions(); sys.exit('torch' in sys.modules)"
+    code = "import sys, rlx.offload.plan.run_memory, rlx.offload.plan.explain; rlx.offload.OffloadOptions(); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -1,4 +1,6 @@
-"""The memory of each phase of a training run, on one device and on the host, from sizes alone.
+"""The memory and time of a training step, and the memory of each phase of a run, from sizes alone.
+
+`rlx plan` and `rlx check` predict from the same `ModelMemory` and `Scenario`.
 
 A device holds in each phase:
 
@@ -19,17 +21,24 @@ gradient, which FSDP keeps whole until backward ends; prefill of transformers' s
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from bisect import bisect_left
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf
 from typing import Any, NamedTuple
 
+from rlx.offload.plan.costs import Budget, LayerCost, LayerPlan
 from rlx.offload.plan.decoder import Decoder
 from rlx.offload.plan.hardware import DEVICE_SHARE, Hardware
-from rlx.offload.plan.memory import NF4_BYTES, StateBytes, state_bytes
-from rlx.offload.plan.scenario import Scenario
+from rlx.offload.plan.memory import NF4_BYTES, StateBytes, forward_bytes, head_forward_bytes, state_bytes, step_bytes
+from rlx.offload.plan.model_costs import E, head_cost, layer_cost
+from rlx.offload.plan.planner import Plan, make_plan
+from rlx.offload.plan.step import predict
 
+STEP_TOKENS = 1024  # the longest context is found to a multiple of this
+_ATTENTION = {"q", "k", "v", "attention", "o"}
+PLANNED_MODES = ("plain", "checkpointing", "boundary", "attention", "auto")
 CPU_CACHE_BYTES = 1 << 30  # vLLM's on a CPU
 CUDA_BYTES = 2e9  # on a device, outside vLLM's share, which has a reserve of its own
 DISK_BYTES_PER_S = 2e9  # any value: the split between tiers does not depend on it
@@ -81,12 +90,12 @@ class ModelMemory:
     """One process's part of a model under FSDP."""
 
     decoder: Decoder
-    shards: int  # processes that share its weights
-    stored: int  # bytes of a stored weight
-    element: int  # bytes of an element of activations
-    summed_in: int  # bytes of a gradient's element while it is summed over processes
-    is_trained: bool
-    has_device: bool  # it runs on an accelerator, so states can be offloaded
+    shards: int = 1  # processes that share its weights
+    stored: int = 4  # bytes of a stored weight
+    element: int = E  # bytes of an element of activations
+    summed_in: int = E  # bytes of a gradient's element while it is summed over processes
+    is_trained: bool = True
+    has_device: bool = True  # it runs on an accelerator, so states can be offloaded
     gradient_bytes: int | None = None  # as for `state_bytes`
     optimizer_bytes: float | None = None
     adapter_rank: int = 0
@@ -99,7 +108,7 @@ class ModelMemory:
     from_disk: bool = False  # or on its disk
     sharing: int = 1  # processes of a machine, which share them
     mode: str = "checkpointing"  # of its activations, as for `Scenario.plan`
-    tile: int | None = None  # as for `Scenario`
+    tile: int | None = None  # tokens per tile of MLPs and norms; None: no tiles; 0: as `enable_tiling` chooses
     shared_by: int = 1  # processes that share each sequence
     host_room: int = NO_LIMIT  # for offloaded activations
     has_disk: bool = False  # for those that the host has no room for
@@ -194,6 +203,126 @@ class ModelMemory:
         return states._replace(weights=self.buffers, gradients=0.0, optimizer=0.0) if self.steps_on_host else states
 
 
+class Phases(NamedTuple):
+    """Peak device memory of each phase of a training step, always with gradients [bytes]."""
+
+    forward: float
+    head: float
+    backward: float
+    step: float
+
+
+class Scenario(NamedTuple):
+    """A model's step on a machine: the figures that determine plans, times and peaks."""
+
+    own: ModelMemory
+    hardware: Hardware
+    sequences: int = 1  # in a micro-batch, of equal length
+    logit_tokens: int | None = None  # number of tokens for which log-probs are computed; None: all
+    # Weights, gradients and optimizer states on the device, by parts or as one number of bytes; None: those of an update.
+    states: StateBytes | float | None = None
+    other_bytes: float = 0.0  # device memory that other users hold during the step
+    disk_bytes_per_s: float = 0.0  # rate of a disk for bytes that the host has no room for; 0: no disk
+    optimizer_on_host: bool = False  # except during its step
+
+    @property
+    def decoder(self) -> Decoder:
+        """The model's shape."""
+        return self.own.decoder
+
+    @property
+    def _states(self) -> StateBytes:
+        if isinstance(self.states, float | int):
+            return StateBytes(self.states, 0.0, 0.0, self.own.update.gathered)
+        return self.states or self.own.update
+
+    @property
+    def memory_parts(self) -> dict[str, float]:
+        """Device memory by use [bytes]. `"activations"` is the rest of it, below 0 if the other parts do not fit."""
+        whole, states = self.hardware.device_bytes, self._states
+        parts: dict[str, float] = states._asdict()
+        if isinstance(self.states, float | int):
+            parts = {"states": self.states, "gathered": states.gathered}
+        elif self.optimizer_on_host:
+            del parts["optimizer"]
+        if self.other_bytes:
+            parts["others"] = self.other_bytes
+        parts["reserve"] = whole * (1 - DEVICE_SHARE)
+        return {**parts, "activations": whole - sum(parts.values())}
+
+    @property
+    def budget(self) -> Budget:
+        """The budget for activations."""
+        link, room = self.hardware.link_bytes_per_s, self.memory_parts["activations"]
+        return Budget(link, link, max(0, int(room)), max(0, int(self.host_bytes)), self.disk_bytes_per_s)
+
+    @property
+    def host_bytes(self) -> float:
+        """Host memory for activations; below 0 if the host has no room for the optimizer's states."""
+        return self.hardware.host_bytes - self._states.optimizer * self.optimizer_on_host
+
+    def costs(self, tokens: int) -> list[LayerCost]:
+        """Return the cost of each layer and, if log-probs are computed, of the head as a last layer."""
+        how: dict[str, Any] = {"tile": self.own.tile, "shared_by": self.own.shared_by, "element": self.own.element}
+        kinds = list(zip(self.decoder.windows, self.decoder.sparse, strict=True))
+        of_kind = {
+            kind: layer_cost(self.decoder, kinds.index(kind), tokens, self.hardware, self.sequences, **how)
+            for kind in set(kinds)
+        }
+        costs = [of_kind[kind] for kind in kinds]
+        if logits := self._own_logits(tokens):
+            costs.append(head_cost(self.decoder, logits, self.hardware, self.own.element, not self.own.adapter_rank))
+        return costs
+
+    def _own_logits(self, tokens: int) -> int:
+        """Return the number of tokens for which one accelerator computes log-probs."""
+        logits = tokens if self.logit_tokens is None else min(tokens, self.logit_tokens)
+        return -(-logits // self.own.shared_by)
+
+    def plan(self, mode: str, tokens: int) -> Plan:
+        """Return the plan for a number of tokens in one of `PLANNED_MODES`, or in mode `"all"`."""
+        costs, budget = self.costs(tokens), self.budget
+        if mode == "auto":
+            return make_plan(costs, budget)
+        if mode == "all":  # every saved tensor is offloaded, nothing is recomputed
+            costs = [replace(cost, boundary_bytes=cost.saved_bytes, recompute_s=0.0) for cost in costs]
+        layers = tuple(_of_mode(mode, cost) for cost in costs)
+        # These modes fetch a layer late in the backward of the layer after it.
+        return Plan(layers, (1,) * len(costs), predict(costs, layers, replace(budget, device_bytes=0)))
+
+    def phases(self, plan: Plan) -> Phases:
+        """Return the device memory by phase."""
+        states, (forward, last, backward) = self._states, plan.prediction.peaks
+        if self.logit_tokens == 0:
+            backward, last = max(last, backward), 0
+        passing = self._held_while_passing + states.gradients
+        step = states.weights + states.gradients + self.other_bytes + step_bytes(states, self.optimizer_on_host)
+        return Phases(passing + forward, passing + last if last else 0.0, passing + backward, step)
+
+    @property
+    def _held_while_passing(self) -> float:
+        """Device memory during forward and backward, without activations and gradients [bytes]."""
+        states = self._states
+        return states.weights + states.gathered + states.optimizer * (not self.optimizer_on_host) + self.other_bytes
+
+    def without_backward(self, tokens: int) -> float:
+        """Return the peak device memory of a forward without backward and without gradients [bytes]."""
+        one_of_each = {sparse: layer for layer, sparse in enumerate(self.decoder.sparse)}.values()
+        own = -(-tokens // self.own.shared_by)
+        working = [forward_bytes(self.decoder, layer, own, self.own.element, self.own.tile) for layer in one_of_each]
+        head = head_forward_bytes(self.decoder, self._own_logits(tokens), self.own.element)
+        return self._held_while_passing + max(*working, head)
+
+    def fits(self, plan: Plan) -> bool:
+        """Return whether device and host have room for a plan."""
+        has_room = plan.prediction.host_bytes <= self.host_bytes
+        return has_room and max(self.phases(plan)) <= self.hardware.device_bytes * DEVICE_SHARE
+
+    def longest(self, mode: str) -> int:
+        """Return the largest multiple of `STEP_TOKENS` tokens that fits in a mode."""
+        return STEP_TOKENS * _last(lambda steps: self.fits(self.plan(mode, STEP_TOKENS * steps)))
+
+
 class SamplerMemory(NamedTuple):
     """One process's part of the sampler [bytes]."""
 
@@ -221,11 +350,14 @@ class RunMemory:
         """Return the phase of an update."""
         states, others = own.on_device(own.update), self._idle(own) + self._sampler_at_rest
         moving = own.moving_state
-        scenario = self._scenario(own, load)._replace(
+        scenario = Scenario(
+            own,
+            replace(self.hardware, host_bytes=own.host_room + moving),
+            logit_tokens=load.logits * own.shared_by,
             states=states._replace(optimizer=moving) if moving else states,
             other_bytes=others + own.staying_state * (moving > 0),
             disk_bytes_per_s=DISK_BYTES_PER_S * own.has_disk,
-            hardware=replace(self.hardware, host_bytes=own.host_room + moving),
+            optimizer_on_host=moving > 0,
         )
         plan = scenario.plan(own.mode, load.tokens * own.shared_by)
         offloaded = min(plan.prediction.host_bytes, own.host_room)
@@ -248,7 +380,7 @@ class RunMemory:
         """Return a phase without backward."""
         states, others = own.on_device(own.forward), self._idle(own) + self._sampler_at_rest
         held = states._replace(optimizer=own.staying_state)
-        scenario = self._scenario(own, load)._replace(states=held, other_bytes=others, optimizer_on_host=False)
+        scenario = Scenario(own, self.hardware, 1, load.logits * own.shared_by, held, others)
         peak = scenario.without_backward(load.tokens * own.shared_by)
         return self._phase(name, _parts(own, states, others, peak, is_gathered=True), self._on_host(own))
 
@@ -291,18 +423,6 @@ class RunMemory:
     def _limit(self) -> float | None:
         return None if self.memory_bytes is None else self.memory_bytes * DEVICE_SHARE
 
-    def _scenario(self, own: ModelMemory, load: Load) -> Scenario:
-        return Scenario(
-            decoder=own.decoder,
-            hardware=self.hardware,
-            logit_tokens=load.logits * own.shared_by,
-            is_head_trained=not own.adapter_rank,
-            tile=own.tile,
-            shared_by=own.shared_by,
-            optimizer_on_host=own.moving_state > 0,
-            element=own.element,
-        )
-
     @property
     def _sampler_at_rest(self) -> float:
         """Bytes of the sampler on the device while a model works."""
@@ -336,3 +456,17 @@ def _parts(own: ModelMemory, states: StateBytes, others: float, peak: float, is_
         "gathered": states.gathered * is_gathered,
     }
     return {**parts, "working": peak - sum(parts.values())}
+
+
+def _of_mode(mode: str, cost: LayerCost) -> LayerPlan:
+    if mode == "attention":
+        return LayerPlan(off_device=frozenset(i for i, op in enumerate(cost.operations) if op.name in _ATTENTION))
+    return LayerPlan(keep=mode == "plain", offload_boundary=mode != "checkpointing")
+
+
+def _last(holds: Callable[[int], bool]) -> int:
+    """Return the largest number for which a property holds; it must also hold for all smaller numbers."""
+    above = 1
+    while holds(above):
+        above *= 2
+    return bisect_left(range(above), True, lo=above // 2 + 1, key=lambda number: not holds(number)) - 1
