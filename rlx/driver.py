@@ -31,8 +31,7 @@ from rlx.config.schema.roles import is_tiny
 from rlx.config.secrets import override_without_secrets
 from rlx.errors import ExplainedError, shown, wrapped
 from rlx.program import program
-from rlx.supervisor.link import tell
-from rlx.supervisor.stopping import Terminated
+from rlx.supervisor.link import Terminated, tell
 from rlx.trainer.checkpoints import end_of_run
 from rlx.trainer.data_check import check_data, training_rows
 from rlx.trainer.launch import launch
@@ -200,9 +199,9 @@ def with_nodes(composed: Composed, machine: Machine) -> Composed:
     least = trainer.min_nodes
     if least is None or least >= trainer.nnodes or machine.cluster is None or machine.cluster.error:
         return composed
-    from rlx.cluster.nodes import wait_for_nodes
+    from rlx.cluster.placement import nodes_to_take
 
-    nodes = wait_for_nodes(trainer.nnodes, least, 0 if trainer.device == "cpu" else trainer.n_gpus_per_node)
+    nodes = nodes_to_take(trainer.nnodes, least, 0 if trainer.device == "cpu" else trainer.n_gpus_per_node)
     if nodes == trainer.nnodes:
         return composed
     print(f"warning: the run takes {nodes} of {trainer.nnodes} nodes, because others stay away", file=sys.stderr)

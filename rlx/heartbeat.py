@@ -1,6 +1,6 @@
 """A leaf: counts the progress of this process, so that a watcher can tell slow from stuck.
 
-`beat` is called once per forward of a micro-batch and once per decoded token of a batch. See `rlx/cluster/hang.py`.
+`beat` is called once per forward of a micro-batch and once per decoded token of a batch. See `rlx/cluster/group.py`.
 """
 
 _beats = 0

@@ -16,6 +16,7 @@ import socket
 import subprocess
 import sys
 import traceback
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from multiprocessing.connection import Client, Connection, Listener
@@ -40,6 +41,36 @@ FOLDERS = [str(Path(__file__).parents[1]), *(str(each) for each in Path(__file__
 
 def pytest_collection_finish() -> None:
     collect_garbage_from_now_on()
+
+
+STARTS: Counter[str] = Counter()
+"""Processes that tests started, by kind; see `pytest_terminal_summary`."""
+
+
+def note_start(event: str, arguments: tuple[Any, ...]) -> None:
+    """An audit hook: each of a test's own processes, of which a whole run starts Ray and workers besides."""
+    if event == "subprocess.Popen":
+        words = " ".join(map(str, arguments[1])) if isinstance(arguments[1], list | tuple) else str(arguments[1])
+        STARTS["whole runs" if "rlx.main_ppo" in words or "rlx.driver" in words else "other commands"] += 1
+
+
+sys.addaudithook(note_start)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if hasattr(session.config, "workeroutput"):  # one of several processes of xdist
+        session.config.workeroutput["starts"] = dict(STARTS)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    STARTS.update(getattr(node, "workeroutput", {}).get("starts", {}))
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Say what the tests started: a start costs seconds, so tests of a module share theirs."""
+    started = ", ".join(f"{count} {kind}" for kind, count in sorted(STARTS.items()))
+    terminalreporter.write_line(f"started: {started or 'no process'}")
 
 
 def pytest_unconfigure() -> None:
@@ -142,6 +173,7 @@ class Ranks:
 
     def __init__(self, origins: Sequence[subprocess.Popen], **environment: str):
         world = len(origins)
+        STARTS["ranks"] += world
         shared = {"MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": str(world), **environment}
         with Listener() as listener:
             for rank, origin in enumerate(origins):
@@ -276,10 +308,18 @@ def vllm_ranks(cpu_vllm: None) -> Iterator[Ranks]:
 @pytest.fixture(scope="session")
 def ray_session() -> Iterator[None]:
     """Ray, started once in this process; each run uses a Ray that is already there."""
+    from rlx.cluster.group import WorkerGroup
     from rlx.cluster.runtime import session
     from rlx.config.schema import PPOConfig
 
-    with session(PPOConfig()):
+    load = WorkerGroup.load
+
+    def counted(group: WorkerGroup) -> None:
+        STARTS["Ray workers"] += group.world_size
+        load(group)
+
+    with session(PPOConfig()), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(WorkerGroup, "load", counted)
         yield
 
 

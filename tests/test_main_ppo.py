@@ -16,7 +16,7 @@ from rlx.config.machine import Machine
 from rlx.driver import _asked_to_end, main
 from rlx.errors import ExplainedError, InProcess
 from rlx.offload.plan.shapes import SHAPES
-from rlx.supervisor.stopping import Terminated
+from rlx.supervisor.link import Terminated
 
 ROOT = Path(__file__).parents[1]
 

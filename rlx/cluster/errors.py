@@ -43,15 +43,7 @@ class RayStartError(ClusterError):
 
 @dataclass(frozen=True)
 class WorkerLocation:
-    """The node and process of a worker.
-
-    Args:
-        rank: its rank in the group.
-        node_id: Ray's name of the node.
-        node_ip: address of the node.
-        pid: its process id.
-        log: file on that node with the process's standard error, if known.
-    """
+    """The node and process of a worker, and the file on that node with its standard error, if known."""
 
     rank: int
     node_id: str
@@ -65,7 +57,6 @@ class RankFault:
     """One rank's failure.
 
     Args:
-        rank: the rank that failed.
         kind: `error`: an exception of its own; `died`: its process ended; `memory`: it was killed for memory; `collective`: an
             exception of torch.distributed, which usually follows from another rank's failure; `hung`: no progress.
         summary: one line.
@@ -155,8 +146,7 @@ class WorkerFailure(ExplainedError, RuntimeError):
     """A call on a worker group failed; the last line of its text is the first cause.
 
     Args:
-        role: the role called.
-        method: the method called.
+        role, method: called.
         fault: the first cause.
         location: of the worker that failed; None if it never started.
         others: reports of other ranks in the meantime.

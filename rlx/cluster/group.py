@@ -12,10 +12,8 @@ import ray
 from ray.exceptions import OutOfMemoryError, RayActorError, RayError
 
 from rlx.cluster.errors import RankFault, WorkerFailure, WorkerLocation, death_of, first_cause, one_line
-from rlx.cluster.hang import HangWatch, Standing
-from rlx.cluster.mesh import Mesh, share_ranges
-from rlx.cluster.placement import Placement
-from rlx.cluster.process import LOOPBACK, WATCH, WorkerProcess, WorkerReply
+from rlx.cluster.placement import Mesh, Placement, share_ranges
+from rlx.cluster.process import LOOPBACK, WATCH, Standing, WorkerProcess, WorkerReply
 from rlx.data.batch import Batch, concat
 
 GRACE_S = 2.0  # after an error of a rank's own: time for an earlier error to arrive
@@ -25,6 +23,48 @@ SLOW_START_S = 30.0  # processes that start longer than that get a line
 ANSWER_S = 5.0  # for the answer where a rank stands
 
 logger = logging.getLogger(__name__)
+
+
+class HangWatch:
+    """Decides whether the ranks of a call are stuck: none of those still at work has made progress for too long.
+
+    Progress is a beat, or another place in rlx than at the last look. In a call without beats yet, such as the loading of a
+    model, it is any other stack: a library may work at one place in rlx for long. With beats it is not, because an endless loop
+    of a user's policy loss gives another stack at each look. A rank that waits for a slow one is not stuck, so the progress of
+    any of them counts for all.
+
+    Args:
+        timeout_s: `trainer.hang_timeout_s` [s].
+        now_s: monotonic time at which the call began.
+    """
+
+    def __init__(self, timeout_s: float, now_s: float) -> None:
+        self._timeout_s, self._since_s = timeout_s, now_s
+        self._seen: dict[int, tuple[object, ...]] = {}
+
+    def faults(self, standings: Mapping[int, Standing | None], now_s: float) -> list[RankFault]:
+        """Return a fault for each rank if they are stuck, the one that the others probably wait for first; else none.
+
+        Args:
+            standings: of the ranks still at work; None: the rank did not answer.
+            now_s: monotonic time.
+        """
+        progress = {rank: standing.progress for rank, standing in standings.items() if standing is not None}
+        if any(self._seen.get(rank) != each for rank, each in progress.items()):
+            self._seen |= progress
+            self._since_s = now_s
+        if now_s - self._since_s < self._timeout_s:
+            return []
+        stuck, noticed_s = f"no progress for {now_s - self._since_s:.0f} s", time.time()
+        silent = f"{stuck}, and no answer: the process is frozen, its node is gone, or native code holds Python's lock"
+        # Silent ranks, then working ones, then those in a collective
+        order = sorted(standings.items(), key=lambda item: 0 if item[1] is None else 1 + item[1].is_waiting)
+        return [
+            RankFault(rank, "hung", silent, time_s=noticed_s)
+            if standing is None
+            else RankFault(rank, "hung", f"{stuck} at {standing}", standing.stack, noticed_s)
+            for rank, standing in order
+        ]
 
 
 class WorkerGroup:
@@ -69,16 +109,10 @@ class WorkerGroup:
         Raises:
             WorkerFailure: a process did not start.
         """
-        try:
-            started = [p.location.remote() for p in self._processes]
-            _warn_if_slow(started)
-            located = self._collect(started, "worker", "start")
-            self._locations = dict(enumerate(located))
-            self._set_environment()
-            self._loading = [p.load.remote(self._worker_class) for p in self._processes]
-        except BaseException:
-            self.close()
-            raise
+        located = self._collect([p.location.remote() for p in self._processes], "worker", "start")
+        self._locations = dict(enumerate(located))
+        self._set_environment()
+        self._loading = [p.load.remote(self._worker_class) for p in self._processes]
 
     def build(self, *arguments: Any) -> "WorkerGroup":
         """Make a worker in each process, with the same arguments on all ranks, and return the group.
@@ -86,15 +120,11 @@ class WorkerGroup:
         Raises:
             WorkerFailure: a process did not start, the worker class cannot be imported, or its constructor raised.
         """
-        try:
-            if not self._loading:
-                self.load()
-            self._collect(self._loading, "worker", "import")
-            shared = ray.put(arguments)
-            self._collect([p.build.remote(shared) for p in self._processes], "worker", "__init__")
-        except BaseException:
-            self.close()
-            raise
+        if not self._loading:
+            self.load()
+        self._collect(self._loading, "worker", "import")
+        shared = ray.put(arguments)
+        self._collect([p.build.remote(shared) for p in self._processes], "worker", "__init__")
         return self
 
     def __enter__(self) -> "WorkerGroup":
@@ -157,7 +187,8 @@ class WorkerGroup:
         faults: list[RankFault] = []
         seen: set[tuple[int, str, str]] = set()
         watch = HangWatch(self._hang_timeout_s, time.monotonic())
-        look_s = min(LOOK_S, self._hang_timeout_s / 4)
+        slow_s = time.monotonic() + SLOW_START_S if method == "start" else inf
+        look_s = min(LOOK_S, SLOW_START_S, self._hang_timeout_s / 4)
         give_up_s = inf
         while rank_of and (left_s := give_up_s - time.monotonic()) > 0:
             done, _ = ray.wait(list(rank_of), num_returns=1, timeout=min(left_s, look_s))
@@ -173,6 +204,13 @@ class WorkerGroup:
                     give_up_s = min(give_up_s, time.monotonic() + grace_s)
                 else:
                     results[rank] = result
+            if rank_of and not faults and time.monotonic() > slow_s:
+                slow_s = inf
+                logger.warning(
+                    "%d of %d worker processes have not started after %.0f s; if none does, the reason is in raylet.err or the "
+                    "python-core logs of Ray's %s",
+                    *(len(rank_of), self.world_size, SLOW_START_S, ray.get_runtime_context().get_session_name()),
+                )
             if not done and not faults and (stuck := watch.faults(self._standings(rank_of.values()), time.monotonic())):
                 faults, give_up_s = stuck, 0.0
         if not faults:
@@ -213,27 +251,6 @@ class WorkerGroup:
                 own["CUDA_VISIBLE_DEVICES"] = ""
             prepared.append(process.prepare.remote({**common, **own}, several_nodes))
         self._collect(prepared, "worker", "prepare")
-
-
-def _warn_if_slow(started: list[Any]) -> None:
-    """Wait a while for processes to start, and name Ray's logs if that is not enough: it tries to start them again and again.
-
-    The wait ends with the first process that fails, so that the caller can raise its fault at once.
-    """
-    missing, until_s = started, time.monotonic() + SLOW_START_S
-    while missing and (left_s := until_s - time.monotonic()) > 0:
-        done, missing = ray.wait(missing, num_returns=1, timeout=left_s)
-        if any(isinstance(_receive(call, rank=0), RankFault) for call in done):
-            return
-    if missing:
-        logger.warning(
-            "%d of %d worker processes have not started after %.0f s; if none does, the reason is in raylet.err or the python-core logs "
-            "of Ray's %s",
-            len(missing),
-            len(started),
-            SLOW_START_S,
-            ray.get_runtime_context().get_session_name(),
-        )
 
 
 def _receive(call: Any, rank: int, location: WorkerLocation | None = None) -> Any:

@@ -1,17 +1,22 @@
-"""Reserve a slot in the cluster for every worker process."""
+"""Where the worker processes of a run are: nodes, a slot for each process, and which processes share rows of a batch."""
 
 import logging
+import time
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import pairwise
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from rlx.cluster.errors import ClusterError
 
 CPU_SHARE = 0.01  # of a core, so that Ray never limits the number of CPU processes
 _PATIENCE_S = 10.0
 _WAIT_S = 300.0
+NODES_WAIT_S = 120.0  # for nodes that are missing, such as one that is starting again
+NODE_ANSWER_S = 15.0
 
 logger = logging.getLogger(__name__)
 
@@ -98,3 +103,68 @@ def _inventory() -> str:
     nodes = [f"{r.get('CPU', 0):g} CPUs and {r.get('GPU', 0):g} GPUs" for r in alive]
     free = ray.available_resources()
     return f"{len(nodes)} node(s) ({'; '.join(nodes)}), of which {free.get('CPU', 0):g} CPUs and {free.get('GPU', 0):g} GPUs are free"
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """The distribution of a batch's shares over the ranks of a group.
+
+    Args:
+        share_of_rank: for each rank the share it works on; ranks that work on one share together (tensor or sequence parallel)
+            have the same number.
+        answering_ranks: for each share the rank whose result is used.
+    """
+
+    share_of_rank: tuple[int, ...]
+    answering_ranks: tuple[int, ...]
+
+    @classmethod
+    def of(cls, world_size: int, ranks_per_share: int = 1) -> "Mesh":
+        """Return a mesh in which neighbouring ranks work together on a share and the first of them answers."""
+        shares = tuple(rank // ranks_per_share for rank in range(world_size))
+        return cls(shares, tuple(range(0, world_size, ranks_per_share)))
+
+    @property
+    def shares(self) -> int:
+        """Number of shares."""
+        return len(self.answering_ranks)
+
+
+def share_ranges(rows: int, shares: int) -> list[range]:
+    """Return contiguous row ranges whose lengths differ by at most one, longer ones first; some are empty if rows < shares."""
+    size, rest = divmod(rows, shares)
+    starts = [share * size + min(share, rest) for share in range(shares + 1)]
+    return [range(start, stop) for start, stop in pairwise(starts)]
+
+
+def nodes_to_take(wanted: int, least: int, gpus: int, wait_s: float = NODES_WAIT_S) -> int:
+    """Wait for nodes of the joined cluster; return `wanted` if so many come in time, else as many as there are.
+
+    Args:
+        wanted: `trainer.nnodes`.
+        least: `trainer.min_nodes`; returned if there are fewer.
+        gpus: that each node must have.
+        wait_s: how long to wait [s].
+    """
+    deadline_s = time.monotonic() + wait_s
+    while (alive := _answering_nodes(gpus)) < wanted and time.monotonic() < deadline_s:
+        time.sleep(1.0)
+    return min(wanted, max(least, alive))
+
+
+def _answering_nodes(gpus: int) -> int:
+    """Ask the nodes: Ray takes half a minute to miss a node that was lost, but a restart comes sooner."""
+    listed = [node["NodeID"] for node in ray.nodes() if node["Alive"] and node["Resources"].get("GPU", 0) >= gpus]
+    strategies = [NodeAffinitySchedulingStrategy(node, soft=False) for node in listed]
+    asked = [_answer.options(scheduling_strategy=each).remote() for each in strategies]
+    answered, _ = ray.wait(asked, num_returns=len(asked), timeout=NODE_ANSWER_S) if asked else ([], [])
+    alive = 0
+    for answer in answered:
+        with suppress(ray.exceptions.RayError):
+            alive += ray.get(answer)
+    return alive
+
+
+@ray.remote(num_cpus=0, max_retries=0)
+def _answer() -> int:
+    return 1

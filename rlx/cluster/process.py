@@ -3,58 +3,91 @@
 import gc
 import importlib
 import logging
+import logging.handlers
 import os
+import queue
 import socket
+import sys
 import threading
+import traceback
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
 
 import psutil
 import ray
 
 from rlx.cluster import without_collection
 from rlx.cluster.errors import RankFault, WorkerLocation, fault_of
-from rlx.cluster.hang import Standing, standing_of
 from rlx.heartbeat import beats
 
 WATCH = "watch"
 """Ray's concurrency group of `standing`. Each group has a thread of its own; all other methods share another one."""
 
 LOOPBACK = "127.0.0.1"
+COLLECTIVES = "torch/distributed/"
+PACKAGE = str(Path(__file__).parents[1])
 
 
 @dataclass(frozen=True)
 class WorkerReply:
-    """The result of a call on a worker.
-
-    Args:
-        value: the method's result; None from ranks that need not answer.
-        fault: the reason if there is no result.
-        log: (level, logger, text) of rlx's log records during the call.
-    """
+    """The result of a call (None from ranks that need not answer) or its fault, and rlx's log: (level, logger, text)."""
 
     value: Any
     fault: RankFault | None
     log: tuple[tuple[int, str, str], ...]
 
 
-class _Collector(logging.Handler):
-    """Keeps rlx's log records until the next answer takes them to the driver."""
+class Standing(NamedTuple):
+    """Where a rank stands.
 
-    def __init__(self) -> None:
-        super().__init__(logging.INFO)
-        self.records: list[tuple[int, str, str]] = []
+    Args:
+        beats: pieces of work that its process has done so far in this call.
+        place: file, line and function of rlx where it works.
+        inside: the innermost ones, if they are not of rlx; else empty.
+        is_waiting: whether it is inside a collective of torch.distributed, so that it may wait for another rank.
+        stack: of the thread that works.
+    """
 
-    def emit(self, record: logging.LogRecord) -> None:
-        """Keep one record."""
-        self.records.append((record.levelno, record.name, record.getMessage()))
+    beats: int
+    place: str
+    inside: str
+    is_waiting: bool
+    stack: str
 
-    def take(self) -> tuple[tuple[int, str, str], ...]:
-        """Return the records since the last call."""
-        assert self.lock is not None
-        with self.lock:  # `emit` is called with it: a thread that writes a checkpoint logs too
-            taken, self.records = tuple(self.records), []
-        return taken
+    @property
+    def progress(self) -> tuple[object, ...]:
+        """What changes when the rank makes progress; see `HangWatch`."""
+        return (self.beats, self.place) if self.beats else self
+
+    def __str__(self) -> str:
+        return f"{self.place}, inside {self.inside}" if self.inside else self.place
+
+
+def standing_of(thread: int, beats: int) -> Standing:
+    """Return where a thread of this process stands."""
+    frame = sys._current_frames().get(thread)
+    if frame is None:
+        return Standing(beats, "between two calls", "", False, "")
+    stack = traceback.extract_stack(frame)
+    own = next((each for each in reversed(stack) if each.filename.startswith(PACKAGE)), stack[-1])
+    inside = "" if own is stack[-1] else _named(stack[-1])
+    text = "".join(traceback.format_list(stack)).rstrip()
+    return Standing(beats, _named(own), inside, _is_collective(frame), text)
+
+
+def _named(frame: traceback.FrameSummary) -> str:
+    return f"{'/'.join(Path(frame.filename).parts[-3:])}:{frame.lineno} {frame.name}"
+
+
+def _is_collective(frame: FrameType | None) -> bool:
+    """Whether the innermost frames are of torch.distributed; one of rlx ends the search."""
+    while frame is not None and not frame.f_code.co_filename.startswith(PACKAGE):
+        if COLLECTIVES in frame.f_code.co_filename:
+            return True
+        frame = frame.f_back
+    return False
 
 
 class WorkerProcess:
@@ -69,9 +102,11 @@ class WorkerProcess:
         self._worker: Any = None
         self._thread = 0  # of all calls but `standing`
         self._beats_before = 0  # the call that runs
-        self._log = _Collector()
+        self._log: queue.SimpleQueue[logging.LogRecord] = (
+            queue.SimpleQueue()
+        )  # until the next reply takes it to the driver
         logger = logging.getLogger("rlx")
-        logger.addHandler(self._log)
+        logger.addHandler(logging.handlers.QueueHandler(self._log))
         logger.setLevel(logging.INFO)
 
     def location(self) -> WorkerLocation:
@@ -146,13 +181,14 @@ class WorkerProcess:
         """Return where the call that runs stands, also when it is stuck."""
         return standing_of(self._thread, beats() - self._beats_before)
 
-    def _reply(self, value: Any) -> WorkerReply:
-        return WorkerReply(value, None, self._log.take())
+    def _reply(self, value: Any, fault: RankFault | None = None) -> WorkerReply:
+        records = [self._log.get() for _ in range(self._log.qsize())]
+        return WorkerReply(value, fault, tuple((each.levelno, each.name, each.getMessage()) for each in records))
 
     def _failed(self, error: BaseException) -> WorkerReply:
         if isinstance(error, KeyboardInterrupt | SystemExit):
             raise error
-        return WorkerReply(None, fault_of(self._rank, error), self._log.take())
+        return self._reply(None, fault_of(self._rank, error))
 
 
 def _interface_of(address: str) -> str | None:

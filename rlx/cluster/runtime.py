@@ -9,7 +9,7 @@ import signal
 import socket
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -55,13 +55,20 @@ def session(config: PPOConfig) -> Iterator[None]:
             folder = _private_folder(options.pop("_temp_dir", None))
             tell(scratch=str(folder))
             tell(ray="starts")  # the supervisor looks for Ray's processes, because `ray.init` may hold Python's lock
-            with _postponed_interrupt():
+            came: list[int] = []
+            with _handling(
+                [signal.SIGINT], lambda number, _: came.append(number)
+            ):  # half a start would leave processes
                 _start_here(folder / "ray", {**quiet, **options})
+            if came:
+                raise KeyboardInterrupt
             tell(ray="runs")
         else:
             _join(address, {**quiet, **options})
             tell(head=ray.get_runtime_context().gcs_address)
-        _take_sigterm_as_ctrl_c()
+        if threading.current_thread() is threading.main_thread():
+            # Ray's own handler prints addresses of C++ frames and sometimes aborts the process.
+            signal.signal(signal.SIGTERM, signal.default_int_handler)
         yield
     except Exception as error:
         if isinstance(error, WorkerFailure | ClusterError) or not isinstance(error, ExplainedError):
@@ -69,7 +76,9 @@ def session(config: PPOConfig) -> Iterator[None]:
         raise
     finally:
         tell(ray=None, head=None)  # their end is no loss from now on
-        with _uninterrupted():
+        with _handling(
+            (signal.SIGINT, signal.SIGTERM), signal.SIG_IGN
+        ):  # a second signal does not interrupt the cleanup
             _shutdown()
             if folder:
                 shutil.rmtree(folder, ignore_errors=True)
@@ -180,41 +189,15 @@ def _shutdown() -> None:
     ray.shutdown(**({"wait_for_processes": True} if waits else {}))
 
 
-def _take_sigterm_as_ctrl_c() -> None:
-    """Replace Ray's handlers, which print addresses of C++ frames and sometimes abort the process."""
-    if _handles_signals():
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
-
-
 @contextmanager
-def _postponed_interrupt() -> Iterator[None]:
-    """Delay Ctrl-C until Ray has started, because an interrupted start would leave processes behind."""
-    if not _handles_signals():
+def _handling(signals: Iterable[int], handler: Any) -> Iterator[None]:
+    """Handle signals otherwise inside a block; outside the main thread Python takes none."""
+    if threading.current_thread() is not threading.main_thread():
         yield
         return
-    came: list[int] = []
-    before = signal.signal(signal.SIGINT, lambda signum, frame: came.append(signum))
+    before = {number: signal.signal(number, handler) for number in signals}
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
-    if came:
-        raise KeyboardInterrupt
-
-
-@contextmanager
-def _uninterrupted() -> Iterator[None]:
-    """Ignore Ctrl-C and SIGTERM, so that a second signal does not interrupt the cleanup after the first."""
-    if not _handles_signals():
-        yield
-        return
-    before = {held: signal.signal(held, signal.SIG_IGN) for held in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for held, handler in before.items():
-            signal.signal(held, handler)
-
-
-def _handles_signals() -> bool:
-    return threading.current_thread() is threading.main_thread()
+        for number, own in before.items():
+            signal.signal(number, own)

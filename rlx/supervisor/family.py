@@ -13,16 +13,13 @@ import psutil
 from rlx.scratch import remove_scratch
 
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
-# By the end of the program's or script's name; the raylet ends when one of its agents does.
+# Those that a run needs, by the end of the program's name; the raylet ends when one of its agents does.
 RAY_PROCESSES = {
     "/gcs_server": "the gcs_server",
     "/raylet": "the raylet",
     "ray::DashboardAgent": "the dashboard agent",
     "ray::RuntimeEnvAgent": "the runtime environment agent",
-    "/dashboard.py": "the dashboard",
-    "/log_monitor.py": "the log monitor",
 }
-NEEDED_PROCESSES = {"the gcs_server", "the raylet", "the dashboard agent", "the runtime environment agent"}
 SHARED_MEMORY = re.compile(r"(/dev/shm/\S+)$", re.MULTILINE)
 END_S = 20.0  # a process in the middle of device I/O outlives SIGKILL for a while
 
@@ -42,24 +39,20 @@ def reap_orphans(child: int) -> None:
             os.waitpid(ended.si_pid, os.WNOHANG)
 
 
-def is_dead(pid: int) -> bool:
-    """Whether the process has ended, also if its parent has not noticed."""
-    return _status(pid) in (None, psutil.STATUS_ZOMBIE)
-
-
-def is_stopped(pid: int) -> bool:
-    """Whether the process is suspended, by SIGSTOP for example."""
-    return _status(pid) == psutil.STATUS_STOPPED
-
-
-def _status(pid: int) -> str | None:
+def status_of(pid: int) -> str:
+    """Return psutil's status of a process; that of a zombie if there is none."""
     with contextlib.suppress(psutil.NoSuchProcess):
         return str(psutil.Process(pid).status())
-    return None
+    return psutil.STATUS_ZOMBIE
+
+
+def is_dead(pid: int) -> bool:
+    """Whether the process has ended, also if its parent has not noticed."""
+    return status_of(pid) == psutil.STATUS_ZOMBIE
 
 
 def ray_processes(driver: int) -> dict[str, int]:
-    """Return name -> process id of the processes of Ray that the driver has started; one that has just ended is among them."""
+    """Return name -> process id of Ray's processes that the driver has started; one that has just ended is among them."""
     found: dict[str, int] = {}
     with contextlib.suppress(psutil.NoSuchProcess):
         for process in psutil.Process(driver).children(recursive=True):

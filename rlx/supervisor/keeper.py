@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import psutil
+
 from rlx.errors import kernel_line
 from rlx.processes.child import end_with
 from rlx.program import program
@@ -37,14 +39,12 @@ class End(NamedTuple):
     error: str = ""
     curable: bool = True
 
+    def __str__(self) -> str:
+        return f"step {self.step}: {self.reason}" if self.step else self.reason
+
 
 def refusal(ends: Sequence[End], most: int) -> str | None:
-    """Return why the run is not started again after the last of its ends, or None if it is.
-
-    Args:
-        ends: all so far, the oldest first.
-        most: `trainer.max_restarts`.
-    """
+    """Return why the run is not started again after its last end, or None if it is; `most` is `trainer.max_restarts`."""
     *before, last = ends
     if not last.curable:
         return "a restart would end the same way"
@@ -97,7 +97,6 @@ class Driver:
         self._next_probe_s, self._unanswered = 0.0, 0
         self._ray: dict[str, int] = {}
         self._is_ray_known = False
-        self._mourned: set[str] = set()
         self._suspended_looks = 0
         self.facts: dict[str, Any] = {"folder": folder}
 
@@ -111,10 +110,12 @@ class Driver:
         """Whether a signal ended it, other than that of an assertion in Ray's code, which follows from a loss."""
         return self.code is not None and self.code < 0 and self.code != -signal.SIGABRT
 
-    def wait(self, seconds: float) -> None:
-        """Wait for its end, but at most this long."""
+    def wait(self) -> None:
+        """Wait a tick for its end, and kill it if its time is over."""
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(seconds)
+            self._process.wait(TICK_S)
+        if time.monotonic() > self._end_by_s:
+            family.end_all(self.pid)
 
     def listen(self) -> None:
         """Take in what it has told since the last call."""
@@ -136,18 +137,19 @@ class Driver:
         self.end_within(self.facts["grace_s"])
 
     def end_within(self, seconds: float) -> None:
-        """Set the time after which `enforce` kills it; the first call counts."""
+        """Set the time after which `wait` kills it; the first call counts."""
         self._end_by_s = min(self._end_by_s, time.monotonic() + seconds)
-
-    def enforce(self) -> None:
-        """Kill it if its time is over."""
-        if time.monotonic() > self._end_by_s:
-            family.end_all(self.pid)
 
     def lost(self) -> str | None:
         """Return in words which part of Ray has ended or does not answer, or None."""
-        for name, pid in self._parts_of_ray().items():
-            if name in family.NEEDED_PROCESSES and family.is_dead(pid):
+        phase = self.facts.get("ray")
+        if phase is None:
+            self._ray, self._is_ray_known = {}, False
+        elif not self._is_ray_known:  # the search ends when Ray runs
+            self._ray = family.ray_processes(self.pid) | self._ray
+            self._is_ray_known = phase == "runs"
+        for name, pid in self._ray.items():
+            if family.is_dead(pid):
                 return f"{name} of Ray (pid {pid}) died"
         head = self.facts.get("head")
         if head and time.monotonic() > self._next_probe_s:
@@ -160,28 +162,8 @@ class Driver:
     def is_frozen(self) -> bool:
         """Whether it has been suspended for FROZEN_S. It cannot tell of itself, and no worker need be there to miss it."""
         # Looks are counted, because time goes on while this process is suspended, too.
-        self._suspended_looks = self._suspended_looks + 1 if family.is_stopped(self.pid) else 0
+        self._suspended_looks = self._suspended_looks + 1 if family.status_of(self.pid) == psutil.STATUS_STOPPED else 0
         return self._suspended_looks * TICK_S >= FROZEN_S
-
-    def missed(self) -> list[str]:
-        """Return in words which of Ray's dispensable processes have ended since the last call."""
-        parts = self._parts_of_ray().items()
-        dead = {name: pid for name, pid in parts if name not in family.NEEDED_PROCESSES and family.is_dead(pid)}
-        if dead.keys() - self._mourned:
-            self.listen()  # it may have told meanwhile that it ends Ray
-            dead = dead if self.facts.get("ray") else {}
-        new, self._mourned = dead.keys() - self._mourned, self._mourned | dead.keys()
-        return sorted(f"{name} of Ray (pid {dead[name]})" for name in new)
-
-    def _parts_of_ray(self) -> dict[str, int]:
-        """Return the processes of the driver's own Ray; the search ends when Ray runs."""
-        phase = self.facts.get("ray")
-        if phase is None:
-            self._ray, self._is_ray_known = {}, False
-        elif not self._is_ray_known:
-            self._ray = family.ray_processes(self.pid) | self._ray
-            self._is_ray_known = phase == "runs"
-        return self._ray
 
     def close(self) -> None:
         """End what is left of it and of all processes it started."""
@@ -192,11 +174,7 @@ class Driver:
 
 
 class Keeper:
-    """Starts drivers until the run is over.
-
-    Args:
-        command: starts a driver.
-    """
+    """Starts drivers by a command until the run is over."""
 
     def __init__(self, command: Sequence[str]) -> None:
         self._command = command
@@ -234,14 +212,20 @@ class Keeper:
                 return self._end(facts, code, why)
             _remove(facts)
             folder = facts["folder"]
-            self._say(f"restart {len(self._ends)} of {self._most}: {_where(self._ends[-1])}")
+            self._say(f"restart {len(self._ends)} of {self._most}: {self._ends[-1]}")
 
     def _end(self, facts: dict[str, Any], code: int | None, why: str | None) -> int:
         """Say how the run ended and return the exit code; `why` it is not started again, unless it is done."""
         signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # from here on none can change the exit code
         number = self._signals[0] if self._signals else BY_SIGNAL.get(code)
         if number is None and why is not None:
-            return self._over(why, told="end" in facts)
+            *before, last = self._ends
+            for at, end in enumerate(before, start=1):
+                self._say(f"restart {at} was because {end}")
+            told = "end" in facts  # such a driver has also printed it
+            if before or not told:
+                self._say(f"stopped: {why}" if told else f"stopped: {last}; {why}")
+            return FAILED
         if number is not None:
             self._say(_interrupted(number, facts))
             step = 0 if facts.get("saved") else facts.get("step", 0)  # nothing is lost then
@@ -259,34 +243,22 @@ class Keeper:
         """Return after the driver's end. If Ray died first or the driver is frozen, return that; `close` then kills it."""
         passed_on = 0
         while driver.code is None:
-            driver.wait(TICK_S)
+            driver.wait()
             family.reap_orphans(driver.pid)
             came = len(self._signals)
             driver.listen()  # after the look at the signals: what the driver told before one counts for it
             for signum in self._signals[passed_on:came]:
                 driver.ask_to_end(signum)
             passed_on = came
-            driver.enforce()
             if passed_on or "end" in driver.facts or driver.was_killed:  # Ray's processes end with it
                 continue
             if driver.is_frozen():
                 return f"the driver (pid {driver.pid}) was frozen for {FROZEN_S:.0f} s"
-            for helper in driver.missed():
-                self._say(f"goes on: {helper} died; the run does not need it")
             if (loss := driver.lost()) is not None:
                 driver.listen()  # it may have told meanwhile that it ends Ray
                 if driver.facts.get("ray") or driver.facts.get("head"):
                     return loss
         return None
-
-    def _over(self, why: str, told: bool) -> int:
-        """Say why the run is not started again. A driver that has told its end has also printed it."""
-        *before, last = self._ends
-        for number, end in enumerate(before, start=1):
-            self._say(f"restart {number} was because {_where(end)}")
-        if before or not told:
-            self._say(f"stopped: {why}" if told else f"stopped: {_where(last)}; {why}")
-        return FAILED
 
     def _say(self, text: str) -> None:
         print(f"rlx {text}", file=sys.stderr, flush=True)
@@ -315,14 +287,12 @@ def _interrupted(number: int, facts: dict[str, Any]) -> str:
 
 
 def what_is_left(overrides: Sequence[str], folder: str | None, step: int) -> str | None:
-    """Return which steps of an interrupted run are saved, with the command that continues it; None if it had no step.
-
-    The command is a line of its own, so that one can paste it.
+    """Return which steps of an interrupted run are saved, and in a line of its own the command that continues it.
 
     Args:
         overrides: of the command line, without secrets.
         folder: of the run.
-        step: the one that had begun; 0: none.
+        step: the one that had begun; 0: none, for which None is returned without a checkpoint.
     """
     saved = steps_in(Path(folder, "checkpoints")) if folder else {}
     newest = max(saved, default=0)
@@ -337,17 +307,11 @@ def what_is_left(overrides: Sequence[str], folder: str | None, step: int) -> str
     return f"ended; newest checkpoint: step {newest}{lost}; to continue from it:\n{again}"
 
 
-def _where(end: End) -> str:
-    return f"step {end.step}: {end.reason}" if end.step else end.reason
-
-
 def _answers(address: str) -> bool:
     host, _, port = address.rpartition(":")
-    try:
-        socket.create_connection((host, int(port)), timeout=2.0).close()
-    except OSError:
-        return False
-    return True
+    with contextlib.suppress(OSError), socket.create_connection((host, int(port)), timeout=2.0):
+        return True
+    return False
 
 
 def _remove(facts: dict[str, Any]) -> None:

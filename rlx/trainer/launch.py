@@ -46,8 +46,7 @@ def _import_ahead() -> None:
 def start_workers(config: PPOConfig) -> "WorkerGroup":
     """Start the processes of the run, each of which will host every role; they import their code in the background."""
     from rlx.cluster.group import WorkerGroup
-    from rlx.cluster.mesh import Mesh
-    from rlx.cluster.placement import Placement
+    from rlx.cluster.placement import Mesh, Placement
     from rlx.cluster.runtime import accelerator
 
     trainer = config.trainer

@@ -13,7 +13,7 @@ import torch
 from rlx.algorithms.advantages import ESTIMATORS, token_rewards
 from rlx.algorithms.kl import KLController, kl_estimate
 from rlx.algorithms.rollout_correction import accepted, importance_weights, not_vetoed
-from rlx.cluster.mesh import share_ranges
+from rlx.cluster.placement import share_ranges
 from rlx.config.check.rules_correction import rejections
 from rlx.config.schema import AlgorithmConfig, ModelConfig, RolloutCorrectionConfig
 from rlx.config.schema.keys import read_bounds

@@ -3,8 +3,7 @@
 import time
 from typing import NoReturn
 
-from rlx.supervisor.link import tell
-from rlx.supervisor.stopping import Stopping, Terminated
+from rlx.supervisor.link import Stopping, Terminated, tell
 from rlx.trainer import step_metrics, transcripts
 from rlx.trainer.learning import Learner, SkippedUpdates
 from rlx.trainer.run_state import Run

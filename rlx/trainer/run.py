@@ -15,7 +15,7 @@ from rlx.data.prompts import PromptSampler
 from rlx.errors import storing
 from rlx.program import program
 from rlx.supervisor import link
-from rlx.supervisor.stopping import Stopping
+from rlx.supervisor.link import Stopping
 from rlx.trainer.checkpoints import SUPERSEDED, newest_whole, require_step, run_folder, set_aside_later
 from rlx.trainer.loop import Trainer
 from rlx.trainer.progress import Progress

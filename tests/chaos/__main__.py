@@ -20,11 +20,9 @@ from statistics import median
 from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parent))
-from clock import RESTART, Clock
-from faults import ENDS_THE_COMMAND, FAULTS, OVER, Plan, Run, plans, wait_for
-from leftovers import end_what_is_left, new_mark
+from faults import ENDS_THE_COMMAND, FAULTS, OVER, SIGNALLED, Plan, Run, plans, wait_for
+from outcome import RESTART, Clock, Trajectory, differences, end_what_is_left, new_mark, of_run, shared_files
 from task import LIMIT_S, LOCAL_RAY, STEPS, make_model, newest, start
-from trajectory import Trajectory, differences, of_run
 
 # After SIGKILL of the command Ray's agents ask the gcs_server, which is gone, for 60 s before they end.
 SLOW_TO_END = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
@@ -125,17 +123,22 @@ def broken(plan: Plan, expected: Trajectory, start_s: float, ground: Ground) -> 
     with Clock(folder, folder.with_suffix(".log"), faults=2 if plan.moment == "resume" else 1) as clock:
         process = ground.start(folder, added)
         draw, run = random.Random(plan.seed), Run(process.pid, folder, start_s)
-        done = FAULTS[plan.fault](run, draw) if wait_for(plan.moment, run, draw, STEPS) else OVER
+        has_come, files = wait_for(plan.moment, run, draw, STEPS), shared_files(mark)
+        done = FAULTS[plan.fault](run, draw) if has_come else OVER
         commands, code = 1, ground.end_of(process)
+        signalled = SIGNALLED.get(plan.fault) if done != OVER and code != 0 else None
+        first = [f"exit code {code} after {plan.fault}"] * (signalled is not None and code != 128 + signalled)
         may_end = plan.fault in ENDS_THE_COMMAND or "supervisor" in done
         while code not in (0, None) and may_end and commands < COMMANDS:
             clock.notice()
             commands, process = commands + 1, ground.start(folder, added)
             code = ground.end_of(process)
     text = folder.with_suffix(".log").read_text(errors="replace")
-    wrong = [f"exit code {code}"] if code != 0 else differences(expected, of_run(newest(folder)))
+    wrong = first + ([f"exit code {code}"] if code != 0 else differences(expected, of_run(newest(folder))))
     killed = "SIGKILL supervisor" in done
     wrong += [f"left: {each}" for each in end_what_is_left(mark) if not (killed and each.startswith(SLOW_TO_END))]
+    if signalled is not None:
+        wrong += [f"left: {each}" for each in [*ray.iterdir(), *filter(os.path.exists, files)]]
     shutil.rmtree(ray, ignore_errors=True)
     wall_s = time.monotonic() - began_s
     if plan.fault == "fill disk":

@@ -211,10 +211,11 @@ def fill_disk(run: Run, draw: random.Random) -> str:
     return "disk full"
 
 
+SIGNALLED = {"interrupt": signal.SIGINT, "terminate": signal.SIGTERM}
+"""Faults that the command itself ends with, leaving nothing."""
 FAULTS: dict[str, Callable[[Run, random.Random], str]] = {
     **{f"kill {kind}": (lambda run, draw, kind=kind: kill(kind, run, draw)) for kind in PROCESSES},
-    "interrupt": lambda run, draw: _signal("supervisor", run, draw, signal.SIGINT),
-    "terminate": lambda run, draw: _signal("supervisor", run, draw, signal.SIGTERM),
+    **{name: (lambda run, draw, n=n: _signal("supervisor", run, draw, n)) for name, n in SIGNALLED.items()},
     "stop worker": lambda run, draw: stop("worker", run, draw),
     "flip bytes": flip_bytes,
     "skew clocks": skew_clocks,

@@ -17,8 +17,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
+from outcome import Trajectory, differences, of_run
 from task import LIMIT_S, command_in, make_model, newest
-from trajectory import Trajectory, differences, of_run
 
 NAMES, ADDRESSES, PORT = ("rlxnode0", "rlxnode1"), ("10.77.0.1", "10.77.0.2"), 6379
 FOREVER = "trap 'kill $! 2>/dev/null; exit' TERM; while :; do {} & wait $!; sleep 2; done"

@@ -12,10 +12,8 @@ from pathlib import Path
 import psutil
 
 sys.path.insert(0, str(Path(__file__).parent))
-from clock import Clock
 from faults import FAULTS, MOMENTS, Run, plans, wait_for
-from leftovers import end_what_is_left, new_mark
-from trajectory import Trajectory, differences
+from outcome import Clock, Trajectory, differences, end_what_is_left, new_mark
 
 UNBROKEN = Trajectory([{"step": 1, "reward/mean": 0.5}, {"step": 2, "reward/mean": 0.6}], "abc", {"2.jsonl": "def"})
 

@@ -2,7 +2,8 @@
 
 import pytest
 
-from rlx.cluster.hang import HangWatch, Standing
+from rlx.cluster.group import HangWatch
+from rlx.cluster.process import Standing
 
 WORKS, WAITS = Standing(3, "engine.py:1 update", "", False, "stack"), Standing(3, "update", "all_reduce", True, "")
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rlx.supervisor.keeper import HINT, what_is_left
+from rlx.supervisor.keeper import HINT, End, refusal, what_is_left
 
 ROOT = Path(__file__).parents[2]
 LOST = "finished steps that are lost"
@@ -268,7 +268,7 @@ RAY = """
         sys.exit(0)
     os.makedirs("bin", exist_ok=True)
     me, processes = os.getpid(), {}
-    for name in ("gcs_server", "raylet", "log_monitor.py"):
+    for name in ("gcs_server", "raylet"):
         shutil.copy("/bin/sleep", f"bin/{name}")
         command = [os.path.abspath(f"bin/{name}"), "1000"]
         processes[name] = subprocess.Popen(command, preexec_fn=lambda: end_with(me)).pid
@@ -279,24 +279,15 @@ RAY = """
 
 
 @pytest.mark.parametrize("phase", ["starts", "runs"])
-def test_the_death_of_a_daemon_restarts_and_that_of_a_helper_is_said(keep, phase):
+def test_the_death_of_a_daemon_restarts(keep, phase):
     script = f"""
     {RAY.replace("PHASE", phase)}
-    for name in ("log_monitor.py", "raylet"):
-        os.kill(processes[name], 9)
-        print(processes[name], flush=True)
-        time.sleep(1.0)
+    os.kill(processes["raylet"], 9)
+    print(processes["raylet"], flush=True)
     time.sleep(1000)
     """
     code, out, errors = end(keep(script))
-    helper, daemon = out.split()
-    assert (code, errors) == (
-        0,
-        [
-            f"rlx goes on: the log monitor of Ray (pid {helper}) died; the run does not need it",
-            f"rlx restart 1 of 1: step 7: the raylet of Ray (pid {daemon}) died",
-        ],
-    )
+    assert (code, errors) == (0, [f"rlx restart 1 of 1: step 7: the raylet of Ray (pid {out.strip()}) died"])
 
 
 def test_a_killed_driver_is_named_though_ray_dies_with_it(keep):
@@ -357,3 +348,26 @@ def test_a_run_without_a_checkpoint_says_what_is_lost_and_how_to_save(keep):
     ]
     assert what_is_left(["trainer.save_freq=50"], None, 34) == f"ended without a checkpoint; {LOST}: 33"
     assert what_is_left(["trainer.save_freq=50"], None, 1) == "ended without a checkpoint"
+
+
+DIED = End("rank 1 died", step=7)
+OUT_OF_MEMORY = End("rank 0: OutOfMemoryError: 3 GiB", step=7, error="OutOfMemoryError in actor.update")
+
+
+def test_what_was_lost_is_replaced_until_the_restarts_are_used_up():
+    assert refusal([DIED], 2) is None
+    assert refusal([DIED, DIED], 2) is None
+    assert "trainer.max_restarts=2" in refusal([DIED, DIED, DIED], 2)
+    assert "trainer.max_restarts=0" in refusal([DIED], 0)
+
+
+def test_the_same_error_at_the_same_step_ends_the_run_the_second_time():
+    assert refusal([OUT_OF_MEMORY], 3) is None
+    other_size = OUT_OF_MEMORY._replace(reason="rank 1: OutOfMemoryError: 4 GiB")
+    assert "came twice in step 7" in refusal([OUT_OF_MEMORY, DIED, other_size], 9)
+    assert refusal([OUT_OF_MEMORY, OUT_OF_MEMORY._replace(step=8)], 3) is None
+    assert refusal([OUT_OF_MEMORY, OUT_OF_MEMORY._replace(error="OutOfMemoryError in critic.update")], 3) is None
+
+
+def test_a_mistake_of_the_user_is_not_repeated():
+    assert refusal([End("ValueError: row 7", step=1, error="ValueError", curable=False)], 3) is not None

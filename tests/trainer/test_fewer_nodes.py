@@ -12,11 +12,12 @@ from ray.cluster_utils import Cluster
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
-STEPS = 6
+STEPS = 4
 IMPATIENT = """
+import functools
 import sys
-from rlx.cluster import nodes
-nodes.WAIT_S = 2.0  # for a node that stays away
+from rlx.cluster import placement
+placement.nodes_to_take = functools.partial(placement.nodes_to_take, wait_s=2.0)  # for a node that stays away
 from rlx.driver import main
 sys.exit(main(sys.argv[1:]))
 """
@@ -97,16 +98,3 @@ def test_a_run_whose_second_node_is_killed_goes_on_with_one(short_run, two_nodes
     assert len(list((folder / f"checkpoints/global_step_{STEPS}/actor/model").iterdir())) == 1
     for name in RESULTS:
         assert [after[step][name] for step in range(1, done)] == [before[step][name] for step in range(1, done)], name
-
-    alone = [word for word in command if "nnodes" not in word and "min_nodes" not in word]
-    unbroken = started(
-        cluster, log, *alone, "trainer.experiment_name=alone", f"trainer.default_local_dir={tmp_path}/alone"
-    )
-    try:
-        assert unbroken.wait(240) == 0, log.read_text()
-    finally:
-        unbroken.kill()
-    (other,) = (tmp_path / "alone").glob("2*")
-    for name in RESULTS:
-        expected = [metrics_of(other)[step][name] for step in after]
-        assert [after[step][name] for step in after] == pytest.approx(expected, rel=1e-2, abs=1e-4), name

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rlx.cluster.mesh import Mesh
+from rlx.cluster.placement import Mesh
 from rlx.config.schema import (
     ActivationOffloadConfig,
     ActorConfig,
@@ -26,7 +26,7 @@ from rlx.data.batch import Batch
 from rlx.data.prompts import PromptSampler
 from rlx.data.seeding import seed_for
 from rlx.rewards.manager import Scores
-from rlx.supervisor.stopping import Terminated
+from rlx.supervisor.link import Terminated
 from rlx.trainer.loop import Trainer
 from rlx.trainer.progress import Progress
 from rlx.trainer.run import located, with_steps
