@@ -1,19 +1,25 @@
-"""Read rows from files, folders and URLs, with errors that name the file and the row."""
+"""Read rows from files, folders and URLs and turn them into prompts, with errors that name the file and the row.
+
+This module imports neither torch nor transformers nor pyarrow, because a check takes a second in all. `rlx check` reads first rows with
+it, a run all of them.
+"""
 
 import codecs
 import csv
 import io
 import json
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from difflib import get_close_matches
 from functools import cache
 from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory, mkdtemp
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 from urllib.parse import urlparse
 
-from rlx.config.schema import ARITHMETIC
+from rlx.config.schema import ARITHMETIC, PLAIN_SOURCE, DataConfig
 from rlx.errors import ExplainedError
 from rlx.row_files import COMPRESSED, DATA_KINDS, SAVED, data_kind, data_parts
 
@@ -91,48 +97,8 @@ class RowFaults:
         return lines + [f"    remedy{of_others}: {remedy}" for remedy in unsaid]
 
 
-class Rows(Protocol):
-    """Rows by index; `columns` are those of the file (JSONL: of its first row)."""
-
-    columns: list[str]
-
-    def __len__(self) -> int: ...
-
-    def read(self, start: int, stop: int) -> list[Row]:
-        """Return the rows start..stop-1."""
-        ...
-
-    def place(self, index: int) -> str:
-        """Return where a user finds a row, counted from 1: `line 3` of JSONL, `row 3` of others."""
-        ...
-
-
-class ArrowRows:
-    """An Arrow table; rows become Python objects when they are read."""
-
-    def __init__(self, table: "pa.Table"):
-        self._table = table
-        self.columns = list(table.column_names)
-
-    def __len__(self) -> int:
-        return int(self._table.num_rows)
-
-    def read(self, start: int, stop: int) -> list[Row]:
-        """Return the rows start..stop-1; faulty are those with a text that is none, or a time that Python cannot hold."""
-        try:
-            return list(self._table.slice(start, stop - start).to_pylist())
-        except (ValueError, OverflowError) as fault:
-            if stop - start == 1:
-                return [_unreadable(fault)]
-            return [row for number in range(start, stop) for row in self.read(number, number + 1)]
-
-    def place(self, index: int) -> str:
-        """Return the row's number, counted from 1."""
-        return f"row {index + 1}"
-
-
-class ListRows:
-    """Rows in memory; `lines` are their numbers in a file of lines."""
+class Rows:
+    """Rows in memory; `columns` are those of the file (JSONL: of its first row), `lines` the rows' numbers in a file of lines."""
 
     def __init__(self, rows: Sequence[Row], lines: Sequence[int] | None = None):
         self._rows, self._lines = rows, lines
@@ -146,8 +112,28 @@ class ListRows:
         return list(self._rows[start:stop])
 
     def place(self, index: int) -> str:
-        """Return the row's line, or its number, counted from 1."""
+        """Return where a user finds a row, counted from 1: `line 3` of JSONL, `row 3` of others."""
         return f"row {index + 1}" if self._lines is None else f"line {self._lines[index]}"
+
+
+class ArrowRows(Rows):
+    """An Arrow table; rows become Python objects when they are read."""
+
+    def __init__(self, table: "pa.Table"):
+        super().__init__(())
+        self._table, self.columns = table, list(table.column_names)
+
+    def __len__(self) -> int:
+        return int(self._table.num_rows)
+
+    def read(self, start: int, stop: int) -> list[Row]:
+        """Return the rows start..stop-1; faulty are those with a text that is none, or a time that Python cannot hold."""
+        try:
+            return list(self._table.slice(start, stop - start).to_pylist())
+        except (ValueError, OverflowError) as fault:
+            if stop - start == 1:
+                return [_unreadable(fault)]
+            return [row for number in range(start, stop) for row in self.read(number, number + 1)]
 
 
 NO_ROWS = "the file has no rows, expected at least one"
@@ -167,7 +153,7 @@ class Part(NamedTuple):
                 rows: Rows = ArrowRows(self._table())
             else:
                 found = list(self._lines())
-                rows = ListRows([row for _, row in found], None if self.kind in TABLES else [at for at, _ in found])
+                rows = Rows([row for _, row in found], None if self.kind in TABLES else [at for at, _ in found])
         if not len(rows):
             raise DataError(f"{self.name}: {NO_ROWS}")
         if not rows.columns:
@@ -345,3 +331,272 @@ def _explained(part: Part) -> Iterator[None]:
 
 def _first_line(fault: Exception) -> str:
     return str(fault).partition("\n")[0][:200]
+
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+COMPLETION = "completion"
+ANSWERS = (
+    "answer",
+    "solution",
+    "ground_truth",
+    "target",
+    "label",
+    "final_answer",
+    "expected_answer",
+    "output",
+    COMPLETION,
+)
+PROMPTS = ("prompt", "question", "problem", "query", "instruction", "input")
+"""Usual names of the two columns, for remedies."""
+MEDIA = ("image", "images", "video", "videos", "audio", "audios")
+"""Columns with a part of the prompt that is no text."""
+TOOLS = "tools"
+
+Content: TypeAlias = str | list[dict[str, Any]]
+
+
+class Prompt(NamedTuple):
+    """A row of any kind of file; `content` is text, or chat messages {role, content}; `tools` are JSON schemas for the template."""
+
+    content: Content
+    data_source: str
+    ground_truth: Any
+    extra_info: dict[str, Any]
+    tools: tuple[dict[str, Any], ...] = ()
+
+
+ToPrompt: TypeAlias = Callable[[dict[str, Any], int], Prompt]
+"""Converts a row with its number; raises RowFault if the row is faulty."""
+
+
+def form_of(name: str, columns: Sequence[str], config: DataConfig, split: str, chats: bool = True) -> ToPrompt:
+    """Return what converts the rows of a file.
+
+    Args:
+        name: of the file, for messages.
+        columns: of the file.
+        config: names the columns of prompt, answer and source.
+        split: "train" or "val".
+        chats: whether a plain text becomes a user message.
+
+    Raises:
+        FormError: columns are missing.
+    """
+    prompt, source, answer = config.prompt_key, config.reward_fn_key, config.answer_key
+    if answer is None and {prompt, COMPLETION} <= set(columns) and "reward_model" not in columns:
+        answer = COMPLETION
+    if answer is not None:
+        _require(name, columns, {"data.prompt_key": prompt, "data.answer_key": answer})
+        return lambda row, _: _from_columns(row, prompt, answer, source, chats)
+    if prompt not in columns and set(GSM8K_COLUMNS) <= set(columns):
+        return lambda row, number: from_verl(gsm8k_row(row, split, number))
+    if missing := [column for column in (prompt, source, "reward_model") if column not in columns]:
+        raise FormError(name, f"the columns {list(columns)}", f"also {missing}", _remedy_of_verl(columns, prompt))
+    return lambda row, _: from_verl(row, prompt, source)
+
+
+def require_prompts(batch_size: int, prompts: int) -> None:
+    """Raise FormError if there are fewer prompts than one batch takes."""
+    if not 1 <= batch_size <= prompts:
+        raise FormError(
+            "data.train_batch_size",
+            f"{batch_size} with {prompts} prompts",
+            f"1 to {prompts}",
+            "lower it (or data.gen_batch_size if that is set), or add prompts",
+        )
+
+
+def to_prompt(convert: ToPrompt, row: Row, index: int) -> Prompt:
+    """Return a row's prompt. Raises RowFault if the row is faulty."""
+    if isinstance(row, RowFault):
+        raise row
+    return convert(row, index)
+
+
+def prompts_of(name: str, rows: Rows, convert: ToPrompt, part: range, faults: RowFaults) -> dict[int, Prompt]:
+    """Return the prompts of the usable rows among those in `part`, by index; the others go to `faults`."""
+    prompts = {}
+    for index, row in zip(part, rows.read(part.start, part.stop), strict=False):
+        try:
+            prompts[index] = to_prompt(convert, row, index)
+        except RowFault as fault:
+            faults.add(name, rows, index, fault)
+    return prompts
+
+
+def _require(name: str, columns: Sequence[str], needed: dict[str, str]) -> None:
+    """Raise FormError, with the likeliest columns as remedy, if one of the columns that the keys name is missing."""
+    missing = {key: column for key, column in needed.items() if column not in columns}
+    if missing:
+        usual = {"data.prompt_key": PROMPTS, "data.answer_key": ANSWERS}
+        near = {key: _likeliest(columns, column, usual[key]) for key, column in missing.items()}
+        likely = [f"{key}={column}" for key, column in near.items() if column is not None]
+        keys = " and ".join(needed)
+        remedy = f"set {' '.join(likely)}, or name" if likely else "name"
+        raise FormError(
+            name,
+            f"the columns {list(columns)}",
+            f"also {list(missing.values())}",
+            f"{remedy} the columns there are with {keys}",
+        )
+
+
+def _remedy_of_verl(columns: Sequence[str], prompt: str) -> str:
+    """Return the remedy for rows in no form: plain columns if one looks like an answer, else verl's."""
+    of_verl = "name the columns with data.prompt_key and data.reward_fn_key; reward_model holds {style, ground_truth}"
+    answer = _likeliest(columns, "answer", ANSWERS)
+    if answer is None or "reward_model" in columns:
+        return f"{of_verl}; for a column with the plain answer set data.answer_key"
+    keys = [f"data.answer_key={answer}"]
+    if prompt not in columns and (near := _likeliest(columns, prompt, PROMPTS)) is not None:
+        keys.insert(0, f"data.prompt_key={near}")
+    return f"the rows have a column {answer!r}: set {' '.join(keys)}. For rows of verl's form {of_verl}"
+
+
+def _likeliest(columns: Sequence[str], wanted: str, usual: Sequence[str]) -> str | None:
+    """Return the column that was probably meant by `wanted`: a similar name, else a usual one."""
+    near = get_close_matches(wanted, columns, n=1)
+    return next(iter((*near, *(name for name in usual if name in columns))), None)
+
+
+def from_verl(row: dict[str, Any], prompt_key: str = "prompt", source_key: str = "data_source") -> Prompt:
+    """Convert a row of verl's form. Raises RowFault if it is faulty."""
+    content, source, reward_model = row.get(prompt_key), row.get(source_key), row.get("reward_model")
+    extra_info = row.get("extra_info") or {}
+    if not isinstance(reward_model, dict) or reward_model.get("ground_truth") is None:
+        raise RowFault(f"reward_model is {reward_model!r:.80}, expected {{style, ground_truth}}")
+    if not isinstance(extra_info, dict):
+        raise RowFault(f"extra_info is {extra_info!r:.80}, expected an object or nothing")
+    answer = _checked_answer(reward_model["ground_truth"], "ground_truth of reward_model")
+    content, tools = _checked_content(content, prompt_key), _tools_of(row, content, (prompt_key, source_key))
+    return Prompt(content, _checked_source(source, source_key), answer, extra_info, tools)
+
+
+def _from_columns(row: dict[str, Any], prompt_key: str, answer_key: str, source_key: str, chats: bool) -> Prompt:
+    """Convert a row of plain columns. `extra_info` holds its other columns; without a source it is of `PLAIN_SOURCE`."""
+    content, answer = row.get(prompt_key), row.get(answer_key)
+    if answer is None:
+        raise RowFault(f"{answer_key} is missing, expected the right answer")
+    if _is_chat(answer) and len(answer) == 1:  # a completion as TRL has it
+        answer = answer[0]["content"]
+    source = _checked_source(row.get(source_key) or PLAIN_SOURCE, source_key)
+    own = (prompt_key, answer_key, source_key)
+    others = {name: value for name, value in row.items() if name not in (*own, TOOLS)}
+    if isinstance(content, str) and content and chats:
+        content = [{"role": "user", "content": content}]
+    checked = _checked_content(content, prompt_key)
+    return Prompt(checked, source, _checked_answer(answer, answer_key), others, _tools_of(row, content, own))
+
+
+def _checked_source(source: Any, key: str) -> str:
+    if not isinstance(source, str) or not _is_unicode(source):
+        raise RowFault(f"{key} is {source!r:.80}, expected the name of a data source")
+    return source
+
+
+def _checked_answer(answer: Any, key: str) -> Any:
+    """Return the answer. JSON's NaN and Infinity are what other programs write for a missing one."""
+    if isinstance(answer, float) and not math.isfinite(answer):
+        raise RowFault(f"{key} is {answer}, expected the right answer")
+    return answer
+
+
+def _tools_of(row: dict[str, Any], content: Any, own: Sequence[str]) -> tuple[dict[str, Any], ...]:
+    """Return the tools that the chat template shows, and raise RowFault for parts of the prompt that no text model reads."""
+    if media := [name for name in MEDIA if name not in own and _is_given(row.get(name))]:
+        raise RowFault(
+            f"{media[0]} holds a part of the prompt, expected a prompt of text alone",
+            "rlx trains on text: choose rows without images, videos and audio, or rename the column if it is no part of the prompt",
+        )
+    given = None if TOOLS in own else row.get(TOOLS)
+    if isinstance(given, str) and given.strip():
+        try:
+            given = json.loads(given)
+        except (ValueError, RecursionError):
+            raise RowFault(f"{TOOLS} is {given!r:.80}, expected a JSON list of tools") from None
+    if not _is_given(given):
+        return ()
+    if not isinstance(given, list) or not all(isinstance(tool, dict) for tool in given):
+        raise RowFault(f"{TOOLS} is {given!r:.80}, expected a list of tools as JSON schemas")
+    if isinstance(content, str):
+        raise RowFault(
+            f"the row has {TOOLS} and a prompt of text, expected messages, for which the chat template shows the tools"
+        )
+    return tuple(_without_none(tool) for tool in given)
+
+
+def _is_given(value: Any) -> bool:
+    return value is not None and value != "" and not (isinstance(value, list | tuple | dict) and not value)
+
+
+def _without_none(value: Any) -> Any:
+    """Return the value without the fields that Arrow adds to a struct because another row has them."""
+    if isinstance(value, dict):
+        return {name: _without_none(each) for name, each in value.items() if each is not None}
+    return [_without_none(each) for each in value] if isinstance(value, list) else value
+
+
+def _is_unicode(text: str) -> bool:
+    """Whether no half of a surrogate pair is in the text."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)
+
+
+def _is_chat(content: Any) -> bool:
+    return isinstance(content, list) and all(
+        isinstance(message, dict) and isinstance(message.get("role"), str) and isinstance(message.get("content"), str)
+        for message in content
+    )
+
+
+def _checked_content(content: Any, key: str) -> Content:
+    if content == "":  # for which a tokenizer may have a token all the same, the beginning of a text
+        raise RowFault("the prompt is empty, expected at least one token")
+    if isinstance(content, str):
+        return content
+    if not content or not _is_chat(content):
+        expected = "text or a list of messages {role: text, content: text}"
+        raise RowFault(f"{key} is {content!r:.120}, expected {expected}")
+    # Arrow sets fields that only other rows' messages have to None, and templates would use them.
+    return [{name: value for name, value in message.items() if value is not None} for message in content]
+
+
+def text_ids(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str]) -> list[list[int]]:
+    """Tokenise texts behind the tokens that the tokenizer adds before, unless the text has them, and without those behind.
+
+    After an EOS that the tokenizer adds a model would generate nothing. One that is part of the text stays.
+    """
+    whole, bare = (tokenizer("a", add_special_tokens=added)["input_ids"] for added in (True, False))
+    before = next((whole[:at] for at in range(len(whole)) if bare and whole[at : at + len(bare)] == bare), [])
+    found = tokenizer([*texts], add_special_tokens=False)["input_ids"] if texts else []
+    return [ids if ids[: len(before)] == before else [*before, *ids] for ids in found]
+
+
+GSM8K_SOURCE = "openai/gsm8k"
+GSM8K_COLUMNS = ("question", "answer")
+INSTRUCTION = "Work through this step by step. Then give the final answer alone on the last line, as `#### <number>`."
+
+
+def gsm8k_row(row: dict[str, Any], split: str, index: int) -> dict[str, Any]:
+    """Return an official row ({question, answer}) in verl's schema, with a chat prompt.
+
+    The answer is the worked solution, whose last line is `#### <number>`. extra_info keeps split and index. Raises RowFault
+    if question or answer is no text, or the answer has no `####`.
+    """
+    question, answer = (row.get(name) for name in GSM8K_COLUMNS)
+    if not isinstance(question, str) or not isinstance(answer, str):
+        raise RowFault(f"got question {question!r:.80} and answer {answer!r:.80}, expected two texts")
+    working, mark, final = answer.rpartition("####")
+    ground_truth = final.strip().replace(",", "")
+    if not mark or not ground_truth:
+        raise RowFault(
+            f"got an answer that ends in {working[-40:] + mark + final!r:.80}, expected `#### <number>` at its end"
+        )
+    return {
+        "data_source": GSM8K_SOURCE,
+        "prompt": [{"role": "user", "content": f"{question.strip()}\n\n{INSTRUCTION}"}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": ground_truth},
+        "extra_info": {"index": index, "split": split, "question": question, "answer": answer},
+    }

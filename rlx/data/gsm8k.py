@@ -7,41 +7,12 @@ python -m rlx.data.gsm8k --train train.jsonl --test test.jsonl --out DIR
 import argparse
 import sys
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.progress import track
 
-from rlx.data.files import DataError, ListRows, RowFault, RowFaults, Rows, open_rows
+from rlx.data.files import GSM8K_SOURCE, DataError, RowFault, RowFaults, Rows, gsm8k_row, open_rows
 from rlx.program import program
-
-GSM8K_SOURCE = "openai/gsm8k"
-GSM8K_COLUMNS = ("question", "answer")
-INSTRUCTION = "Work through this step by step. Then give the final answer alone on the last line, as `#### <number>`."
-
-
-def to_row(row: dict[str, Any], split: str, index: int) -> dict[str, Any]:
-    """Return an official row ({question, answer}) in verl's schema, with a chat prompt.
-
-    The answer is the worked solution, whose last line is `#### <number>`. extra_info keeps split and index. Raises RowFault
-    if question or answer is no text, or the answer has no `####`.
-    """
-    question, answer = (row.get(name) for name in GSM8K_COLUMNS)
-    if not isinstance(question, str) or not isinstance(answer, str):
-        raise RowFault(f"got question {question!r:.80} and answer {answer!r:.80}, expected two texts")
-    working, mark, final = answer.rpartition("####")
-    ground_truth = final.strip().replace(",", "")
-    if not mark or not ground_truth:
-        raise RowFault(
-            f"got an answer that ends in {working[-40:] + mark + final!r:.80}, expected `#### <number>` at its end"
-        )
-    return {
-        "data_source": GSM8K_SOURCE,
-        "prompt": [{"role": "user", "content": f"{question.strip()}\n\n{INSTRUCTION}"}],
-        "ability": "math",
-        "reward_model": {"style": "rule", "ground_truth": ground_truth},
-        "extra_info": {"index": index, "split": split, "question": question, "answer": answer},
-    }
 
 
 def read_official(source: str, split: str) -> Rows:
@@ -51,7 +22,7 @@ def read_official(source: str, split: str) -> Rows:
     from datasets import load_dataset
 
     try:
-        return ListRows(list(load_dataset(source, "main", split=split)))
+        return Rows(list(load_dataset(source, "main", split=split)))
     except (OSError, ValueError) as fault:
         raise DataError(
             f"{source}: no such file, and the hub did not give it as a data set ({type(fault).__name__}: {fault}); "
@@ -72,7 +43,7 @@ def convert(source: str, split: str, out: Path, console: Console) -> Path:
         try:
             if isinstance(row, RowFault):
                 raise row
-            rows.append(to_row(row, split, index))
+            rows.append(gsm8k_row(row, split, index))
         except RowFault as fault:
             faults.add(source, official, index, fault)
     faults.end()

@@ -14,8 +14,21 @@ from transformers import PreTrainedTokenizerBase
 from rlx.config.schema import ARITHMETIC, DataConfig
 from rlx.data.arithmetic import make_problems
 from rlx.data.batch import Batch, left_padded
-from rlx.data.files import DataError, ListRows, RowFault, RowFaults, Rows, parts_of
-from rlx.data.forms import Prompt, ToPrompt, form_of, from_verl, prompts_of, require_prompts, text_ids, to_prompt
+from rlx.data.files import (
+    DataError,
+    Prompt,
+    RowFault,
+    RowFaults,
+    Rows,
+    ToPrompt,
+    form_of,
+    from_verl,
+    parts_of,
+    prompts_of,
+    require_prompts,
+    text_ids,
+    to_prompt,
+)
 from rlx.data.seeding import seed_for
 from rlx.user_code import DATASET, TEMPLATE_CHAT_S, TEMPLATE_LIMIT_S, UserCodeError, call_within, load_callable
 
@@ -93,7 +106,7 @@ class PromptDataset:
             prompt_ids (B, P) int64 and prompt_mask (B, P) bool, left padded to the longest of them; info data_source,
             ground_truth, extra_info, raw_prompt (uncut) and prompt_text, the text of the ids.
         """
-        prompts = [self._prompt(*self._place(position)) for position in self._kept[list(indices)].tolist()]
+        prompts = [self._prompt(*self._place(index)) for index in indices]
         ids = [self._cut(tokens) for tokens in self._tokenise(prompts)]
         prompt_ids, prompt_mask = left_padded(ids, self._pad_token_id)
         info = {
@@ -113,7 +126,7 @@ class PromptDataset:
         """Raise DataError that names the rows whose answers cannot be used; `faults` says why, by index."""
         found = RowFaults()
         for index, what in faults.items():
-            file, row = self._place(int(self._kept[index]))
+            file, row = self._place(index)
             found.add(file.name, file.rows, row, RowFault(what, CORRECT_ANSWER))
         found.end()
 
@@ -130,8 +143,9 @@ class PromptDataset:
                 )
         faults.end()
 
-    def _place(self, position: int) -> tuple[_File, int]:
-        """Return the file and the row in it of a position among the usable rows of all files."""
+    def _place(self, index: int) -> tuple[_File, int]:
+        """Return the file of the prompt at an index, and its row there."""
+        position = int(self._kept[index])
         number = int(np.searchsorted(self._ends, position, side="right"))
         file = self._files[number]
         return file, position - int(self._ends[number]) + len(file.rows)
@@ -141,7 +155,7 @@ class PromptDataset:
 
     def _open(self, name: str) -> list[_File]:
         if name == ARITHMETIC:
-            problems: Rows = ListRows(make_problems(self._config.arithmetic, self._split))
+            problems = Rows(make_problems(self._config.arithmetic, self._split))
             return [_File(name, problems, lambda row, _: from_verl(row))]
         chats, found = bool(self._tokenizer.chat_template), []
         for part in parts_of(name):

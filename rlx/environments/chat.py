@@ -6,7 +6,7 @@ from itertools import groupby
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from rlx.data.forms import text_ids
+from rlx.data.files import text_ids
 from rlx.environments.protocol import Message
 from rlx.errors import ExplainedError
 from rlx.heartbeat import beat

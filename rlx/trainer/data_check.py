@@ -16,8 +16,19 @@ from rlx.config.schema.roles import (
     prompts_at_once,
     validates,
 )
-from rlx.data.files import DataError, FormError, RowFault, RowFaults, parts_of, peek
-from rlx.data.forms import Prompt, form_of, prompts_of, require_prompts, to_prompt
+from rlx.data.files import (
+    DataError,
+    FormError,
+    Prompt,
+    RowFault,
+    RowFaults,
+    form_of,
+    parts_of,
+    peek,
+    prompts_of,
+    require_prompts,
+    to_prompt,
+)
 from rlx.rewards.rules import no_function_for, remedy_for, scored_sources
 from rlx.row_files import DATA_KINDS, SAVED, data_kind, data_parts
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from rlx.config.schema import EnvironmentConfig, PPOConfig, RolloutConfig
-from rlx.config.schema.roles import has_environment, only_environment_scores
+from rlx.config.schema.roles import only_environment_scores
 from rlx.data.batch import TENSORS, Batch, concat
 from rlx.environments.running import TEMPLATE_REASON, EnvironmentFailed
 from rlx.errors import cause_of
@@ -30,12 +30,6 @@ REMEDIES = {
 }
 """What to do by kind of failure; for others correct the environment."""
 ADDRESS = re.compile(r"\b0x[0-9a-fA-F]+")  # of an object, another one in each process
-
-
-def sent(config: PPOConfig, rows: Batch) -> Batch:
-    """Return the part of a batch of prompts that samplers need; environments need its info too."""
-    chosen = rows.select("prompt_ids", "prompt_mask", "seed")
-    return Batch(chosen.tensors, rows.info) if has_environment(config) else chosen
 
 
 def received(rows: Batch, written: Batch, tokenizer: PreTrainedTokenizerBase, rollout: RolloutConfig) -> Batch:
@@ -91,7 +85,7 @@ def scores(config: PPOConfig, batch: Batch, by_functions: Callable[[], Scores]) 
     Returns:
         Where both score, `Scores.right` is that of the functions. Numbers in `extra` are those that functions and environments report.
     """
-    if not has_environment(config):
+    if CONVERSATION not in batch.info:
         return by_functions()
     records = batch.info[CONVERSATION]
     names = sorted({name for record in records for name in record["info"]})

@@ -15,7 +15,7 @@ from rlx.algorithms.kl import KLController, kl_estimate
 from rlx.algorithms.rollout_correction import accepted, importance_weights, not_vetoed
 from rlx.cluster.placement import share_ranges
 from rlx.config.check.rules_correction import rejections
-from rlx.config.schema import AlgorithmConfig, ModelConfig, RolloutCorrectionConfig
+from rlx.config.schema import AlgorithmConfig, RolloutCorrectionConfig
 from rlx.config.schema.keys import read_bounds
 from rlx.config.schema.roles import has_reference, has_reference_model
 from rlx.data.batch import EXPERTS, SAMPLE_TOKENS, SEQUENCE, Batch, partition
@@ -44,6 +44,8 @@ class Learner:
         # Phase -> role and method that computes a column that the estimator, a reward or a loss reads.
         self._others = {"ref": reference} if has_reference(run.config) else {}
         self._others |= {"values": ("critic", "values")} if "values" in reads else {}
+        models = {"actor": run.config.actor_rollout_ref.model, "critic": run.config.critic.model}
+        self._least_gain = {role: model.least_gain for role, model in models.items()}
 
     def log_probs(self, batch: Batch) -> Batch:
         """Write old_log_probs unless the samples have them, and what else the estimator, a reward or a loss reads."""
@@ -141,12 +143,11 @@ class Learner:
         batch = with_sample_tokens(batch, counted)
         columns = (*columns, *([SAMPLE_TOKENS] if SAMPLE_TOKENS in batch else []))
         seed = seed_for(self._run.seed, "mini-batches", role, step) if shuffle else None
-        model = self._config.critic.model if role == "critic" else self._config.actor_rollout_ref.model
         each: list[Metrics] = []
         unused: Counter[str] = Counter()
         for part in mini_batches(batch, prompts, epochs, seed):
             if self._config.trainer.balance_batch:
-                part = balance(part, self._workers.mesh(role).shares, model)
+                part = balance(part, self._workers.mesh(role).shares, self._least_gain[role])
             if part[counted].any():
                 each.append(self._workers.split_metrics(role, "update", part.select(*columns)))
             else:
@@ -256,7 +257,7 @@ class RowTokens(NamedTuple):
     group: int
 
 
-def balance(batch: Batch, parts: int, model: ModelConfig) -> Batch:
+def balance(batch: Batch, parts: int, least_gain: float) -> Batch:
     """Reorder rows so that contiguous shares take about the same time; each share keeps the row count of a plain cut.
 
     A row of L tokens costs L * (1 + L / QUADRATIC_TOKENS). If prompts are shared, a process computes one once for all its rows
@@ -265,9 +266,9 @@ def balance(batch: Batch, parts: int, model: ModelConfig) -> Batch:
     Args:
         batch: with group_id.
         parts: number of processes.
-        model: whose rows are dealt.
+        least_gain: of the model's `ModelConfig`.
     """
-    rows = rows_of(batch, model)
+    rows = rows_of(batch, least_gain)
     room = [len(share) for share in share_ranges(len(rows), parts)]
     deals = [deal(rows, chunks, room) for chunks in _chunks(rows)]
     dearest = [max(cost([rows[i] for i in share]) for share in shares) for shares in deals]
@@ -276,13 +277,13 @@ def balance(batch: Batch, parts: int, model: ModelConfig) -> Batch:
     return batch.rows([row for share in deals[chosen] for row in share])
 
 
-def rows_of(batch: Batch, model: ModelConfig) -> list[RowTokens]:
-    """Return the rows, each in a group of its own if the model does not share prompts or little would be saved."""
+def rows_of(batch: Batch, least_gain: float) -> list[RowTokens]:
+    """Return the rows, each in a group of its own if shared prompts save too small a part of the tokens."""
     mask, width = batch["attention_mask"], batch.response_length
     prompts, responses = (x.sum(dim=1).tolist() for x in (mask[:, :-width], mask[:, -width:]))
     rows = [RowTokens(*each) for each in zip(prompts, responses, batch["group_id"].tolist(), strict=True)]
     saved = sum(prompts) - sum({row.group: row.prompt for row in rows}.values())
-    if saved > model.least_gain * (sum(prompts) + sum(responses)):
+    if saved > least_gain * (sum(prompts) + sum(responses)):
         return rows
     return [row._replace(group=number) for number, row in enumerate(rows)]
 

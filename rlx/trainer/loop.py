@@ -24,6 +24,7 @@ class Trainer:
         self.learner = Learner(run)
         self.validation = Validation(run, self.samples)
         self.skipped = SkippedUpdates()
+        self.keeps_transcripts = transcripts.keeps_transcripts(run.config)
 
     def step(self, step: int) -> Metrics:
         """Generate samples for a batch of prompts, take the optimizer steps on them, and return the step's metrics."""
@@ -31,7 +32,8 @@ class Trainer:
         batch, scored = self.samples.score(step, samples)
         batch = self.learner.log_probs(batch)
         batch, judged = self.learner.advantages(batch)
-        transcripts.keep(self.run, step, batch)
+        if self.keeps_transcripts:
+            transcripts.write(self.run, step, batch)
         updated = self.learner.update(batch, step)
         self.learner.sync(step)
         return judged | scored | updated | self.learner.account(step, batch, updated)

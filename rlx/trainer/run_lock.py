@@ -10,6 +10,9 @@ Note [one at a time]: several runs may find the same stale lock, and its holder 
 its replacement or removal a run therefore holds `flock` on the folder. On a file system without `flock` the rename to a name of its
 own remains as a check.
 
+filelock's `SoftFileLease` is close to this. It would take the lock of an rlx before it, JSON, as torn and remove it after two seconds,
+while that run goes on, and its record lacks the start that the error names.
+
 Note [a run that slept]: a run that was stopped for longer than STALE_S may find that another host has taken its folder. It then
 stops at its next row, see `RunLock.check`.
 """

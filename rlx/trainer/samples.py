@@ -15,7 +15,7 @@ import torch
 
 from rlx.algorithms.advantages import ESTIMATORS, overlong_penalty
 from rlx.config.schema import OverlongBufferConfig
-from rlx.config.schema.roles import has_reward_model
+from rlx.config.schema.roles import has_environment, has_reward_model
 from rlx.data.batch import Batch, concat
 from rlx.data.seeding import seed_for
 from rlx.errors import ExplainedError, storing
@@ -50,6 +50,8 @@ class SampleSource:
     def __init__(self, run: Run):
         self._run, self._config = run, run.config
         self._failed = FailedConversations(run.config.environment, run.progress)
+        self._has_judge, self._has_environment = has_reward_model(run.config), has_environment(run.config)
+        self._least_gain = run.config.actor_rollout_ref.model.least_gain
 
     def generate(self, step: int) -> Samples:
         """Return samples of train_batch_size prompts; with filter_groups scored ones, only of prompts whose samples differ.
@@ -77,7 +79,7 @@ class SampleSource:
             dump(generations(batch, scores), Path(trainer.rollout_data_dir), step)
         batch = all_rows(batch)
         if trainer.balance_batch:
-            batch = balance(batch, self._run.workers.mesh("actor").shares, self._config.actor_rollout_ref.model)
+            batch = balance(batch, self._run.workers.mesh("actor").shares, self._least_gain)
         if self._config.algorithm.rollout_correction.bypass_mode:
             batch = batch.with_(old_log_probs=batch["rollout_log_probs"])
         return batch, {**metrics, **extras(scores, "reward"), "reward/accuracy": scores.right().mean().item()}
@@ -85,7 +87,8 @@ class SampleSource:
     def responses(self, prompts: Batch, samples: int, purpose: str, step: int, first: int = 0) -> Batch:
         """Generate `samples` responses per prompt, sampled as configured for `purpose` ("train", "val" or "greedy")."""
         rows = spread(prompts, samples, self._run.seed, purpose, step, first)
-        sent = environment_rows.sent(self._config, rows)
+        sent = rows.select("prompt_ids", "prompt_mask", "seed")
+        sent = sent.with_(rows.info) if self._has_environment else sent
         written = self._run.workers.split("rollout", "generate", sent, purpose)
         self._failed.judge(written)
         return environment_rows.received(rows, written, self._run.tokenizer, self._config.actor_rollout_ref.rollout)
@@ -93,7 +96,7 @@ class SampleSource:
     def scores_of(self, batch: Batch) -> Scores:
         """Score each response with the reward functions, a reward model, its environment, or several of them."""
         rewards, model_scores = self._run.rewards, None
-        if has_reward_model(self._config):
+        if self._has_judge:
             sequences = rewards.sequences(batch)
             model_scores = self._run.workers.split("reward", "scores", sequences)["model_scores"]
         by_functions = partial(rewards.score, batch, self._run.folder / "failed_rewards", model_scores)

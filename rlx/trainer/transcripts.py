@@ -27,16 +27,14 @@ def keeps_transcripts(config: PPOConfig) -> bool:
     return has_environment(config) if asked is None else asked
 
 
-def keep(run: Run, step: int, batch: Batch) -> None:
-    """Write the transcripts of a step if that is configured, in the order of prompts, samples and branches.
+def write(run: Run, step: int, batch: Batch) -> None:
+    """Write the transcripts of a step, in the order of prompts, samples and branches.
 
     Args:
         run: whose folder gets them, and whose tokenizer decodes tokens one by one.
         step: its number.
         batch: with advantages and scores.
     """
-    if not keeps_transcripts(run.config):
-        return
     file = run.folder / "transcripts" / f"step_{step:06d}.jsonl"
     with storing(file):
         file.parent.mkdir(exist_ok=True)

@@ -19,8 +19,7 @@ from rlx.config.faults import Fault
 from rlx.config.machine import Machine, on_accelerator
 from rlx.config.schema import PPOConfig
 from rlx.config.schema.roles import has_environment, model_scores_alone
-from rlx.data.files import DataError
-from rlx.data.forms import Prompt
+from rlx.data.files import DataError, Prompt
 from rlx.environments.environment_pool import EnvironmentPool
 from rlx.environments.protocol import Failure
 from rlx.environments.spec import EnvironmentSpec, environment_spec

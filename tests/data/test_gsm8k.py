@@ -5,11 +5,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from rlx.data import gsm8k
-from rlx.data.files import DataError, open_rows
+from rlx.data.files import DataError, gsm8k_row, open_rows
 
 
 def test_row():
-    row = gsm8k.to_row({"question": "How many? ", "answer": "2*600=1200\n#### 1,200"}, "train", 3)
+    row = gsm8k_row({"question": "How many? ", "answer": "2*600=1200\n#### 1,200"}, "train", 3)
     (message,) = row["prompt"]
     assert message["role"] == "user"
     assert message["content"].startswith("How many?\n\n") and "####" in message["content"]
@@ -31,7 +31,7 @@ def test_row():
 )
 def test_row_faults(row, what):
     with pytest.raises(ValueError, match=what):
-        gsm8k.to_row(row, "train", 0)
+        gsm8k_row(row, "train", 0)
 
 
 def test_command(gsm8k_file, tmp_path):
@@ -40,7 +40,7 @@ def test_command(gsm8k_file, tmp_path):
     assert {path.name for path in out.iterdir()} == {"train.parquet", "test.parquet"}
     rows = pq.read_table(out / "test.parquet").to_pylist()
     official = open_rows(gsm8k_file).read(0, 100)
-    assert rows == [gsm8k.to_row(row, "test", i) for i, row in enumerate(official)]
+    assert rows == [gsm8k_row(row, "test", i) for i, row in enumerate(official)]
 
 
 def test_command_names_the_row_at_fault(write_jsonl, gsm8k_file, tmp_path, capsys):
@@ -66,7 +66,7 @@ def test_every_official_row_converts():
     counts = {}
     for split in ("train", "test"):
         official = open_rows(f"{os.environ['RLX_GSM8K_DIR']}/{split}.jsonl").read(0, 10_000)
-        rows = [gsm8k.to_row(row, split, i) for i, row in enumerate(official)]
+        rows = [gsm8k_row(row, split, i) for i, row in enumerate(official)]
         counts[split] = len(rows)
         for row in rows:
             assert float(row["reward_model"]["ground_truth"]) == int(row["reward_model"]["ground_truth"])

@@ -7,7 +7,7 @@ import pytest
 
 from rlx.config.schema import ArithmeticConfig
 from rlx.data.arithmetic import make_problems
-from rlx.data.gsm8k import to_row
+from rlx.data.files import gsm8k_row as to_row
 from rlx.rewards.gsm8k import compute_score
 
 FIXTURE = Path(__file__).parents[1] / "fixtures" / "gsm8k_tiny.jsonl"

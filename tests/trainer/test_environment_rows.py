@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from rlx.algorithms.kl import KLController
-from rlx.config.schema import AlgorithmConfig, EnvironmentConfig, PPOConfig, RolloutConfig, TrainerConfig
+from rlx.config.schema import AlgorithmConfig, EnvironmentConfig, PPOConfig, RolloutConfig
 from rlx.data.batch import Batch
 from rlx.environments.conversation import Conversation
 from rlx.environments.rows import batch_of, rows_of
@@ -73,7 +73,8 @@ def test_an_environments_rewards_are_added_to_the_functions_or_replace_them(batc
     assert added.extra["environment_reward"] == [1.5, -1.0] and added.right().tolist() == [1, 0]
     alone = environment_rows.scores(PPOConfig(environment=EnvironmentConfig(name="a", rewards="replace")), batch, None)
     assert alone.scores.tolist() == [1.5, -1.0] and alone.extra["acc"][0] == 1.0
-    assert environment_rows.scores(PPOConfig(), batch, lambda: functions) is functions
+    plain = Batch.of({"scores": torch.zeros(2)})
+    assert environment_rows.scores(PPOConfig(), plain, lambda: functions) is functions
 
 
 def test_reward_functions_read_the_text_as_it_was_written():
@@ -137,8 +138,7 @@ def test_a_transcript_has_an_entry_for_each_token(batch, tmp_path):
     advantages = torch.where(batch["response_mask"], 0.123456, 0.0)
     old = batch["rollout_log_probs"] + 0.25
     whole = batch.with_(advantages=advantages, old_log_probs=old, scores=torch.tensor([1.5, -1.0])).rows([1, 0])
-    config = PPOConfig(trainer=TrainerConfig(transcripts=True))
-    transcripts.keep(SimpleNamespace(config=config, folder=tmp_path, tokenizer=make_tiny_tokenizer()), 3, whole)
+    transcripts.write(SimpleNamespace(folder=tmp_path, tokenizer=make_tiny_tokenizer()), 3, whole)
     first, second = map(json.loads, (tmp_path / "transcripts" / "step_000003.jsonl").read_text().splitlines())
     assert (first["step"], first["group"], first["sample"], first["data_source"], first["reward"]) == (
         3,

@@ -12,10 +12,8 @@ from rlx.config.schema import (
     AlgorithmConfig,
     ModelConfig,
     OverlongBufferConfig,
-    PPOConfig,
     RolloutConfig,
     RolloutCorrectionConfig,
-    TrainerConfig,
 )
 from rlx.data.batch import Batch
 from rlx.environments.conversation import Conversation
@@ -288,7 +286,7 @@ def test_balanced_shares_and_mini_batches_hold_every_row_once():
     """Seven rows on two processes, in mini-batches of one prompt each: 4 and 3 rows, and a prompt's rows stay together."""
     batch = a_batch(ONE, TWO, THREE, ONE)
     batch = all_rows(batch.with_(group_id=torch.tensor([0, 1, 0, 1])))
-    dealt = balance(batch, 2, ModelConfig())
+    dealt = balance(batch, 2, ModelConfig().least_gain)
 
     def named(part):
         return sorted(zip(part.info["sample"], part["branch"].tolist(), strict=True))
@@ -305,10 +303,8 @@ def test_balanced_shares_and_mini_batches_hold_every_row_once():
 def test_a_transcript_has_a_line_for_each_row_with_its_own_turns(tmp_path):
     batch = all_rows(a_batch(ONE, THREE)).rows([3, 1, 0, 2])
     batch = with_advantages(batch, AlgorithmConfig(adv_estimator="grpo", norm_adv_by_std_in_grpo=False))
-    run = SimpleNamespace(
-        config=PPOConfig(trainer=TrainerConfig(transcripts=True)), folder=tmp_path, tokenizer=make_tiny_tokenizer()
-    )
-    transcripts.keep(run, 1, batch.with_(old_log_probs=batch["rollout_log_probs"]))
+    run = SimpleNamespace(folder=tmp_path, tokenizer=make_tiny_tokenizer())
+    transcripts.write(run, 1, batch.with_(old_log_probs=batch["rollout_log_probs"]))
     lines = [json.loads(line) for line in (tmp_path / "transcripts/step_000001.jsonl").read_text().splitlines()]
     assert [(line["sample"], line["branch"]) for line in lines] == [(0, 0), (1, 0), (1, 1), (1, 2)]
     assert lines[3]["token_ids"] == [60, 90, 91, 73, 74] and lines[3]["loss_mask"] == [0, 0, 0, 1, 1]

@@ -83,9 +83,7 @@ def test_offload_changes_no_number_and_a_resumed_run_equals_an_unbroken_one(trai
         "actor_rollout_ref.actor.use_kl_loss=True",
         "actor_rollout_ref.actor.ppo_epochs=2",
         "actor_rollout_ref.actor.shuffle=True",
-        "actor_rollout_ref.actor.checkpoint.save_contents=[model,optimizer,extra,hf_model]",
         "data.train_max_samples=16",
-        "trainer.test_freq=4",
     )
     folder, with_offload = train(*options, "actor_rollout_ref.model.activation_offload.min_bytes=0")
     assert [with_offload[step]["train/epoch"] for step in (1, 2, 3, 4)] == [0, 0, 1, 1]
@@ -104,12 +102,6 @@ def test_offload_changes_no_number_and_a_resumed_run_equals_an_unbroken_one(trai
     assert again == folder
     for step in (3, 4):
         assert results(resumed[step]) == results(with_offload[step])
-
-    exported = folder / "checkpoints/global_step_4/actor/hf_model"
-    other, validated = train(*custom("varied"), f"actor_rollout_ref.model.path={exported}", "trainer.val_only=True")
-    assert other != folder
-    for name in ("val/reward", "val/response_length"):
-        assert validated[0][name] == with_offload[4][name]
 
 
 @pytest.mark.slow
@@ -274,7 +266,7 @@ def judge(untrained, tmp_path):
 
 
 @pytest.mark.slow
-def test_remax_with_dynamic_sampling_a_reward_model_and_an_own_loss_resumes(train, custom, judge, tmp_path):
+def test_remax_with_dynamic_sampling_a_reward_model_and_an_own_loss(train, custom, judge, tmp_path):
     """In one run: greedy responses, generations until there are enough prompts, a penalty for length, a user's loss, and a
     model that reads texts in its own words and adds to the functions.
     """
@@ -293,10 +285,9 @@ def test_remax_with_dynamic_sampling_a_reward_model_and_an_own_loss_resumes(trai
         "reward.overlong_buffer.enable=True",
         "reward.overlong_buffer.len=8",
         "trainer.total_training_steps=2",
-        "trainer.save_freq=1",
         f"trainer.rollout_data_dir={tmp_path}/dumped",
     ]
-    folder, whole = train(*options)
+    _, whole = train(*options)
     for step in (1, 2):
         generations, kept = (whole[step][f"filter_groups/{name}"] for name in ("generations", "kept_share"))
         assert generations >= 2 and 8 <= round(kept * generations * 6) <= generations * 6
@@ -318,8 +309,6 @@ def test_remax_with_dynamic_sampling_a_reward_model_and_an_own_loss_resumes(trai
         assert whole[step]["reward/accuracy"] == sum(rule) / 32, "the functions' alone"
         mean = sum(record["score"] for record in records) / 32
         assert whole[step]["reward/mean"] < mean, "long responses lose some of their score"
-    _, resumed = train(*options, *resume_from(folder, 1))
-    assert results(resumed[2]) == results(whole[2])
 
 
 @pytest.mark.slow

@@ -21,28 +21,22 @@ SHORTENS = (
 
 @pytest.fixture
 def options(tmp_path, untrained):
-    """options(template) has the overrides of a run with three turns; None is the model's own template."""
-    path = tmp_path / "own.py"
+    """The overrides of a run with three turns."""
+    path, folder = tmp_path / "own.py", tmp_path / "model"
     path.write_text(OWN)
-
-    def chosen(template=None, mode="fork"):
-        folder = tmp_path / "model"
-        shutil.copytree(untrained, folder, dirs_exist_ok=True)
-        if template is not None:
-            tokenizer = AutoTokenizer.from_pretrained(folder)
-            tokenizer.chat_template = template
-            tokenizer.save_pretrained(folder)
-        return [
-            f"actor_rollout_ref.model.path={folder}",
-            f"actor_rollout_ref.rollout.multi_turn.on_rewritten_history={mode}",
-            "actor_rollout_ref.rollout.temperature=0.7",
-            "data.max_response_length=48",
-            f"environment.path={path}",
-            *("environment.name=Echo", "environment.processes=1", "environment.rewards=replace"),
-            *("trainer.save_freq=1", "trainer.total_training_steps=2"),
-        ]
-
-    return chosen
+    shutil.copytree(untrained, folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = SHORTENS
+    tokenizer.save_pretrained(folder)
+    return [
+        f"actor_rollout_ref.model.path={folder}",
+        "actor_rollout_ref.rollout.multi_turn.on_rewritten_history=fork",
+        "actor_rollout_ref.rollout.temperature=0.7",
+        "data.max_response_length=48",
+        f"environment.path={path}",
+        *("environment.name=Echo", "environment.processes=1", "environment.rewards=replace"),
+        *("trainer.save_freq=1", "trainer.total_training_steps=2"),
+    ]
 
 
 GRPO = (
@@ -55,19 +49,12 @@ GRPO = (
     "trainer.n_gpus_per_node=2",
     "trainer.test_freq=2",
 )
-PPO = (
-    "algorithm.adv_estimator=gae",
-    "algorithm.time_step=turn",
-    "algorithm.lam=0.9",
-    "algorithm.use_kl_in_reward=True",
-)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("algorithm", [GRPO, PPO], ids=["grpo", "ppo"])
-def test_conversations_fork_and_resume_exactly(train, options, algorithm):
-    """GRPO with dynamic sampling on two processes, which hold other numbers of rows; PPO over turns."""
-    settings = [*options(SHORTENS), *algorithm]
+def test_conversations_fork_and_resume_exactly(train, options):
+    """GRPO with dynamic sampling on two processes, which hold other numbers of rows."""
+    settings = [*options, *GRPO]
     folder, whole = train(*settings)
     resumed, second = train(*settings, *resume_from(folder, 1))
     found, expected = ({n: x for n, x in results(m).items() if not n.endswith("_s")} for m in (second[2], whole[2]))
@@ -90,27 +77,16 @@ def test_conversations_fork_and_resume_exactly(train, options, algorithm):
             assert (
                 row["token_ids"][: rows[0]["turns"][0]["start"]] == rows[0]["token_ids"][: rows[0]["turns"][0]["start"]]
             )
-    if algorithm is GRPO:
-        for group in {group for group, _ in of_conversation}:
-            own = [rows for (number, _), rows in of_conversation.items() if number == group]
-            advantages = [{x for row in rows for x in row["advantages"] if x is not None} for rows in own]
-            assert all(len(each) == 1 for each in advantages), "one number for all rows of a conversation"
-            assert sum(each.pop() for each in advantages) == pytest.approx(0.0, abs=1e-4)
+    for group in {group for group, _ in of_conversation}:
+        own = [rows for (number, _), rows in of_conversation.items() if number == group]
+        advantages = [{x for row in rows for x in row["advantages"] if x is not None} for rows in own]
+        assert all(len(each) == 1 for each in advantages), "one number for all rows of a conversation"
+        assert sum(each.pop() for each in advantages) == pytest.approx(0.0, abs=1e-4)
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("cpu_vllm")
 def test_vllm_saw_the_rows_that_are_trained_on(train, options):
-    (_, steps) = train(*options(SHORTENS), *VLLM, "trainer.total_training_steps=1", "trainer.save_freq=-1")
+    (_, steps) = train(*options, *VLLM, "trainer.total_training_steps=1", "trainer.save_freq=-1")
     assert steps[1]["conversation/forks"] > 0
     assert 0 < steps[1]["mismatch/turn_2/max_abs_log_prob"] < 1e-3
-
-
-@pytest.mark.slow
-def test_a_run_whose_template_rewrites_nothing_is_that_of_refuse(train, options):
-    (_, forks), (_, refuses) = (train(*options(mode=mode), *GRPO) for mode in ("fork", "refuse"))
-    for step in (1, 2):
-        found, expected = (
-            {n: x for n, x in results(m).items() if not n.endswith("_s")} for m in (forks[step], refuses[step])
-        )
-        assert found == expected and found["conversation/forks"] == 0.0
