@@ -297,3 +297,36 @@ def sums_over_micro_batches(folder: str, strategy: str, reduce_dtype: str) -> tu
     for one in each[1:]:
         expected, narrow = expected + one, narrow + one
     return summed.dtype, torch.equal(summed, expected), ((narrow - summed).norm() / summed.norm()).item()
+
+
+def scores(folder, strategy, shares):
+    """This rank's scores, cut by rows and by tokens, with the parameters offloaded in between."""
+    engine = build(folder, strategy=strategy, head="score", optim=None, model={"enable_gradient_checkpointing": False})
+    share = own_share(make_batch(), shares)
+    found = [engine.scores(share, MicroBatchRule(rows=3))]
+    engine.memory.to_host()
+    return [*found, engine.scores(share, MicroBatchRule(tokens=20))]
+
+
+class Gathers(TorchDispatchMode):
+    """Counts all-gathers."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += "allgather" in str(function).replace("_", "")
+        return function(*args, **(kwargs or {}))
+
+
+def in_tiles(folder, strategy, model):
+    """Log-probs, gradient norms of two updates, weights after them and all-gathers of the second."""
+    engine = build(folder, FP64, strategy, model=model)
+    share = own_share(make_batch(), (8,) if dist.get_world_size() == 1 else (5, 3))
+    micro = MicroBatchRule(rows=3)
+    before = engine.log_probs(share, micro, 1.0)["log_probs"]
+    first = engine.update(share, micro, policy())
+    with Gathers() as gathers:
+        second = engine.update(share, micro, policy())
+    return before, (first["grad_norm"], second["grad_norm"]), weights_of(engine), gathers.count

@@ -3,8 +3,10 @@
 import pytest
 import torch
 import transformers
+from transformers import AutoModelForSequenceClassification
 
 from rlx.config.schema import ActivationOffloadConfig, LoraConfig, MixedPrecisionConfig
+from rlx.data.batch import Batch
 
 STRATEGIES = ["fsdp2", "fsdp"]
 
@@ -88,16 +90,6 @@ PARKED = [
     ("two_ranks", "fsdp2", {}, {}),
     ("two_ranks", "fsdp", {}, LORA),
     ("two_ranks", "fsdp2", {}, OFFLOAD),
-    *(
-        pytest.param(*case, marks=pytest.mark.slow)
-        for case in (
-            ("one_rank", "fsdp2", {}, {}),
-            ("two_ranks", "fsdp", {}, {}),
-            ("two_ranks", "fsdp2", {"reshard_after_forward": False}, {}),
-            ("two_ranks", "fsdp", {"reshard_after_forward": False}, {}),
-            ("one_rank", "fsdp2", {}, LORA),
-        )
-    ),
 ]
 
 
@@ -274,3 +266,49 @@ def test_on_the_cpu_weights_are_not_gathered_by_the_operation_that_crashes_gloo(
     for names in two_ranks("engine", "operations_of_the_stream", model_folder):
         assert any("c10d::allgather" in name for name in names)
         assert not [name for name in names if name.startswith("_c10d_functional")]
+
+
+@pytest.fixture(scope="module")
+def reward_folder(model_folder, tmp_path_factory) -> str:
+    folder = tmp_path_factory.mktemp("reward")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = AutoModelForSequenceClassification.from_pretrained(model_folder, num_labels=1)
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+@torch.no_grad()
+def alone(folder: str, batch: Batch) -> torch.Tensor:
+    model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float64).eval()
+    rows = zip(batch["input_ids"], batch["attention_mask"], strict=True)
+    return torch.stack([model(input_ids=ids[mask][None]).logits[0, 0] for ids, mask in rows])
+
+
+@pytest.mark.parametrize("strategy", ["fsdp2", "fsdp"])
+def test_scores_are_those_of_each_sequence_alone(strategy, reward_folder, one_rank, two_ranks):
+    (batch,) = one_rank("engine", "make_batch")
+    want = alone(reward_folder, batch)
+    assert want.std() > 1e-3
+    for ranks, shares in ((one_rank, (8,)), (two_ranks, (5, 3)), (two_ranks, (0, 8))):
+        for found in zip(*ranks("engine", "scores", reward_folder, strategy, shares), strict=True):
+            torch.testing.assert_close(torch.cat(found), want, rtol=1e-10, atol=1e-10)
+
+
+ATTENTION = {"enable_activation_offload": True, "activation_offload": ActivationOffloadConfig("attention", min_bytes=0)}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "model"),
+    [("fsdp2", {}), ("fsdp2", ATTENTION), ("fsdp", ATTENTION), ("fsdp", {"lora_rank": 2})],
+    ids=["fsdp2-checkpointing", "fsdp2-attention", "fsdp-attention", "fsdp-lora"],
+)
+def test_an_engine_in_tiles_learns_the_same_and_gathers_no_more(strategy, model, model_folder, two_ranks):
+    whole = two_ranks("engine", "in_tiles", model_folder, strategy, model)
+    tiled = two_ranks("engine", "in_tiles", model_folder, strategy, {**model, "tiled_mlp": 4})
+    for (said, norms, weights, gathers), expected in zip(tiled, whole, strict=True):
+        torch.testing.assert_close(said, expected[0], rtol=1e-12, atol=1e-12)
+        assert gathers == expected[3] > 0
+        assert norms == pytest.approx(expected[1], rel=1e-6)
+        for name, weight in weights.items():
+            torch.testing.assert_close(weight, expected[2][name], rtol=0, atol=1e-5)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from on_ranks_experts import in_ways
 
 from rlx.engine.micro_batches import MicroBatchRule
 
@@ -124,3 +125,11 @@ def test_replay_takes_the_mismatch_of_another_dtype_away(experts_folder, one_ran
 def test_a_model_without_experts_is_refused(model_folder, one_rank):
     (said,) = one_rank("experts", "refused", model_folder, 0.1)
     assert said is not None and "a model without experts" in said
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("adapters", [{}, {"lora_rank": 4}], ids=["all weights", "LoRA"])
+def test_grouped_products_are_taken_and_right(adapters, experts_folder, gpu):
+    eager, others = in_ways(experts_folder, gpu, adapters, ["boundary", "attention", "all"])
+    assert eager < 2e-2 and set(others.values()) == {0.0}

@@ -1,7 +1,6 @@
 """The engine on a GPU: bf16 compute, NCCL, memory that is given back."""
 
 import gc
-import logging
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -22,7 +21,7 @@ from rlx.config.schema import (
 from rlx.data.batch import Batch
 from rlx.engine.engine import Engine
 from rlx.engine.fsdp_units import local
-from rlx.engine.host_offload import HandOverError, HostRelief
+from rlx.engine.host_offload import HostRelief
 from rlx.engine.micro_batches import MicroBatchRule
 from rlx.engine.objectives import PolicyObjective
 from rlx.engine.optimizer_state import OptimizerStateOnHost
@@ -279,34 +278,9 @@ def test_at_rest_the_device_is_free_for_others_and_no_cycle_needs_more_than_the_
         assert rest.reserved <= first[0].reserved + 32 * MIB and rest.used <= first[0].used + 32 * MIB
 
 
-def test_a_device_without_room_is_named_and_what_waits_goes_on_waiting(gpu, large):
-    trained = engine(large, gpu, replace(FP32, **PARKED))
-    update(trained)
-    trained.memory.to_device()
-    before = [tensor.clone() for tensor in device_tensors(trained)]
-    trained.memory.to_host()
-    total = torch.cuda.mem_get_info()[1]
-    torch.cuda.set_per_process_memory_fraction(torch.cuda.memory_reserved() / total)
-    try:
-        with pytest.raises(HandOverError, match=r"model_parameters: no device memory to fetch 0\.0. GB.*host memory"):
-            trained.memory.to_device()
-    finally:
-        torch.cuda.set_per_process_memory_fraction(1.0)
-    trained.memory.to_device()
-    assert all(torch.equal(*pair) for pair in zip(device_tensors(trained), before, strict=True))
-
-
 def test_offload_policy_trains_from_the_host(gpu, large):
     expected = update(engine(large, gpu, FP32))
     on_host = engine(large, gpu, FSDPConfig(offload_policy=True, mixed_precision=FP32.mixed_precision))
     metrics = update(on_host)
     assert metrics["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-3)
     assert all(p.device.type == "cpu" for p in on_host.root.parameters())
-
-
-def test_a_plain_run_warns_of_nothing(gpu, large, caplog):
-    """A false alarm would hide a real one."""
-    trained = engine(large, gpu, FSDPConfig(), offload=False)
-    trained.log_probs(ragged(), MicroBatchRule(rows=8), temperature=1.0)
-    assert update(trained)["skipped"] == 0
-    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == []
