@@ -105,6 +105,7 @@ def soak(toys, enable, mode, device, longest, figures):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("mode", [("attention", "disk"), ("all", "cpu")], ids="-".join, indirect=True)
 def test_nothing_grows(toys, enable, mode):
     process = psutil.Process()
     before, after = soak(toys, enable, mode, "cpu", 96, lambda: process.memory_info().rss)
