@@ -1,5 +1,6 @@
 """Layers that are drawn at random: chains of linear maps, attention, writes in place, views and randomness, in each mode."""
 
+import os
 import random
 from functools import cache, partial
 
@@ -213,7 +214,7 @@ class Plain:
 @pytest.fixture(scope="module")
 def seeds(quick) -> range:
     """One number for each program that is drawn."""
-    return range(15 if quick else 60)
+    return range(15 if quick else 60 if os.environ.get("RLX_NIGHTLY") else 30)
 
 
 @pytest.fixture(scope="module")
