@@ -283,12 +283,17 @@ class Chat:
 
     def _hide(self, value: Any, hidden: list[str], marker: re.Pattern[str]) -> Any:
         """Return the message with a number in place of each match in its texts, and append these to `hidden`."""
+
+        def numbered(found: re.Match[str]) -> str:
+            hidden.append(found[0])
+            return f"{HIDDEN}{len(hidden) - 1};"
+
         match value:
             case str():
                 if value.isascii() and not marker.search(value):
                     return value
                 whole = value.encode("utf-8", "replace").decode()  # half a surrogate pair is no text
-                return marker.sub(lambda found: _numbered(found[0], hidden), whole)
+                return marker.sub(numbered, whole)
             case dict():
                 return {
                     name: each if name == "role" else self._hide(each, hidden, marker) for name, each in value.items()
@@ -357,12 +362,6 @@ def _together_or_alone(
     return found
 
 
-def _numbered(text: str, hidden: list[str]) -> str:
-    """Append the text to `hidden` and return the word that stands for it."""
-    hidden.append(text)
-    return f"{HIDDEN}{len(hidden) - 1};"
-
-
 def _has_words(text: str, gap: Gap) -> bool:
     """Return whether the template's text has the turn, if with other white space; a call of a tool may have other words.
 
@@ -373,20 +372,11 @@ def _has_words(text: str, gap: Gap) -> bool:
     is_call = "tool_calls" in turn or not content.endswith(gap.said)
     thoughts, closed, _ = content.rpartition(CLOSE)
     words = gap.said if not is_call else thoughts.rpartition(OPEN)[2] if closed else ""
-    return _squeezed(words) in _squeezed(text)
-
-
-def _squeezed(text: str) -> str:
-    return "".join(text.split())
+    return "".join(words.split()) in "".join(text.split())
 
 
 def contents_of(messages: list[Message]) -> str:
-    """Return the contents of messages one after the other."""
-    return "".join(map(_text_of, (message.get("content") for message in messages)))
-
-
-def _text_of(content: Any) -> str:
-    """Return a content as text: it may be a list of parts, of which those of text count."""
-    if isinstance(content, list):
-        return "".join(str(part.get("text") or "") for part in content if isinstance(part, dict))
-    return str(content or "")
+    """Return the concatenated contents of messages; of a list of parts those of text."""
+    contents = [message.get("content") or "" for message in messages]
+    parts = [part for each in contents for part in (each if isinstance(each, list) else [{"text": each}])]
+    return "".join(str(part.get("text") or "") for part in parts if isinstance(part, dict))

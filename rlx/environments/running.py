@@ -10,12 +10,14 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from rlx.data.seeding import seed_for
+from rlx.environments.answers import Answer
 from rlx.environments.chat import Chat, Gap
 from rlx.environments.conversation import Conversation
-from rlx.environments.protocol import Failure, Message, Observation, Reset, Turn
+from rlx.environments.environment_pool import EnvironmentPool
+from rlx.environments.protocol import Failure, Message, Observation, Reset
 from rlx.errors import ExplainedError, cause_of
 from rlx.heartbeat import beat
 from rlx.rollout.protocol import Completion, FirstRank, PrefixMemory, Request, Rollout, Sampling, aborting
@@ -27,30 +29,6 @@ YOUNG_OBJECTS = 50_000
 
 class EnvironmentFailed(ExplainedError, RuntimeError):
     """An environment failed, and the run is to end then; or no conversation could go on."""
-
-
-class Pool(Protocol):
-    """The part of `EnvironmentPool` that conversations use."""
-
-    def reset(self, key: int, row: dict[str, Any]) -> None:
-        """Begin the conversation `key`."""
-        ...
-
-    def step(self, key: int, turn: Turn) -> None:
-        """Send a turn."""
-        ...
-
-    def flush(self) -> None:
-        """Let environments work on what was begun and sent; without it they may wait for `poll`."""
-        ...
-
-    def poll(self, timeout_s: float) -> list[tuple[int, Reset | Observation | Failure]]:
-        """Return the answers that have arrived; wait for the first at most so long."""
-        ...
-
-    def end(self, key: int) -> None:
-        """End the conversation `key`."""
-        ...
 
 
 class ConversationRow(NamedTuple):
@@ -126,7 +104,7 @@ class ConversationOptions:
 
 
 def run_conversations(
-    rollout: Rollout, pool: Pool | None, rows: Sequence[ConversationRow], options: ConversationOptions
+    rollout: Rollout, pool: EnvironmentPool | None, rows: Sequence[ConversationRow], options: ConversationOptions
 ) -> RanConversations:
     """Run a conversation for each row to its end.
 
@@ -161,14 +139,18 @@ class _Open:
 
 class _Run:
     def __init__(
-        self, rollout: Rollout, pool: Pool | None, rows: Sequence[ConversationRow], options: ConversationOptions
+        self,
+        rollout: Rollout,
+        pool: EnvironmentPool | None,
+        rows: Sequence[ConversationRow],
+        options: ConversationOptions,
     ):
         self._rollout, self._pool, self._rows, self._options = rollout, pool, rows, options
         self._chat, self._bounds = options.chat, options.bounds
         self._waiting = deque(range(len(rows)))
         self._open: dict[int, _Open] = {}
         self._sampled: dict[int, int] = {}  # rows by numbers of requests
-        self._arrived: dict[int, Reset | Observation | Failure] = {}
+        self._arrived: dict[int, Answer] = {}
         self.ended: dict[int, Conversation] = {}
         self.waited_s = 0.0
         self._hopeless = ""  # why the template stopped a conversation, if no text of the model is the cause
@@ -183,15 +165,11 @@ class _Run:
             if self._sampled:
                 self._take_turns(self._rollout.step())
             is_due = not (self._options.in_waves or step % self._options.listen_every)
-            if self._some_are_away and (is_due or not self._sampled):
+            some_are_away = len(self._sampled) < len(self._open)  # with their environments
+            if some_are_away and (is_due or not self._sampled):
                 self._listen()
         if self._hopeless and all(each.reason.startswith(TEMPLATE_REASON) for each in self.ended.values()):
             raise EnvironmentFailed(f"no conversation could go on: {self._hopeless}")
-
-    @property
-    def _some_are_away(self) -> bool:
-        """Whether a conversation is with its environment."""
-        return len(self._sampled) < len(self._open)
 
     def end_all(self) -> None:
         """End the environments of all open conversations."""
@@ -230,11 +208,11 @@ class _Run:
         self._take_answers({key: self._arrived[key] for key in sorted(self._arrived) if key in self._open})
         self._arrived.clear()
 
-    def _poll(self) -> dict[int, Reset | Observation | Failure]:
+    def _poll(self) -> dict[int, Answer]:
         assert self._pool is not None, "the rank that decides has the pool"
         return dict(self._pool.poll(0.0 if self._sampled else IDLE_WAIT_S))
 
-    def _take_answers(self, answers: dict[int, Reset | Observation | Failure]) -> None:
+    def _take_answers(self, answers: dict[int, Answer]) -> None:
         """Let conversations go on, or end. The tokens between their turns are made together, which is faster."""
         self._take_prompts({key: answer for key, answer in answers.items() if isinstance(answer, Reset)})
         gaps: dict[int, Gap] = {}
