@@ -232,7 +232,6 @@ def test_limits_that_end_a_program_before_its_time(code, expected):
         ("import os\nwhile True: os.fork()", "took longer than 1 s|exit code|printed more"),
         ("bytearray(10**9)", "exit code 1|took longer than 1 s"),
         ("open('x', 'wb').write(bytes(10**7))", "exit code 1|took longer than 1 s"),
-        ("import resource, os\nwhile True: pass", "took longer than 1 s"),
     ],
 )
 def test_limits(code, expected):
