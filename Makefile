@@ -3,7 +3,7 @@
 #             PYTEST_ARGS="..." goes to pytest
 # make chaos  breaks N runs (50) in random ways, from SEED (0) on, JOBS (1) at a time, and compares each with an unbroken one
 # make learns trains the tiny model on each built-in task, in the folder OUT (outputs/learns), and says how many points of accuracy it wins
-# make docs   writes docs/configuration.md, docs/metrics.md and docs/models.md anew
+# make docs   writes docs/configuration.md and docs/models.md anew
 # make setup  only sets up: rlx and what it needs, in .venv
 
 VENV := .venv
@@ -51,8 +51,6 @@ learns: $(STAMP)
 docs: $(STAMP)
 	$(PY) -m rlx.config.describe > docs/configuration.md.new
 	mv docs/configuration.md.new docs/configuration.md
-	$(PY) -m rlx.trainer.metric_table > docs/metrics.md.new
-	mv docs/metrics.md.new docs/metrics.md
 	$(PY) -m benchmarks.sweep.page > docs/models.md.new
 	mv docs/models.md.new docs/models.md
 
