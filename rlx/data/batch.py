@@ -39,56 +39,30 @@ TENSORS: dict[str, Column] = {
     "attention_mask": Column("BT", BOOL, "rollout", "True on tokens that are not padding"),
     "response_mask": Column("BR", BOOL, "rollout", "True on tokens the policy wrote, the closing EOS included"),
     "rollout_log_probs": Column("BR", F32, "rollout", "log-prob of each token under the sampler"),
-    "routed_experts": Column(
-        "BTLK",
-        I16,
-        "rollout",
-        "experts that the sampler used; 0 in layers without experts, on padding and the last token",
-    ),
+    # 0 in layers without experts, on padding and the last token
+    "routed_experts": Column("BTLK", I16, "rollout", "experts that the sampler used"),
     "policy_version": Column("B", I64, "rollout", "number of weight updates the sampler had received"),
-    "turn_rewards": Column(
-        "BR", F32, "rollout", "reward that an environment gave a turn, on its last token; only with an environment"
-    ),
-    "branch": Column(
-        "B",
-        I64,
-        "trainer",
-        "index of the row among those of its conversation; only if a conversation of the batch forked",
-    ),
-    "sample_tokens": Column(
-        "B", I64, "trainer", "tokens in the loss of all rows of the row's conversation; only with `branch`"
-    ),
+    "turn_rewards": Column("BR", F32, "rollout", "reward of an environment for a turn, on the turn's last token"),
+    # These two only if a conversation of the batch forked
+    "branch": Column("B", I64, "trainer", "index of the row among those of its conversation"),
+    "sample_tokens": Column("B", I64, "trainer", "tokens in the loss of all rows of the row's conversation"),
     "scores": Column("B", F32, "rewards", "one score per sample"),
-    "greedy_scores": Column(
-        "B", F32, "rewards", "score of the greedy response to the sample's prompt, if ReMax asks for it"
-    ),
+    "greedy_scores": Column("B", F32, "rewards", "score of the greedy response to the prompt, if ReMax asks for it"),
     "model_scores": Column("B", F32, "reward", "the reward model's score of each sample"),
     "old_log_probs": Column("BR", F32, "actor", "log-prob under the policy before this step's updates"),
     "entropy": Column("BR", F32, "actor", "entropy of the next-token distribution"),
-    "differing_experts": Column(
-        "BR",
-        F32,
-        "actor",
-        "share of layers whose router chooses other experts than the sampler used, for the token before",
-    ),
+    # Of the token before, whose router states gave this token's distribution
+    "differing_experts": Column("BR", F32, "actor", "share of layers whose router chooses others than the sampler's"),
     "differing_experts_used": Column("BR", F32, "actor", "the same for the experts that the forward used"),
-    "rollout_is_weights": Column(
-        "BR", F32, "trainer", "factor of the policy loss that corrects the sampler's mismatch"
-    ),
+    "rollout_is_weights": Column("BR", F32, "trainer", "factor of the loss that corrects the sampler's mismatch"),
     "loss_mask": Column(
-        "BR", BOOL, "trainer", "the part of response_mask that the policy's loss counts, if tokens are rejected"
+        "BR", BOOL, "trainer", "the part of response_mask in the policy's loss, if tokens are rejected"
     ),
     "ref_log_probs": Column("BR", F32, "ref", "log-prob under the reference"),
     "values": Column("BR", F32, "critic", "value of the state in which each response token is chosen"),
-    "token_rewards": Column(
-        "BR",
-        F32,
-        "trainer",
-        "score on the last response token, or an environment's rewards on turns' last tokens; minus the KL penalty if configured",
-    ),
-    "outcomes": Column(
-        "B", F32, "trainer", "what token_rewards add up to: the score, minus the KL penalty if configured"
-    ),
+    # Both minus the KL penalty if configured; an environment's rewards are on the last tokens of turns
+    "token_rewards": Column("BR", F32, "trainer", "the score on the last response token"),
+    "outcomes": Column("B", F32, "trainer", "what token_rewards add up to"),
     "advantages": Column("BR", F32, "algorithms", "advantage of each token"),
     "returns": Column("BR", F32, "algorithms", "regression target of the critic"),
 }

@@ -26,27 +26,16 @@ ROWS = ("data.train_files", "data.prompt_key", "data.answer_key", "data.reward_f
 """Keys that say where the rows are. A checkpoint with a digest of its rows allows other values for the same rows."""
 REFUSED = {
     "the starting model, which gives the reference and the shape of the weights": (
-        "actor_rollout_ref.model.path",
-        *("*.model.override_config", "*.model.tiny.*", "*.model.lora_*", "*.model.lora.use_*"),
-        *("*.model.target_modules", "*.model.quantization"),
-        *("warm_start.target_accuracy", "warm_start.max_steps", "warm_start.batch_size", "warm_start.lr"),
-        "warm_start.eval_every",
+        *("actor_rollout_ref.model.path", "*.model.override_config", "*.model.tiny.*", "*.model.lora_*"),
+        *("*.model.lora.use_*", "*.model.target_modules", "*.model.quantization", "warm_start.target_accuracy"),
+        *("warm_start.max_steps", "warm_start.batch_size", "warm_start.lr", "warm_start.eval_every"),
     ),
     "the prompts and their order, in which the checkpoint holds a position": (
-        *(
-            "data.train_max_samples",
-            *ROWS,
-            "data.shuffle",
-            "data.seed",
-            "data.custom_cls.*",
-            "data.arithmetic.difficulty",
-            "data.arithmetic.train_size",
-        ),
-        "data.arithmetic.seed",
+        *("data.train_max_samples", *ROWS, "data.shuffle", "data.seed", "data.custom_cls.*"),
+        *("data.arithmetic.difficulty", "data.arithmetic.train_size", "data.arithmetic.seed"),
     ),
     "the estimator and its controllers, whose state the checkpoint holds": (
-        "algorithm.adv_estimator",
-        "algorithm.kl_ctrl.type",
+        *("algorithm.adv_estimator", "algorithm.kl_ctrl.type"),
     ),
 }
 """Keys that the saved state belongs to: with another value the run would go on with another meaning."""
@@ -60,15 +49,9 @@ FREE = (
     *("data.val_*", *ROWS, "data.arithmetic.val_size", "actor_rollout_ref.rollout.val_kwargs.*"),
     *("*.activation_offload.*", "*.enable_activation_offload", "*.enable_gradient_checkpointing", "*.tiled_mlp"),
     *("*micro_batch_size_per_gpu", "*use_dynamic_bsz", "*max_token_len_per_gpu", "*.ulysses_sequence_parallel_size"),
-    *(
-        "*.strategy",
-        "*.param_offload",
-        "*.optimizer_offload",
-        "*.optimizer_state",
-        "*.offload_policy",
-        "*.reshard_after_forward",
-    ),
-    *("*.fsdp_size", "*.forward_prefetch", "*.save_contents", "*.gpu_memory_utilization", "*.max_num_seqs"),
+    *("*.strategy", "*.param_offload", "*.optimizer_offload", "*.optimizer_state", "*.offload_policy"),
+    *("*.reshard_after_forward", "*.fsdp_size", "*.forward_prefetch", "*.save_contents", "*.gpu_memory_utilization"),
+    *("*.max_num_seqs",),
     *("*.max_num_batched_tokens", "*.enforce_eager", "*.free_cache_engine", "*.enable_chunked_prefill"),
     *("*.enable_prefix_caching", "*.tensor_model_parallel_size"),
     *("reward.num_workers", "reward.max_concurrent", "reward.memory_limit_gb", "reward.timeout_s"),
