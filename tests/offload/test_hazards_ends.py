@@ -307,17 +307,3 @@ def test_dropout_in_a_layer_and_within_it_in_another_thread_is_refused(enable, s
     with pytest.raises(RuntimeError, match="while another thread runs one"):
         layers[0](x) if output is None else output.sum().backward()
     assert refused
-
-
-def test_backward_in_another_thread(enable, toys, mode):
-    model = toys.decoder(dropout=0.1, attention_dropout=0.1)
-    expected = toys.grade(copy.deepcopy(model), toys.read)
-    enable(model, **mode)
-    torch.manual_seed(7)
-    with torch.autograd.set_multithreading_enabled(False):
-        loss = toys.read(model)
-    thread = threading.Thread(target=loss.backward)
-    thread.start()
-    thread.join()
-    for name, p in model.named_parameters():
-        assert torch.equal(p.grad, expected.grads[name]), name

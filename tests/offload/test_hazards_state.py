@@ -280,14 +280,6 @@ def test_a_large_attribute_that_is_written_to_is_refused(enable, toys, stack):
         loss.backward()
 
 
-def test_spectral_normalisation_of_a_layer(enable, toys, mode):
-    """The hook of the layer sets its weight as an attribute, before the layer's forward."""
-    model = toys.stack(lambda: torch.nn.utils.spectral_norm(nn.Linear(8, 8)))
-    expected = toys.grade(copy.deepcopy(model), toys.step)
-    enable(model, **mode)
-    expected.assert_equal(toys.grade(model, toys.step))
-
-
 def test_an_attribute_that_keeps_the_last_result_holds_no_graph(enable, toys, stack, saving):
     def forward(m, x):
         m.last = m.block(x)
