@@ -33,15 +33,11 @@ COMPACT_SHARE = 1 / 8
 class HFRollout(Rollout):
     """A `Rollout` on a transformers causal language model.
 
-    The model is built from its config; its weights only come through `update_weights`.
+    The model is built from a copy of its config; its weights only come through `update_weights`.
 
     Args:
-        config: of the model; copied.
-        device: of the model.
-        dtype: of its weights.
+        config, device, dtype, attn_implementation, trust_remote_code: of the model, as transformers names them.
         max_num_seqs: sequences decoded at once.
-        attn_implementation: attention kernel, as transformers names it.
-        trust_remote_code: allow the config's model class to come from the model's folder.
         with_experts: whether requests may ask for the experts of their tokens.
         tokenizer: for stop strings and bad words.
 
@@ -73,14 +69,7 @@ class HFRollout(Rollout):
         self._adapters: dict[str, Adapter] = {}
 
     def add_adapters(self, config: ModelConfig) -> None:
-        """Load the base of a model with adapters; from now on `update_weights` takes the adapters alone.
-
-        Args:
-            config: reads the path and the keys of LoRA.
-
-        Raises:
-            ModelError: the weights cannot be loaded, or the model takes no such adapters.
-        """
+        """Load the base of a model with adapters; from now on `update_weights` takes the adapters alone. Raises ModelError."""
         dtype = self._model.dtype
         self.update_weights(load_model(config, "lm", dtype).state_dict().items(), version=0)
         self.version = None

@@ -24,12 +24,7 @@ MARGIN_TOKENS = 8  # a character may have several tokens
 def growing_cache(config: PreTrainedConfig, extra_tokens: int, has_window: bool = True) -> DynamicCache:
     """Return a DynamicCache for `config` whose plain layers have room for `extra_tokens` after the first call.
 
-    Layers of other kinds (sliding window, linear attention) stay transformers' own.
-
-    Args:
-        config: of the model.
-        extra_tokens: see above.
-        has_window: whether the model applies its sliding window; if not, layers with one are plain.
+    Layers of other kinds (linear attention, or a sliding window if the model applies it) stay transformers' own.
     """
     cache = DynamicCache(config=config)
     plain = (DynamicLayer,) if has_window else (DynamicLayer, DynamicSlidingWindowLayer)
@@ -41,9 +36,6 @@ class GrowingLayer(DynamicLayer):
     """Keys and values (B, heads, tokens, head_dim) as views of buffers with room for more tokens.
 
     transformers' dynamic cache copies all of them for each new token, which on CPU costs more than a small model's arithmetic.
-
-    Args:
-        extra_tokens: room in each new buffer in addition to the tokens it stores at first.
     """
 
     def __init__(self, extra_tokens: int):

@@ -321,8 +321,7 @@ def aborting(rollout: Rollout) -> Iterator[None]:
 class SamplerLoad:
     """How busy a sampler was, from the times at which the number of its requests in flight changed.
 
-    Args:
-        max_num_seqs: requests that it decodes at once; those beyond wait and are not counted as running.
+    Requests beyond `max_num_seqs` wait and are not counted as running.
     """
 
     def __init__(self, max_num_seqs: int) -> None:
@@ -350,10 +349,8 @@ class SamplerLoad:
         """Return the load from the first request to the last change; {} without requests.
 
         Returns:
-            running_mean: requests that were decoded, averaged over time. Moments without any count as 0.
-            running_max: the most at any time.
-            busy_share: running_mean / max_num_seqs.
-            tail_s: from the first completion to the last [s].
+            running_mean: requests that were decoded, averaged over time; running_max: the most at any time; busy_share:
+            running_mean / max_num_seqs; tail_s: from the first completion to the last [s].
         """
         if self._start is None:
             return {}
@@ -370,24 +367,18 @@ class SamplerLoad:
 def joined_loads(loads: Iterable[Mapping[str, float]]) -> dict[str, float]:
     """Return one load for several calls or processes: means of running_mean and busy_share, the largest of the others."""
     known = [load for load in loads if load]
-    return {
-        name: sum(load[name] for load in known) / len(known)
-        if name in ("running_mean", "busy_share")
-        else max(load[name] for load in known)
-        for name in (known[0] if known else ())
-    }
+    columns = {name: [load[name] for load in known] for name in (known[0] if known else ())}
+    means = ("running_mean", "busy_share")
+    return {name: sum(each) / len(each) if name in means else max(each) for name, each in columns.items()}
 
 
 class FirstRank:
-    """Lets the ranks of a tensor-parallel group see one order of events.
+    """Lets the ranks of a tensor-parallel group see one order of events; `size` neighbours are a group.
 
     The ranks run the same program, but an event outside, such as a tool's answer, comes at other times on each. So the first
     rank alone looks at the outside, and the others take over what it saw:
 
         arrived = first_rank.decide(lambda: pool.poll(0.1))
-
-    Args:
-        size: ranks in a group, which are neighbours; all processes of the run build theirs together.
     """
 
     def __init__(self, size: int = 1) -> None:

@@ -36,8 +36,7 @@ def build_rollout(
     """Return the sampler of `rollout.name`, still without weights. All processes build theirs together.
 
     Args:
-        rollout: the sampler's name and options.
-        model: its folder's config gives the architecture; its weights are read only if the trainer sends adapters alone.
+        rollout, model: the configuration; the model's weights are read only if the trainer sends adapters alone.
         device: where it decodes.
         context_length: longest prompt and response together [tokens].
         seed: of the engine itself.
@@ -89,13 +88,13 @@ def generate_batch(
     Args:
         rollout: the sampler; it has received weights.
         batch: with prompt_ids, prompt_mask and seed; other columns and info are kept.
-        sampling: the same for every row; max_tokens is at most `response_length`.
+        sampling: the same for every row.
         pad_token_id: fills responses on the right.
-        response_length: R, the width of the response columns [tokens]; equal for batches that are to be joined.
+        response_length: R, the width of the response columns [tokens], at least `max_tokens`.
 
     Returns:
         The batch with input_ids, attention_mask, response_mask, policy_version and, if `sampling` asks for them,
-        rollout_log_probs and routed_experts, instead of prompt_ids and prompt_mask. A batch without rows gives one without rows.
+        rollout_log_probs and routed_experts, instead of prompt_ids and prompt_mask; without rows one without rows.
 
     Raises:
         ValueError: max_tokens exceeds `response_length`.
@@ -185,15 +184,7 @@ class ChangeCheck:
             yield name, tensor
 
     def require_change(self, found: Tensor, version: int) -> None:
-        """Compare with the sync before.
-
-        Args:
-            found: sample of the weights that the sampler has now, as its `probe` returns it.
-            version: of the policy.
-
-        Raises:
-            StaleSamplerError: the policy changed and the sampler did not.
-        """
+        """Compare with the sync before; `found` is the sampler's `probe`. Raises StaleSamplerError if only the policy changed."""
         sent = on_cpu(self._sent).to(self._dtype).float()
         self._sent = []  # they hold device memory
         before, self._before = self._before, (sent, found)

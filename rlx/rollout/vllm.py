@@ -118,8 +118,7 @@ class VLLMEngine:
             if self._temperature != 1.0:
                 self._llm.collective_rpc(support.divide_logits, args=(self._temperature,))
         # Newer versions destroy the default process group, which is the trainer's, together with the engine.
-        finalizer = getattr(self._client, "_finalizer", None)
-        if finalizer is not None:
+        if (finalizer := getattr(self._client, "_finalizer", None)) is not None:
             finalizer.detach()
         self._hashes = support.ContinuedHashes(getattr(self._client, "engine_core", None))
 
@@ -160,13 +159,7 @@ class VLLMEngine:
         self._random.seed(seed)
 
     def add(self, number: int, request: Request, seeded: bool) -> None:
-        """Take a request; the next step works on it if there is room. Raises EngineError if the engine fails.
-
-        Args:
-            number: in digits, vLLM's name of it.
-            request: to be completed.
-            seeded: whether it draws from its own seed instead of the stream of all.
-        """
+        """Take a request, which draws from its own seed or from the stream of all; raises EngineError if the engine fails."""
         self._has_unseeded |= not seeded
         prompt = tokens_input(list(request.prompt_ids))  # vLLM would render a `TokensPrompt` to it, at a cost
         self._hashes.expect(request.memory)
@@ -176,11 +169,7 @@ class VLLMEngine:
             )
 
     def step(self, requests: Mapping[int, Request]) -> list[tuple[int, Completion]]:
-        """Decode a token of each request that has a place, and return those that stopped; raises EngineError.
-
-        Args:
-            requests: those in flight by number.
-        """
+        """Decode a token of each request that has a place, and return those that stopped; raises EngineError."""
         beat()
         # The second model runner draws seeds for requests that have none from numpy; nothing else in a step uses it.
         own = self._random.in_use(with_numpy=self._has_unseeded)
@@ -210,11 +199,7 @@ class VLLMEngine:
         return cast(T, self._engine.collective_rpc(function)[0])
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Load a complete set of weights as from a checkpoint, and drop cached prefixes.
-
-        Raises:
-            ValueError: vLLM's model has other weights. The engine cannot be used any more.
-        """
+        """Load a complete set of weights as from a checkpoint, and drop cached prefixes; ValueError: they are of another model."""
         engine, stream = self._engine, support.Stream(weights)
         with restored_process_state():
             try:
@@ -295,11 +280,7 @@ def _warming_up(sampling: Sampling) -> Iterator[None]:
         yield
         return
     request = Request((0,), seed=0, sampling=sampling)
-    setattr(
-        SamplingParams,
-        name,
-        staticmethod(lambda: _sampling_params(request, seeded=True, divided_by=sampling.temperature)),
-    )
+    setattr(SamplingParams, name, staticmethod(lambda: _sampling_params(request, True, sampling.temperature)))
     try:
         yield
     finally:
@@ -348,12 +329,10 @@ def _failing() -> Iterator[None]:
 
 def _end(core: Any) -> None:
     """End the parts of an engine. If a part of a failed engine raises, the other parts are still ended."""
-
-    def give_back() -> None:
-        core.model_executor.collective_rpc(_give_back)
-
+    executor = core.model_executor
+    give_back = functools.update_wrapper(functools.partial(executor.collective_rpc, _give_back), _give_back)
     # The last one, because another engine makes groups of its own.
-    for part in (give_back, core.model_executor.shutdown, core.scheduler.shutdown, destroy_model_parallel):
+    for part in (give_back, executor.shutdown, core.scheduler.shutdown, destroy_model_parallel):
         try:
             part()
         except Exception as error:
@@ -384,13 +363,7 @@ def _collect() -> None:
 
 
 def _sampling_params(request: Request, seeded: bool, divided_by: float) -> SamplingParams:
-    """Return parameters of the request's own: vLLM changes them when it takes the request.
-
-    Args:
-        request: to be completed.
-        seeded: whether it draws from its own seed.
-        divided_by: what the model divides its logits by, see `divide_logits`.
-    """
+    """Return parameters of the request's own, because vLLM changes them; the model divides its logits by `divided_by`."""
     usual, changeable = _usual_params(request.sampling, divided_by)
     params = copy.copy(usual)  # 0.3 µs; making them takes 6, most of it for checks
     for name in changeable:
@@ -431,25 +404,17 @@ def _usual_params(sampling: Sampling, divided_by: float) -> tuple[SamplingParams
 
 
 class VLLMRollout(Rollout):
-    """A `Rollout` on a vLLM engine in this process.
+    """A `Rollout` on a vLLM engine in this process; arguments are those of `build_rollout`.
 
-    Weights only come through `update_weights`. `sleep` frees the device memory of weights and cache, and both are lost; on CPU
-    vLLM keeps the memory. With `ModelConfig.sends_adapters` vLLM reads the base from the model's folder, `update_weights`
-    brings the adapters, and weights that sleep wait in host memory.
-
-    Args:
-        rollout, model: the configuration.
-        device: where it decodes.
-        context_length: longest prompt and response together [tokens].
-        seed: of the engine.
-        tokenizer: for stop strings and bad words; vLLM loads it from its folder, and only if the configuration has some.
+    `sleep` frees the device memory of weights and cache, and both are lost; on CPU vLLM keeps the memory. With
+    `ModelConfig.sends_adapters` vLLM reads the base from the model's folder, and weights that sleep wait in host memory.
 
     Attributes:
         engine: vLLM's engine, public for benchmarks.
         has_seeds: whether each request draws from a seed of its own.
 
     Raises:
-        ValueError: vLLM does not know or refuses an option, lacks the architecture, or finds too little free memory.
+        ValueError: vLLM does not know or rejects an option, lacks the architecture, or finds too little free memory.
     """
 
     def __init__(
@@ -461,8 +426,7 @@ class VLLMRollout(Rollout):
         seed: int,
         tokenizer: "PreTrainedTokenizerBase | None" = None,
     ):
-        unknown = unknown_options(rollout.engine_kwargs.vllm)
-        if unknown:
+        if unknown := unknown_options(rollout.engine_kwargs.vllm):
             raise ValueError(f"actor_rollout_ref.rollout.engine_kwargs.vllm: {'; '.join(unknown)}")
         config = load_config(model)
         if fault := support.fault_of(config, models_of, device):
@@ -519,11 +483,7 @@ class VLLMRollout(Rollout):
             raise ValueError(f"{model.path}: {error}") from error
 
     def _check_model(self, parameters: Mapping[str, Tensor]) -> None:
-        """Raise ValueError if vLLM's model would not use the trainer's weights as they are.
-
-        Args:
-            parameters: of the trainer's model, if ties have been undone.
-        """
+        """Raise ValueError if vLLM's model would not use the trainer's weights, whose ties may be undone, as they are."""
         if self._aliases and not self.engine.ask(support.has_head):
             raise ValueError(
                 "on CPU vLLM keeps the first values of a head that is tied to the embedding, and its model of this type has no "

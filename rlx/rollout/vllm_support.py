@@ -51,14 +51,7 @@ _NO_NEWS = {
 def engine_options(
     rollout: RolloutConfig, model: ModelConfig, device: torch.device, context_length: int, seed: int
 ) -> dict[str, Any]:
-    """Return vLLM's engine arguments for a configuration; those in `engine_kwargs.vllm` take precedence.
-
-    Args:
-        rollout, model: the configuration.
-        device: where it decodes.
-        context_length: longest prompt and response together [tokens].
-        seed: of the engine; requests bring their own.
-    """
+    """Return vLLM's engine arguments for a configuration; those in `engine_kwargs.vllm` take precedence."""
     on_cpu = device.type == "cpu"
     # vLLM draws a request's random numbers again if its prompt comes in chunks, and cannot rewind a generator on CPU.
     is_chunked = rollout.enable_chunked_prefill and (not on_cpu or rollout.seed_requests is False)
@@ -121,13 +114,7 @@ def with_needs(options: dict[str, Any], config: "PreTrainedConfig", device: torc
 def fault_of(
     config: "PreTrainedConfig", models_of: Callable[[Sequence[str]], list[type]], device: torch.device
 ) -> str | None:
-    """Return an error message if this vLLM cannot sample from a model, or computes it otherwise than transformers; else None.
-
-    Args:
-        config: of the model.
-        models_of: imports vLLM's models.
-        device: where it decodes.
-    """
+    """Return an error message if this vLLM cannot sample from a model, or computes it otherwise than transformers; else None."""
     version, architectures = supported_vllm(), config.architectures or ()
     try:
         found = models_of(architectures)
@@ -152,9 +139,6 @@ def with_own_class(overrides: Mapping[str, Any]) -> Callable[["PreTrainedConfig"
 
     vLLM changes the class of such a model so that it only works in vLLM. The trainer has a model of this class in the same
     process, so vLLM gets a subclass.
-
-    Args:
-        overrides: values of the config's attributes.
     """
     return partial(_overridden, overrides)
 
@@ -315,12 +299,13 @@ class OwnRandomState:
 
 def hush() -> None:
     """Drop warnings of vLLM that are no news."""
-    for name, texts in _NO_NEWS.items():
-        logging.getLogger(f"vllm.{name}").addFilter(partial(_is_news, texts))
 
+    def is_news(record: logging.LogRecord) -> bool:
+        texts = _NO_NEWS[record.name.removeprefix("vllm.")]
+        return not any(text in record.getMessage() for text in texts)
 
-def _is_news(texts: Sequence[str], record: logging.LogRecord) -> bool:
-    return not any(text in record.getMessage() for text in texts)
+    for name in _NO_NEWS:
+        logging.getLogger(f"vllm.{name}").addFilter(is_news)
 
 
 @contextlib.contextmanager

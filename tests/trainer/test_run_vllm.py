@@ -1,8 +1,5 @@
 """A whole run that samples with vLLM: two processes around one tensor-parallel engine, and activations that leave the device."""
 
-import subprocess
-import sys
-
 import pytest
 
 pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("cpu_vllm")]
@@ -11,11 +8,9 @@ REWARD = """
 def varied(data_source, solution_str, ground_truth, extra_info=None):
     return len(set(solution_str)) / 16
 """
-# What says how long something took or what it took, not what was computed.
-OF_MACHINE = ("timing_s/", "perf/", "memory/", "time")
 
 
-def test_two_processes_sample_with_one_engine_and_a_resumed_run_equals_an_unbroken_one(train, quick, tmp_path):
+def test_two_processes_sample_with_one_engine_and_learn(train, tmp_path):
     reward = tmp_path / "reward.py"
     reward.write_text(REWARD)
     options = [
@@ -31,39 +26,15 @@ def test_two_processes_sample_with_one_engine_and_a_resumed_run_equals_an_unbrok
         "custom_reward_function.name=varied",
         "trainer.n_gpus_per_node=2",
         "trainer.total_training_steps=2",
-        "trainer.save_freq=1",
         "trainer.test_freq=2",
     ]
-    folder, unbroken = train(*options)
-    assert set(unbroken) == {1, 2}
-    for metrics in unbroken.values():
+    _, steps = train(*options)
+    assert set(steps) == {1, 2}
+    for metrics in steps.values():
         assert 0 < metrics["mismatch/max_abs_log_prob"] < 1e-4, "the sampler has the weights of this step"
         assert metrics["mismatch/ess_token"] == pytest.approx(1, abs=1e-6) and metrics["mismatch/ratio_beyond_2"] == 0
         assert metrics["actor/grad_norm"] > 0 and metrics["train/skipped_steps"] == 0
         assert metrics["perf/offload/actor/offloaded_bytes"] > 0
         assert metrics["perf/tokens"] > 0 and metrics["response_length/max"] <= 16
-    assert unbroken[2]["val/reward"] > 0
-    assert abs(unbroken[2]["actor/entropy"] - unbroken[1]["actor/entropy"]) > 1e-3, "the policy changed"
-    if quick:
-        return  # resuming is tried with the other sampler
-
-    start = "trainer.resume_mode=resume_path", f"trainer.resume_from_path={folder}/checkpoints/global_step_1"
-    again, resumed = train(*options, *start)
-    assert again == folder
-    expected = {name: value for name, value in unbroken[2].items() if not name.startswith(OF_MACHINE)}
-    found = {name: value for name, value in resumed[2].items() if not name.startswith(OF_MACHINE)}
-    assert found == pytest.approx(expected, rel=1e-4, abs=1e-6)
-
-
-def test_the_command_starts_vllm_in_a_worker(short_run, tmp_path):
-    """The other tests use a Ray that is there already, whose workers import their code themselves."""
-    options = [
-        "actor_rollout_ref.rollout.name=vllm",
-        "actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_memory_bytes=16777216",
-        "trainer.n_gpus_per_node=1",
-        "trainer.total_training_steps=1",
-    ]
-    command = [sys.executable, "-m", "rlx.main_ppo", *short_run, *options]
-    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=280)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert [*(tmp_path / "runs").rglob("metrics.jsonl")]
+    assert steps[2]["val/reward"] > 0
+    assert abs(steps[2]["actor/entropy"] - steps[1]["actor/entropy"]) > 1e-3, "the policy changed"
