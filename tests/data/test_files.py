@@ -40,43 +40,6 @@ def test_unknown_kind(name, tmp_path):
         open_rows(str(tmp_path / name))
 
 
-@pytest.mark.parametrize("text", ["", "\n \n"])
-def test_empty_jsonl(tmp_path, text):
-    path = tmp_path / "rows.jsonl"
-    path.write_text(text)
-    with pytest.raises(DataError, match="has no rows"):
-        open_rows(str(path))
-
-
-def test_empty_parquet(tmp_path):
-    path = tmp_path / "rows.parquet"
-    pq.write_table(pa.table({"prompt": pa.array([], pa.string())}), path)
-    with pytest.raises(DataError, match="has no rows"):
-        open_rows(str(path))
-
-
-@pytest.mark.parametrize(
-    "content, what",
-    [
-        (b'\n{"a": \n', r"line 2: got '\{\"a\":', expected one JSON object per line"),
-        (b"[1]\n", "line 1: got a JSON list, expected an object"),
-        (b'{"a": "\xff"}\n', "cannot be read as UTF-8"),
-    ],
-)
-def test_broken_jsonl(tmp_path, content, what):
-    path = tmp_path / "rows.jsonl"
-    path.write_bytes(content)
-    with pytest.raises(DataError, match=what):
-        open_rows(str(path))
-
-
-def test_broken_parquet(tmp_path):
-    path = tmp_path / "rows.parquet"
-    path.write_text("no parquet")
-    with pytest.raises(DataError, match="cannot be read as Parquet"):
-        open_rows(str(path))
-
-
 LINES = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
 COMPRESS = {".gz": gzip.compress, ".bz2": bz2.compress, ".zst": lambda data: pa.compress(data, "zstd", asbytes=True)}
 

@@ -335,40 +335,6 @@ def test_overlong_is_cut(tokenizer, uneven, truncation, length, left):
 # -------------------------------------------------------------------------------------------------------- faults
 
 
-def test_missing_columns(tokenizer, write_jsonl):
-    with pytest.raises(DataError) as caught:
-        load(tokenizer, write_jsonl([{"text": "hi", "reward_model": {"ground_truth": 1}}]))
-    message = str(caught.value)
-    for part in ("['text', 'reward_model']", "['prompt', 'data_source']", "data.prompt_key", "data.reward_fn_key"):
-        assert part in message
-
-
-@pytest.mark.parametrize(
-    "change, what",
-    [
-        ({"prompt": None}, "prompt is None, expected text or a list of messages"),
-        ({"prompt": []}, r"prompt is \[\], expected"),
-        ({"prompt": {"role": "user", "content": "hi"}}, "prompt is {'role'"),
-        ({"prompt": ["hi"]}, r"prompt is \['hi'\]"),
-        ({"prompt": [{"role": "user"}]}, "prompt is"),
-        ({"prompt": [{"role": "user", "content": ["hi"]}]}, "prompt is"),
-        ({"prompt": ""}, "the prompt is empty"),
-        ({"data_source": None}, "data_source is None, expected the name of a data source"),
-        ({"reward_model": None}, "reward_model is None, expected {style, ground_truth}"),
-        ({"reward_model": {"style": "rule"}}, "reward_model is {'style': 'rule'}"),
-        ({"extra_info": [1]}, r"extra_info is \[1\]"),
-        (
-            {"prompt": [{"role": "critic", "content": "hi"}]},
-            r"the tokenizer or its chat template does not take this prompt \(TemplateError: no role critic",
-        ),
-    ],
-)
-def test_bad_row_is_named_at_the_start(tokenizer, write_jsonl, change, what):
-    file = write_jsonl([row(), row(), row(**change), row()])
-    with pytest.raises(DataError, match=rf"rows\.jsonl, line 3: {what}"):
-        load(tokenizer, file)
-
-
 @pytest.mark.parametrize("options", [{}, {"answer_key": "answer"}])
 def test_a_prompt_without_text_is_empty_also_for_a_tokenizer_that_begins_each(write_jsonl, options):
     words = Tokenizer(models.WordLevel({"<s>": 0, "</s>": 1, "hi": 2}, "</s>"))
@@ -377,12 +343,6 @@ def test_a_prompt_without_text_is_empty_also_for_a_tokenizer_that_begins_each(wr
     assert begins("")["input_ids"] == [0]
     with pytest.raises(DataError, match=r"line 2: the prompt is empty"):
         load(begins, write_jsonl([row(prompt="hi", answer="1"), row(prompt="", answer="1")]), **options)
-
-
-def test_bad_gsm8k_row_is_named(tokenizer, write_jsonl):
-    file = write_jsonl([{"question": "q", "answer": "#### 1"}, {"question": "q", "answer": "1"}])
-    with pytest.raises(DataError, match=r"line 2: got an answer that ends in '1'"):
-        load(tokenizer, file)
 
 
 def test_tokenizer_without_chat_template(write_jsonl):

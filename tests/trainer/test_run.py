@@ -77,7 +77,8 @@ def resume_from(folder, step: int) -> list[str]:
 
 
 @pytest.mark.slow
-def test_offload_changes_no_number_and_a_resumed_run_equals_an_unbroken_one(train, custom):
+def test_a_resumed_run_equals_an_unbroken_one(train, custom):
+    """That offloading changes no number is held by the next test, whose resumed part goes on without."""
     options = four_steps(
         *custom("varied"),
         "actor_rollout_ref.actor.use_kl_loss=True",
@@ -92,11 +93,6 @@ def test_offload_changes_no_number_and_a_resumed_run_equals_an_unbroken_one(trai
     parts = [with_offload[4][f"perf/rollout/sync_{part}_s"] for part in ("gather", "wake", "send")]
     assert 0 < sum(parts) <= with_offload[4]["timing_s/sync"]
     assert 0 < with_offload[4]["perf/rollout/running_mean"] <= with_offload[4]["perf/rollout/running_max"] <= 1024
-
-    _, without = train(*options, "actor_rollout_ref.model.enable_activation_offload=False")
-    assert without[4]["perf/offloaded_mb"] == 0
-    for step in (1, 2, 3, 4):
-        assert results(without[step]) == results(with_offload[step])
 
     again, resumed = train(*options, *resume_from(folder, 2), "actor_rollout_ref.model.activation_offload.min_bytes=0")
     assert again == folder
