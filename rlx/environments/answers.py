@@ -105,7 +105,7 @@ def encode(number: int, answer: Answer) -> bytes:
         case Failure(reason, kind, trace):
             record = [number, "failure", reason[:LONGEST_REASON], kind, trace]
     try:
-        text = json.dumps(record, ensure_ascii=False, allow_nan=False, default=_default)
+        text = json.dumps(record, ensure_ascii=False, allow_nan=False, default=as_json)
     except (TypeError, ValueError, RecursionError) as fault:
         raise Nonsense(f"returned what JSON does not have: {fault}") from None
     line = text.encode("utf-8", "replace") + b"\n"
@@ -114,7 +114,8 @@ def encode(number: int, answer: Answer) -> bytes:
     return line
 
 
-def _default(value: Any) -> Any:
+def as_json(value: Any) -> Any:
+    """Return what `json.dumps` writes in place of a value that it does not know. Raises TypeError."""
     found = plain(value)
     if found is value:
         raise TypeError(f"{shown(value)} of type {type(value).__name__}")

@@ -1,12 +1,12 @@
 """Environments in processes, so that none can stop or hang the sampler beside them.
 
-Note [whose fault it is]: a call that takes too long in Python ends in its process, and costs its own conversation alone. If code in C
-hangs, crashes or ends the process, the environments that live there are lost with it. The process notes whose code is at work, so that
-conversation gets a Failure. The others begin again in another process: their reset and their turns are sent again, and must get
-the same answers as before, but for `info`. A conversation that has begun again `MOST_LOSSES` times fails with its next process. If nobody's
-code was at work, as when a thread crashes, each of them may be at fault, and fails with its second process.
+Note [whose fault it is]: a call that takes too long in Python is interrupted and fails its own conversation alone. If code in C hangs,
+crashes or ends the process, all its environments are lost. The process notes whose code is running, so that conversation fails. The
+others restart in another process: rlx repeats their reset and turns, and the answers must be the same, apart from `info`. After
+`MOST_LOSSES` restarts a conversation fails with its next process. If no code was running, as when a thread crashes, any of them may be at
+fault, so each fails with its second process.
 
-Note [one answer each]: every `reset` and `step` gets exactly one answer from `poll`, unless `end` comes before it.
+Note [one answer each]: every `reset` and `step` gets exactly one answer from `poll`, unless `end` comes first.
 """
 
 import itertools
@@ -15,7 +15,7 @@ import time
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rlx.environments.answers import Answer, decode, plain
+from rlx.environments.answers import Answer, as_json, decode
 from rlx.environments.protocol import Failure, Observation, Turn
 from rlx.environments.spec import EnvironmentSpec
 from rlx.processes.pool import Loaded, Lost, Worker, WorkerPool
@@ -25,24 +25,24 @@ SLACK_S = 5.0
 FAREWELL_S = 2.0
 """Environments have this long to close with the pool [s]."""
 MOST_LOSSES = 8
-"""A conversation begins again this many times because of others. Each time costs its turns so far, and a hang the limit of a call."""
+"""Restarts of a conversation that others cause. Each repeats its turns so far."""
 
 
 @dataclass
 class _Conversation:
-    """What a conversation was asked and answered, so that it can begin again.
+    """The requests and answers of a conversation, so that it can restart.
 
     Attributes:
-        number: its own, because keys come again.
+        number: unique, because keys are reused.
         key: of the pool's user.
-        lines: its requests: the reset, and steps.
+        lines: requests: the reset and steps.
         answers: to them.
-        home: where its environment lives; None if it is to begin again with its next step, or has failed.
-        taken: answers of the environment that lives now; fewer than `answers` while it catches up.
-        losses: processes that it lost by the fault of others.
-        is_suspect: whether it lost one in which nobody's code was at work.
+        home: process of its environment; None if it restarts with its next step, or has failed.
+        taken: answers of the current environment; fewer than `answers` while it catches up.
+        losses: processes that others ended.
+        is_suspect: whether it lost one in which no code was running.
         failure: answer to its next step.
-        has_failed: whether it has had a failure as an answer.
+        has_failed: whether it has answered with a failure.
     """
 
     number: int
@@ -97,7 +97,7 @@ class EnvironmentPool:
         own = _Conversation(next(self._numbers), key)
         self._of_number[own.number] = self._of_key[key] = own
         try:
-            own.lines.append(json.dumps(["reset", own.number, row], default=_sendable))
+            own.lines.append(json.dumps(["reset", own.number, row], default=as_json))
         except (TypeError, ValueError) as fault:
             self._finish(own, Failure(f"its row cannot be sent to the environment: {fault}", "error"))
             return
@@ -201,7 +201,7 @@ class EnvironmentPool:
             own.answers.append(what)
             self._ready.append((own.key, what))
         elif _without_info(what) != _without_info(own.answers[own.taken]):
-            reason = "was lost with its process; begun again it answered otherwise than before, expected the same"
+            reason = "its process ended, and after the restart an answer changed, expected the same as before"
             self._finish(own, Failure(f"{reason}. Draw random numbers from row['seed']", "crash"))
             return
         own.taken += 1
@@ -240,10 +240,3 @@ class EnvironmentPool:
 def _without_info(answer: Answer) -> Answer:
     """Return the part of an answer that the model or the loss sees; `info` may hold measured seconds, which never come again."""
     return replace(answer, info={}) if isinstance(answer, Observation) else answer
-
-
-def _sendable(value: Any) -> Any:
-    found = plain(value)
-    if found is value:
-        raise TypeError(f"{type(value).__name__} is no JSON")
-    return found

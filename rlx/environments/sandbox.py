@@ -1,6 +1,6 @@
 """Run a model's Python code in a process of its own, without network, with limits.
 
-Note [what the sandbox protects from]. Bubblewrap starts the code with name spaces of its own: it sees Python and its libraries, an empty
+Note [what the sandbox protects from]. Bubblewrap starts the code with namespaces of its own: it sees Python and its libraries, an empty
 scratch folder in memory, five devices, and no process, network or file beside. It has no rights over them, and `system_calls.py` denies
 what would give it some. It has limits of time, memory, files, processes and output, and none of the run's environment variables.
 docs/tools.md says what this does not protect from.
@@ -148,20 +148,20 @@ def _reason() -> str:
         return ""
 
     if setting("user/max_user_namespaces") == "0":
-        return "the system allows no user name spaces: sysctl -w user.max_user_namespaces=10000"
+        return "the system allows no user namespaces: sysctl -w user.max_user_namespaces=10000"
     if setting("kernel/unprivileged_userns_clone") == "0":
-        return "the system keeps user name spaces for root: sysctl -w kernel.unprivileged_userns_clone=1"
+        return "the system keeps user namespaces for root: sysctl -w kernel.unprivileged_userns_clone=1"
     if setting("kernel/apparmor_restrict_unprivileged_userns") == "1":
         return (
-            "AppArmor forbids user name spaces (Ubuntu 24.04): sysctl -w kernel.apparmor_restrict_unprivileged_userns=0"
+            "AppArmor forbids user namespaces (Ubuntu 24.04): sysctl -w kernel.apparmor_restrict_unprivileged_userns=0"
         )
     with contextlib.suppress(OSError):
         if "\nSeccomp:\t2\n" in Path("/proc/self/status").read_text():
             return (
-                "this container's filter of system calls forbids name spaces, as Docker's default does: start it with "
+                "this container's filter of system calls forbids namespaces, as Docker's default does: start it with "
                 "--security-opt seccomp=unconfined --security-opt apparmor=unconfined, as root also with --cap-add SYS_ADMIN"
             )
-    return "allow the user of this run name spaces of users, mounts, processes and network"
+    return "allow the user of this run namespaces of users, mounts, processes and network"
 
 
 @cache

@@ -4,8 +4,8 @@
 refuses an isolation.
 
 Note [two kinds of isolation]. Root starts bubblewrap as it is and gives its rights up inside, as a user that no other sandbox has: so
-the system counts the processes of each sandbox apart, and Python may lie in root's own folder. Anybody else makes a name space of users
-first. In both a new name space of mounts gets the scratch folder, because bubblewrap cannot limit the number of files in memory.
+the system counts the processes of each sandbox apart, and Python may lie in root's own folder. Anybody else makes a namespace of users
+first. In both a new namespace of mounts gets the scratch folder, because bubblewrap cannot limit the number of files in memory.
 """
 
 import ctypes
@@ -74,7 +74,7 @@ def launch(settings: "dict[str, object]", bubblewrap: str, paths: "list[str]", o
         command += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
     else:
         command += ["--unshare-user", "--uid", "65534", "--gid", "65534"]
-        # Containers have these settings read-only. There the filter alone closes name spaces of users.
+        # Containers have these settings read-only. There the filter alone closes namespaces of users.
         if not os.statvfs("/proc/sys/user/max_user_namespaces").f_flag & os.ST_RDONLY:
             command += ["--disable-userns"]
     for name, value in os.environ.items():
@@ -127,7 +127,7 @@ def readable_by_all(path: str) -> bool:
 
 
 def bare(settings: "dict[str, object]", paths: "list[str]") -> None:
-    """Without name spaces: hide files by Landlock, and filter system calls. Raises OSError if the system refuses."""
+    """Without namespaces: hide files by Landlock, and filter system calls. Raises OSError if the system refuses."""
     libc = ctypes.CDLL(None, use_errno=True)
     parent, user = os.getppid(), 0
     if (

@@ -62,7 +62,7 @@ DENIED: dict[str, tuple[int | None, int | None]] = {
     "mq_open": (240, 180),
     "mq_unlink": (241, 181),
     "remap_file_pages": (216, 234),
-    # Sockets of any kind: some, such as vsock, belong to no name space. `socketpair` remains.
+    # Sockets of any kind: some, such as vsock, belong to no namespace. `socketpair` remains.
     "socket": (41, 198),
     "connect": (42, 203),
     "bind": (49, 200),
@@ -103,7 +103,7 @@ DENIED: dict[str, tuple[int | None, int | None]] = {
     "vhangup": (153, 58),
     "nfsservctl": (180, 42),
 }
-# A program without name spaces of its own may not leave its group of processes, by which it is ended, nor reach other processes of its
+# A program without namespaces of its own may not leave its group of processes, by which it is ended, nor reach other processes of its
 # user, nor change what Landlock does not hide: attributes of files.
 DENIED_WITHOUT_NAME_SPACES: dict[str, tuple[int | None, int | None]] = {
     "setsid": (112, 157),

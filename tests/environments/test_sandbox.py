@@ -1,6 +1,6 @@
 """The sandbox: what a model's program may do, and what it may not, as root and as an ordinary user.
 
-Without bubblewrap or name spaces only the limits are tried; the head of the tests' output says which isolation there is.
+Without bubblewrap or namespaces only the limits are tried; the head of the tests' output says which isolation there is.
 """
 
 import asyncio
