@@ -61,11 +61,7 @@ def branches_are_no_samples(s: CheckContext) -> Faults:
         yield s.fault(what, "a ratio of tokens", f"set {LOSS_MODE}=vanilla, or {REWRITTEN}=keep", LOSS_MODE, REWRITTEN)
 
 
-ALGORITHM_RULES = (
-    critic_is_used,
-    filtered_groups_can_differ,
-    branches_are_no_samples,
-)
+ALGORITHM_RULES = (critic_is_used, filtered_groups_can_differ, branches_are_no_samples)
 
 
 def algorithm_warnings(s: CheckContext) -> Iterator[str]:

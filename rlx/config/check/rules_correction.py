@@ -62,7 +62,4 @@ def _without_one(s: CheckContext, test: str, bounds: str) -> Fault:
     return s.fault(what, "bounds around 1", f"set {bounds}=0.5_2.0, say", test, bounds)
 
 
-CORRECTION_RULES = (
-    each_test_has_bounds,
-    bounds_suit_the_test,
-)
+CORRECTION_RULES = (each_test_has_bounds, bounds_suit_the_test)

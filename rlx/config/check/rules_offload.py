@@ -68,10 +68,7 @@ def _faults_of_options(role: ModelRole, checks_folder: bool) -> Faults:
         yield Fault(fault.what, fault.got, fault.expected, fault.remedy, tuple(map(key_of, fault.options)))
 
 
-OFFLOAD_RULES = (
-    layers_can_stream,
-    offload_options_agree,
-)
+OFFLOAD_RULES = (layers_can_stream, offload_options_agree)
 
 
 def offload_warnings(s: CheckContext) -> Iterator[str]:

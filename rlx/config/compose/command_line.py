@@ -116,67 +116,38 @@ def compose(overrides: Sequence[str]) -> Composed:
 
 
 def _without_splits(overrides: Sequence[str], faults: list[Fault]) -> list[str]:
-    """Return the overrides without those that a shell has split at blanks, and with each missing `=`; add a fault for each of both.
+    """Return the overrides, those joined that come in pieces; add a fault for each.
 
-    Examples: an unquoted $@ makes two arguments of a list, `data.train_files=['a',` and `'b']`; `key = 4` is three. None of
-    them can be read.
+    Examples: an unquoted $@ makes two arguments of a list, `data.train_files=['a',` and `'b']`; `key = 4` is three; `key 4` lacks `=`.
     """
     whole, rest = [], list(overrides)
     while rest:
-        text = rest.pop(0)
-        around = _pieces_around_equals(text, rest)
-        further = around + _pieces_after("".join([text, *rest[:around]]), rest[around:])
-        if not further and _lacks_equals(text, rest):
-            whole.append(f"{text}={rest.pop(0)}")  # so that no other fault follows from it
-            joined = override_without_secrets(whole[-1])
-            got = joined.replace("=", " ", 1)
-            faults.append(Fault(f"{text}: there is no =", got, "key=value", f"write {joined}", (text,)))
-            continue
-        if not further:
-            whole.append(text)
-            continue
-        joined = override_without_secrets("".join([text, *rest[:further]]))
-        got = override_without_secrets(" ".join([text, *rest[:further]]))
-        kind = "mapping" if "={" in joined else "list"
-        what, cause = f"a {kind} was split at a blank", '; in a script write "$@" with its quotes'
-        if around:
-            got, what, cause = joined.replace("=", " = ", 1), "there are blanks around =", ""
-        key, remedy = joined.partition("=")[0], f'write it without blanks: "{joined}"{cause}'
-        if HIDDEN in joined:
-            remedy = f"put the whole override in quotes: \"{key}='...'\"{cause}"
-        faults.append(Fault(f"{key}: {what}", got, "one argument", remedy, (key,)))
-        del rest[:further]
+        pieces = [rest.pop(0)]
+        while rest and _goes_on("".join(pieces), rest[0]):
+            pieces.append(rest.pop(0))
+        whole.append("".join(pieces) if "=" in "".join(pieces) else "=".join(pieces))
+        if len(pieces) > 1:
+            shown, got = override_without_secrets(whole[-1]), override_without_secrets(" ".join(pieces))
+            got = shown.replace("=", " ", 1) if HIDDEN in shown else got
+            key, remedy = (
+                shown.partition("=")[0],
+                f'write it as one argument: "{shown}"; in a script write "$@" with its quotes',
+            )
+            faults.append(Fault(f"{key}: the override is in pieces", got, "key=value", remedy, (key,)))
     return whole
 
 
-def _pieces_around_equals(text: str, rest: Sequence[str]) -> int:
-    """Return how many of the arguments `rest` go on with `key`, `key =` or `key=` of which blanks have made several arguments."""
-    if not re.fullmatch(r"[\w.+]+=?", text) or not rest:
-        return 0
-    if text.endswith("="):
-        return int("=" not in rest[0] and not rest[0].startswith("--"))
-    return min(2, len(rest)) if rest[0] == "=" else int(rest[0].startswith("="))
-
-
-def _lacks_equals(text: str, rest: Sequence[str]) -> bool:
-    """Whether an argument is a key or group, and the next one the value that belongs behind its `=`."""
-    if not rest or "=" in rest[0] or rest[0].startswith("--") or _is_name(rest[0]):
+def _goes_on(text: str, piece: str) -> bool:
+    """Whether an argument belongs to the one before it, which has an open bracket or no value."""
+    if re.match(r"--|[\w.+/@]+=", piece):
         return False
-    return _is_name(text)
+    if "=" not in text:
+        return piece.startswith("=") or (_is_name(text) and not _is_name(piece))
+    return re.fullmatch(r"[\w.+]+=", text) is not None or _depth(text) > 0
 
 
 def _is_name(text: str) -> bool:
     return text in group_choices() or not LEAVES.keys().isdisjoint(_leaf_keys(text, None))
-
-
-def _pieces_after(text: str, rest: Sequence[str]) -> int:
-    """Return how many of the arguments `rest` belong to the list or mapping that `text` begins; 0 if it begins none."""
-    depth = _depth(text) if re.match(r"[\w.+]+=[\[{]", text) else 0
-    for number, piece in enumerate(rest, start=1):
-        if depth <= 0 or re.match(r"[\w.+]+=", piece):
-            return number - 1
-        depth += _depth(piece)
-    return len(rest) if depth >= 0 and rest and _depth(text) > 0 else 0
 
 
 def _depth(text: str) -> int:

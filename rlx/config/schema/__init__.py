@@ -79,7 +79,7 @@ class PPOConfig:
     actor_rollout_ref: ActorRolloutRefConfig = group(ActorRolloutRefConfig, "Policy, generation, reference.")
     critic: CriticConfig = group(CriticConfig, "Value model, used by gae.")
     environment: EnvironmentConfig = group(
-        EnvironmentConfig, "Tools and environments: conversations of several turns.", in_state("no environment")
+        EnvironmentConfig, "Conversations of several turns.", in_state("no environment")
     )
     reward: RewardConfig = group(RewardConfig, "Reward functions and the processes they run in.")
     custom_reward_function: CustomRewardConfig = group(

@@ -14,15 +14,8 @@ KL_LOSS_ESTIMATORS = (*KL_ESTIMATORS, "kl+", "k1+", "abs+", "low_var_kl+", "k3+"
 class KLControlConfig:
     type: str = key("fixed", "adaptive: the coefficient follows the measured KL.", choices=("fixed", "adaptive"))
     kl_coef: float = key(0.001, "First coefficient.", minimum=0)
-    horizon: int = key(
-        10000, "Adaptive: samples over which the coefficient adapts.", while_is("type", "fixed"), minimum=1
-    )
-    target_kl: float = key(
-        0.1,
-        "Adaptive: target KL, mean over a response's tokens [nats].",
-        while_is("type", "fixed"),
-        exclusive_minimum=0,
-    )
+    horizon: int = key(10000, "Adaptive: samples over which it adapts.", while_is("type", "fixed"), minimum=1)
+    target_kl: float = key(0.1, "Adaptive: target KL per token [nats].", while_is("type", "fixed"), exclusive_minimum=0)
 
 
 CORRECTS = needs("corrections need the sampler's log-probs", "actor_rollout_ref.rollout.calculate_log_probs", True)
@@ -35,41 +28,32 @@ class RolloutCorrectionConfig:
 
     rollout_is: str | None = key(
         None,
-        "Importance weights (trainer's over sampler's probability) per token or per sequence; null: none.",
+        "Importance weights, trainer's over sampler's probability; null: none.",
         CORRECTS,
         choices=(None, "token", "sequence"),
     )
     rollout_is_threshold: str = key(
         "2.0",
-        "A number caps the weights (TIS); low_high, such as 0.5_5.0, sets weights outside to 0 (IcePop).",
+        "A number caps the weights (TIS); low_high sets those outside to 0 (IcePop).",
         while_is("rollout_is", None),
         bounds=True,
     )
-    rollout_is_batch_normalize: bool = key(
-        False, "Divide the weights by their mean over the batch.", while_is("rollout_is", None)
-    )
+    rollout_is_batch_normalize: bool = key(False, "Divide the weights by their mean.", while_is("rollout_is", None))
     rollout_rs: tuple[str, ...] | None = key(
-        None,
-        "Leave out tokens or sequences whose ratio fails these tests; null: none.",
-        CORRECTS,
-        choices=(None, *REJECTIONS),
+        None, "Tests that a token's or a sequence's ratio must pass; null: none.", CORRECTS, choices=(None, *REJECTIONS)
     )
     rollout_rs_threshold: tuple[str, ...] | None = key(
         None,
-        "One for all of rollout_rs or one each; for k1 low_high or high, which means 1/high_high.",
+        "One for all tests or one each; for k1 low_high, or high for 1/high_high.",
         without("rollout_rs"),
         bounds=True,
     )
     rollout_token_veto_threshold: float | None = key(
-        None,
-        "Leave out sequences with a token below this ratio, such as 1e-4.",
-        CORRECTS,
-        exclusive_minimum=0,
-        maximum=1,
+        None, "Leave out sequences with a token below this ratio.", CORRECTS, exclusive_minimum=0, maximum=1
     )
     bypass_mode: bool = key(
         False,
-        "Use the sampler's log-probs as the old ones and skip their phase.",
+        "Take the sampler's log-probs as the old ones.",
         CORRECTS,
         *(
             needs("bypass_mode computes no old log-probs, which corrections need", other, None)
@@ -95,14 +79,10 @@ class FilterGroupsConfig:
 
     enable: bool = key(
         False,
-        "Generate until the samples of train_batch_size prompts differ in `metric`.",
+        "Generate until the samples of all prompts differ in `metric`.",
         two_samples("a single response to a prompt differs from none", bool, example=8),
     )
-    metric: str = key(
-        "acc",
-        "Number that must differ: acc, score, seq_reward, seq_final_reward (with the penalty for length), or one that the reward function "
-        "reports.",
-    )
+    metric: str = key("acc", "acc, score, seq_reward, seq_final_reward, or a number that the reward function reports.")
     max_num_gen_batches: int = key(10, "Generations of a step after which the run stops; 0: no limit.", minimum=0)
 
 
@@ -128,7 +108,7 @@ and the keys of `algorithm` that it reads."""
 class AlgorithmConfig:
     adv_estimator: str = key(
         "gae",
-        "Advantage estimator; gae (PPO) has a critic. See docs/algorithms.md.",
+        "Advantage estimator; gae (PPO) has a critic.",
         two_samples(
             "the estimator compares the responses to one prompt", lambda name: GROUPS in ADV_ESTIMATORS.get(name, ()), 5
         ),
@@ -138,21 +118,16 @@ class AlgorithmConfig:
     lam: float = key(1.0, "GAE's lambda.", in_state("not read"), minimum=0, maximum=1)
     time_step: str = key(
         "token",
-        "Step of gamma and lam: each token, or each turn of a conversation, whose tokens share an advantage; gae and "
-        "reinforce_plus_plus.",
+        "Step of gamma and lam: a token, or a turn, whose tokens share an advantage.",
         in_state("not read"),
         choices=("token", "turn"),
     )
-    norm_adv_by_std_in_grpo: bool = key(
-        True, "Divide by the group's standard deviation; False is Dr.GRPO's form.", in_state("not read")
-    )
+    norm_adv_by_std_in_grpo: bool = key(True, "False is Dr.GRPO: no division by the deviation.", in_state("not read"))
     use_kl_in_reward: bool = key(False, "Subtract the KL to the reference from each token's reward.")
     kl_penalty: str = key("kl", "Its estimator.", without("use_kl_in_reward"), choices=KL_ESTIMATORS)
     kl_ctrl: KLControlConfig = group(KLControlConfig, "Its coefficient.", without("use_kl_in_reward"))
     filter_groups: FilterGroupsConfig = group(FilterGroupsConfig, "Dynamic sampling.", without("enable"))
-    rollout_correction: RolloutCorrectionConfig = group(
-        RolloutCorrectionConfig, "Correction of the sampler's mismatch with the trainer."
-    )
+    rollout_correction: RolloutCorrectionConfig = group(RolloutCorrectionConfig, "The sampler's mismatch.")
 
     def needs(self, what: str) -> bool:
         """Whether the advantage estimator needs this, or reads this key."""
@@ -165,16 +140,11 @@ LOSS_MODES = ("vanilla", "gspo", "cispo", "sapo", "geo_mean")
 @dataclass(frozen=True)
 class PolicyLossConfig:
     loss_mode: str = key(
-        "vanilla",
-        "vanilla: PPO's clipped surrogate with dual clip; gspo, cispo, sapo, geo_mean (GMPO). See docs/algorithms.md.",
-        beside("path"),
-        choices=LOSS_MODES,
+        "vanilla", "vanilla is PPO's with dual clip, geo_mean GMPO's.", beside("path"), choices=LOSS_MODES
     )
     path: str | None = key(None, "Python file with a policy loss of your own, in place of loss_mode.", is_path=True)
     name: str = key(
-        "policy_loss",
-        "Its name: f(log_probs, old_log_probs, advantages, mask, settings) -> (loss of each token, statistics).",
-        without("path"),
+        "policy_loss", "Its name: f(log_probs, old_log_probs, advantages, mask, settings).", without("path")
     )
 
 
@@ -184,9 +154,6 @@ class OverlongBufferConfig:
 
     enable: bool = key(False, "Take it off.")
     len: int = key(
-        4096,
-        "Last tokens before max_response_length, over which the penalty grows from 0.",
-        minimum=1,
-        at_most="data.max_response_length",
+        4096, "Last tokens, over which the penalty grows from 0.", minimum=1, at_most="data.max_response_length"
     )
     penalty_factor: float = key(1.0, "Penalty of a response of max_response_length.", minimum=0)

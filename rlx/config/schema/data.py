@@ -16,7 +16,7 @@ class ArithmeticConfig:
 
     difficulty: int = key(
         1,
-        "1: a story with one sum or difference; 2: two; 3: up to three, with products; 4: a bare one of numbers to 999.",
+        "1: a story with one sum or difference; 2: two; 3: also products; 4: bare numbers to 999.",
         choices=(1, 2, 3, 4),
     )
     train_size: int = key(8192, "Distinct training problems.", minimum=1)
@@ -28,7 +28,7 @@ class ArithmeticConfig:
 class CustomClassConfig:
     path: str | None = key(
         None,
-        "Python file that holds the dataset class; null uses rlx's own.",
+        "Python file with the dataset class; null: rlx's own.",
         needs("a dataset class needs file and name", "name", expected="=<its name>"),
         is_path=True,
     )
@@ -43,42 +43,31 @@ class CustomClassConfig:
 class DataConfig:
     """The source of prompts and their lengths."""
 
-    train_files: tuple[str, ...] = key(
-        (ARITHMETIC,), "Parquet or JSONL files (verl rows or GSM8K's own).", is_path=True
-    )
+    train_files: tuple[str, ...] = key((ARITHMETIC,), "Files of rows; see docs/data.md.", is_path=True)
     val_files: tuple[str, ...] = key((ARITHMETIC,), "The same, for validation.", is_path=True)
     train_max_samples: int = key(-1, "Use at most so many training rows, the first ones; -1: all.", minimum=-1)
     val_max_samples: int = key(-1, "The same of validation rows; -1: all.", minimum=-1)
     prompt_key: str = key("prompt", "Column with the chat messages (list of {role, content}) or plain text.")
     reward_fn_key: str = key("data_source", "Column that tells which reward function scores the row.")
-    answer_key: str | None = key(
-        None,
-        "Column with the right answer, for rows without reward_model. A text under prompt_key becomes a user message if the tokenizer "
-        "has a chat template.",
-    )
+    answer_key: str | None = key(None, "Column with the right answer, for rows without reward_model.")
     max_prompt_length: int = key(512, "Longest prompt [tokens].", minimum=1)
-    max_response_length: int = key(
-        512,
-        "Longest response [tokens]; of a conversation with an environment all behind its first prompt. For each turn: "
-        "actor_rollout_ref.rollout.multi_turn.max_turn_tokens.",
-        minimum=1,
-    )
+    max_response_length: int = key(512, "Longest response, or whole conversation after its prompt [tokens].", minimum=1)
     train_batch_size: int = key(1024, "Prompts per training step.", minimum=1)
     gen_batch_size: int | None = key(
         None,
-        "Prompts per generation with algorithm.filter_groups; null: train_batch_size.",
+        "Prompts per generation with filter_groups; null: train_batch_size.",
         without("algorithm.filter_groups.enable"),
         minimum=1,
     )
     val_batch_size: int | None = key(
-        None, "Prompts per validation batch; null: all at once.", in_state("never validates"), minimum=1
+        None, "Prompts per validation batch; null: all.", in_state("never validates"), minimum=1
     )
     shuffle: bool = key(True, "Shuffle the prompts of each epoch.")
     seed: int = key(1, "Seed of the shuffling.", without("shuffle"), minimum=0)
     filter_overlong_prompts: bool = key(False, "Drop prompts longer than max_prompt_length and report how many.")
     truncation: str = key(
         "error",
-        "If a longer prompt is not dropped: error, or cut this side.",
+        "A longer prompt that is not dropped: error, or cut this side.",
         Unused("overlong prompts are dropped, not cut", "filter_overlong_prompts"),
         choices=TRUNCATIONS,
     )

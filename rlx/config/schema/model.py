@@ -18,28 +18,22 @@ class ActivationOffloadConfig:
 
     save: str | None = _option(
         "save",
-        "Activations to offload: `boundary` (layer inputs), `attention` (also attention and its projections), `auto` (planned from "
-        "measurements), `all`; null: boundary with gradient checkpointing, else all.",
+        "Activations to offload: docs/activation_offloading.md; null: boundary with gradient checkpointing, else all.",
     )
     tier: str = _option("tier", "Tier that takes them: host memory (cpu) or disk.")
     directory: str | None = _option(
-        "directory",
-        "Folder of the disk tier; with tier cpu it takes the bytes that exceed `max_host_bytes`.",
-        is_path=True,
+        "directory", "Folder of the disk tier, or for bytes beyond `max_host_bytes`.", is_path=True
     )
-    prefetch_layers: int | None = _option(
-        "prefetch_layers", "Layers that backward fetches ahead; null: as fits; 0: none."
-    )
+    prefetch_layers: int | None = _option("prefetch_layers", "Layers that backward fetches ahead; null: as fits.")
     max_inflight_bytes: int | None = _option(
-        "max_inflight_bytes", "Bytes whose copy to the host may be unfinished before forward waits; null: as fits."
+        "max_inflight_bytes", "Bytes in flight before forward waits; null: as fits."
     )
     min_bytes: int = _option("min_bytes", "Smaller tensors stay on the device [bytes].")
     pin_memory: bool = _option("pin_memory", "Page-locked host memory, for copies that overlap compute.")
     use_streams: bool = _option("use_streams", "Copy on separate streams.")
     max_host_bytes: int | None = _option("max_host_bytes", "Limit of host memory per process [bytes]; null: none.")
     max_device_bytes: int | str = _option(
-        "max_device_bytes",
-        "Most bytes that `save=auto` holds on the device for backward; auto: the memory besides weights, states and a margin.",
+        "max_device_bytes", "Most bytes that `save=auto` holds on the device; auto: what is free."
     )
 
 
@@ -80,9 +74,7 @@ SHARED_PREFIX_GAIN = 0.03
 class LoraConfig:
     """Kinds of adapters, and how they reach the sampler."""
 
-    merge: bool = key(
-        False, "Send the sampler merged weights at each sync; else it keeps the base and takes the adapters alone."
-    )
+    merge: bool = key(False, "Send the sampler merged weights instead of adapters alone.")
     use_dora: bool = key(False, "DoRA: learn the length of each row of the weights apart from its direction.")
     use_rslora: bool = key(False, "rsLoRA: scale by alpha / sqrt(rank) instead of alpha / rank.")
 
@@ -101,71 +93,55 @@ def packed(what: str, **when: Any) -> tuple[Need, ...]:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    path: str | None = key(
-        None, "Hugging Face folder, hub name, or `builtin:tiny`; null, critic only: the actor's.", is_path=True
-    )
+    path: str | None = key(None, "Folder, hub name or `builtin:tiny`; null, critic only: the actor's.", is_path=True)
     trust_remote_code: bool = key(False, "Run code from the model folder.")
     override_config: dict[str, Any] = key({}, "Values to set in the model's config.json.")
     attn_implementation: str = key(
         "sdpa", "Attention kernel, as transformers names it.", package="flash-attn", package_for=("flash_attention_2",)
     )
     experts_implementation: str | None = key(
-        None,
-        "Kernel for a mixture of experts, as transformers names it; null: grouped_mm if the model's class has it, eager in fp64, "
-        "which grouped products do not know.",
+        None, "Kernel of experts, as transformers names it; null: grouped_mm where possible."
     )
-    use_liger: bool = key(
-        False, "Fused norms, gated MLPs and rotary embeddings of liger-kernel, on GPUs.", package="liger-kernel"
-    )
+    use_liger: bool = key(False, "Fused norms, MLPs and rotary embeddings, on GPUs.", package="liger-kernel")
     enable_gradient_checkpointing: bool = key(True, "Recompute activations in backward instead of keeping them.")
     enable_activation_offload: bool = key(False, "Move activations off the device until backward needs them.")
     activation_offload: ActivationOffloadConfig = group(
-        ActivationOffloadConfig, "How, when the flag above is set.", without("enable_activation_offload")
+        ActivationOffloadConfig, "How.", without("enable_activation_offload")
     )
     layer_offload: bool = key(
-        False,
-        "Keep the frozen weights of layers in host memory and fetch them one layer ahead; with fsdp2.",
-        STREAMS,
+        False, "Keep the frozen weights of layers in host memory and fetch them one layer ahead.", STREAMS
     )
     layer_offload_directory: str | None = key(
-        None,
-        "Folder of a local disk that takes these weights where host memory is too small; null: host memory.",
-        is_path=True,
+        None, "Folder of a local disk that takes them instead; null: host memory.", is_path=True
     )
-    use_remove_padding: bool = key(
-        True, "Pack a micro-batch's sequences into one row without padding; else rows are padded to the longest."
-    )
+    use_remove_padding: bool = key(True, "Pack a micro-batch's sequences into one row without padding.")
     use_shared_prefix: bool | str = key(
         "auto",
-        "Compute a prompt once for all its responses in a micro-batch; auto: where that saves more than 3 % of the tokens; "
-        "needs packed rows and sdpa.",
+        "Compute a prompt once for all its responses; auto: where that saves more than 3 % of the tokens.",
         while_is("actor_rollout_ref.rollout.n", 1),
         *packed("shared prefixes", when=lambda shares: shares is True),
         words=("auto",),
     )
     tiled_mlp: int | str = key(
-        0,
-        "Tokens of a tile in which MLPs and norms are computed; auto: about 2^28 elements in the widest result; 0: no tiles.",
-        minimum=0,
-        words=("auto",),
+        0, "Tokens of a tile in which MLPs and norms are computed; 0: no tiles.", minimum=0, words=("auto",)
     )
     lora_rank: int = key(0, "Rank of LoRA adapters; 0 trains every weight.", minimum=0, package="peft>=0.17")
     lora_alpha: int = key(16, "Scale of the adapters: alpha / rank.", without("lora_rank"), minimum=1)
     target_modules: str = key(
         "all-linear",
-        "Modules that get adapters, as a list or joined by commas: `all-linear`, names of linear layers, or of experts.",
+        "Modules with adapters: `all-linear`, or names of linear layers or experts.",
         without("lora_rank"),
         joined=True,
     )
     lora_adapter_path: str | None = key(
         None,
-        "Folder of adapters in peft's format to start from; null: fresh ones.",
+        "Folder of peft's adapters to start from; null: fresh ones.",
         needs("there are adapters to start from, but no rank", "lora_rank", expected=" as in adapter_config.json"),
         is_path=True,
     )
     quantization: str | None = key(
         None,
-        "Hold the frozen weights of layers in 4.5 bits each (nf4), below LoRA adapters; null: in model_dtype.",
+        "Hold the frozen weights of layers in 4.5 bits each (nf4); null: in model_dtype.",
         needs("weights that are trained cannot be quantised", "lora_rank", expected=" above 0"),
         needs("a quantised base needs FSDP2", "role.strategy", "fsdp2"),
         needs("DoRA reads the base's weights, which are quantised", "lora.use_dora", False),

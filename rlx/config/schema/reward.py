@@ -17,22 +17,18 @@ class CustomRewardConfig:
     path: str | None = key(None, "Python file with a reward function of your own.", is_path=True)
     name: str = key(
         "compute_score",
-        "Its name: f(data_source, solution_str, ground_truth, extra_info=None) -> float or dict with `score`, or as "
-        "reward.reward_manager.name says; may be async.",
+        "Its name: f(data_source, solution_str, ground_truth, extra_info=None), see docs/rewards.md.",
         without("path"),
     )
     reward_kwargs: dict[str, Any] = key({}, "Further arguments of the function, by name.", without("path"))
-    data_sources: tuple[str, ...] = key(
-        (), "Data sources that it scores (rlx scores the others); empty: all.", without("path")
-    )
+    data_sources: tuple[str, ...] = key((), "Data sources that it scores; empty: all.", without("path"))
 
 
 @dataclass(frozen=True)
 class RewardManagerConfig:
     name: str = key(
         "naive",
-        "Calls of a function of your own: naive, one for each sample; batch, one for a batch: "
-        "f(data_sources, solution_strs, ground_truths, extra_infos) -> list.",
+        "Calls of a function of your own: naive, one for each sample; batch, one for all.",
         without("custom_reward_function.path"),
         choices=("naive", "batch"),
     )
@@ -43,7 +39,7 @@ class RewardConfig:
     reward_manager: RewardManagerConfig = group(RewardManagerConfig, "How reward functions are called.", *NOT_CALLED)
     format_score: float = key(
         0.0,
-        "Score of a wrong GSM8K answer in the right form.",
+        "Score of a wrong answer in GSM8K's form.",
         *NOT_CALLED,
         in_state("own function scores all"),
         minimum=0,
@@ -53,56 +49,39 @@ class RewardConfig:
         OverlongBufferConfig, "Penalty for length in training.", without("enable")
     )
     format: str | None = key(
-        None,
-        "Form that earns format_weight: `tags` (<think>…</think><answer>…</answer>), `hashes` (ends in #### and an "
-        "answer), `boxed` (a \\boxed{…}), or a regular expression for the whole response; null: none.",
-        *NOT_CALLED,
+        None, "Form that earns format_weight: tags, hashes, boxed or a regular expression.", *NOT_CALLED
     )
     format_weight: float = key(0.1, "Bonus for a response of that form.", *NOT_CALLED, without("format"), minimum=0)
     num_workers: int | None = key(
-        None, "Processes that run reward functions; null: one per core, at most 16.", *NOT_CALLED, minimum=1
+        None, "Processes that call them; null: one per core, at most 16.", *NOT_CALLED, minimum=1
     )
     timeout_s: float = key(60.0, "Longest call of a reward function [seconds].", *NOT_CALLED, exclusive_minimum=0)
     max_concurrent: int = key(
         64,
-        "Calls of an async function that each process runs at a time.",
+        "Calls of an async function at a time, of each process.",
         *NOT_CALLED,
         without("custom_reward_function.path"),
         minimum=1,
     )
     memory_limit_gb: float | None = key(
-        8.0, "Memory that each process may allocate [10^9 bytes]; null: no limit.", *NOT_CALLED, exclusive_minimum=0
+        8.0, "Memory of each process [10^9 bytes]; null: no limit.", *NOT_CALLED, exclusive_minimum=0
     )
     on_error: str = key(
-        "stop",
-        "When a function raises or returns no number: stop the run, or score 0.",
-        *NOT_CALLED,
-        choices=("stop", "zero"),
+        "stop", "When a function raises: stop the run, or score 0.", *NOT_CALLED, choices=("stop", "zero")
     )
-    on_crash: str = key(
-        "zero",
-        "When a call takes too long, or ends its process twice: stop the run, or score 0.",
-        *NOT_CALLED,
-        choices=("stop", "zero"),
-    )
+    on_crash: str = key("zero", "When a call hangs or kills its process twice.", *NOT_CALLED, choices=("stop", "zero"))
 
 
 @dataclass(frozen=True)
 class RewardModelSourceConfig:
-    path: str | None = key(
-        None, "Folder or hub name of a model for sequence classification with one label.", is_path=True
-    )
+    path: str | None = key(None, "Folder or hub name of a classifier with one label.", is_path=True)
     trust_remote_code: bool = key(False, "Run code from the model folder.")
     override_config: dict[str, Any] = key({}, "Values to set in the model's config.json.")
     attn_implementation: str = key(
         "sdpa", "Attention kernel, as transformers names it.", package="flash-attn", package_for=("flash_attention_2",)
     )
-    layer_offload: bool = key(
-        False, "Keep the weights of layers in host memory, as `actor_rollout_ref.model.layer_offload`.", STREAMS
-    )
-    layer_offload_directory: str | None = key(
-        None, "As `actor_rollout_ref.model.layer_offload_directory`.", is_path=True
-    )
+    layer_offload: bool = key(False, "As `actor_rollout_ref.model.layer_offload`.", STREAMS)
+    layer_offload_directory: str | None = key(None, "As the actor's.", is_path=True)
     fsdp_config: FSDPConfig = group(FSDPConfig, "Sharding and precision.")
 
 
@@ -115,11 +94,7 @@ class RewardModelConfig:
         "Score responses with a reward model.",
         needs("there is no reward model", "model.path", expected="=<a folder or hub name>"),
     )
-    rule_weight: float = key(
-        0.0,
-        "Weight of the reward functions' score in the sum with the model's; 0: the functions are not called.",
-        minimum=0,
-    )
+    rule_weight: float = key(0.0, "Weight of the reward functions' score; 0: they are not called.", minimum=0)
     strategy: str | None = key(None, "Sharding; null: the actor's.", choices=(None, "fsdp", "fsdp2"))
     model: RewardModelSourceConfig = group(
         RewardModelSourceConfig,
@@ -130,12 +105,9 @@ class RewardModelConfig:
         ),
     )
     micro_batch_size_per_gpu: int | None = key(
-        None,
-        "Samples per forward and process; null without use_dynamic_bsz: the actor's.",
-        while_is("use_dynamic_bsz", True),
-        minimum=1,
+        None, "Samples per forward and process; null: the actor's.", while_is("use_dynamic_bsz", True), minimum=1
     )
     use_dynamic_bsz: bool = key(False, "Cut by tokens instead.")
     forward_max_token_len_per_gpu: int = key(
-        32768, "Tokens per forward and process with use_dynamic_bsz.", without("use_dynamic_bsz"), minimum=1
+        32768, "Tokens per forward and process.", without("use_dynamic_bsz"), minimum=1
     )

@@ -25,21 +25,11 @@ class ValKwargsConfig:
         needs("validation samples at temperature 0", "temperature", expected=" > 0", example=1.0),
     )
     min_p: float = key(
-        0.0,
-        "Drop tokens less likely than this share of the most likely one; 0: none.",
-        without("do_sample"),
-        minimum=0,
-        maximum=1,
+        0.0, "Drop tokens below this share of the most likely one.", without("do_sample"), minimum=0, maximum=1
     )
-    repetition_penalty: float = key(
-        1.0, "Divides positive logits of tokens in prompt or response, multiplies negative ones.", exclusive_minimum=0
-    )
-    presence_penalty: float = key(
-        0.0, "Subtracted from the logit of a token that the response has.", minimum=-2, maximum=2
-    )
-    frequency_penalty: float = key(
-        0.0, "Subtracted from a token's logit for each time that the response has it.", minimum=-2, maximum=2
-    )
+    repetition_penalty: float = key(1.0, "Divides logits of tokens in prompt or response.", exclusive_minimum=0)
+    presence_penalty: float = key(0.0, "Off the logit of a token that the response has.", minimum=-2, maximum=2)
+    frequency_penalty: float = key(0.0, "Off a token's logit for each time in the response.", minimum=-2, maximum=2)
     bad_words: tuple[str, ...] = key((), "Texts that are not sampled.")
     logit_bias: dict[str, Any] = key({}, "Added to logits: numbers from -100 to 100 by token id.")
 
@@ -56,27 +46,17 @@ class RolloutConfig:
     top_p: float = key(1.0, "Nucleus.", exclusive_minimum=0, maximum=1)
     top_k: int = key(-1, "Most likely tokens considered; -1 or 0: all.", minimum=-1)
     n: int = key(1, "Responses per prompt.", minimum=1)
-    stop: tuple[str, ...] = key(
-        (),
-        "Strings that end a response, in training and validation. All sampled tokens are trained on, a stop string's too.",
-    )
-    include_stop_str_in_output: bool = key(
-        False,
-        "Keep the stop string at the end of the text that reward functions and environments read.",
-        without("stop"),
-    )
+    stop: tuple[str, ...] = key((), "Strings that end a response; their tokens are trained on.")
+    include_stop_str_in_output: bool = key(False, "Keep the stop string in the text that is scored.", without("stop"))
     ignore_eos: bool = key(False, "Only stop strings and max_response_length end a response.")
     dtype: str = key(
-        "auto",
-        "Type of the sampler's weights; auto: bf16 on accelerators, fp32 on CPU.",
-        choices=("auto", "bf16", "fp16", "fp32"),
+        "auto", "Type of weights; auto: bf16 on accelerators, fp32 on CPU.", choices=("auto", "bf16", "fp16", "fp32")
     )
     max_num_seqs: int = key(1024, "Sequences decoded at once.", minimum=1)
     calculate_log_probs: bool = key(True, "Return the sampler's log-probs, which show its mismatch with the trainer.")
     enable_rollout_routing_replay: bool = key(
         False,
-        "Mixture of experts: return the experts that the sampler uses for each token; see actor.router_replay.mode and the metrics "
-        "mismatch/differing_experts*.",
+        "Return the experts that the sampler uses for each token.",
         in_state("experts are not used"),
         *WATCHES_ROUTERS,
         *(
@@ -85,21 +65,14 @@ class RolloutConfig:
         ),
     )
     seed_requests: bool | None = key(
-        None,
-        "vLLM: give each sample its own seed, so that it does not depend on other samples; False draws all from one "
-        "stream; null: seeds if they cost nothing, and on CPU.",
-        while_is("name", "hf"),
+        None, "vLLM: a seed for each sample; null: if they cost nothing, and on CPU.", while_is("name", "hf")
     )
     gpu_memory_utilization: float = key(
-        0.5,
-        "vLLM: share of all device memory for weights and KV cache.",
-        while_is("name", "hf"),
-        exclusive_minimum=0,
-        maximum=1,
+        0.5, "vLLM: share of the device's memory.", while_is("name", "hf"), exclusive_minimum=0, maximum=1
     )
     tensor_model_parallel_size: int = key(
         1,
-        "vLLM: processes that share one copy of the model.",
+        "vLLM: processes that share a copy of the model.",
         needs("the hf sampler keeps the whole model in each process", "name", "vllm", when=is_above(1)),
         minimum=1,
         divides="processes",
@@ -121,21 +94,15 @@ class RolloutConfig:
     )
     log_prob_micro_batch_size_per_gpu: int | None = key(
         None,
-        "Old log-probs: samples per forward; null: as the actor's update.",
+        "Old log-probs: samples per forward; null: the actor's.",
         NO_OLD_LOG_PROBS,
         while_is("log_prob_use_dynamic_bsz", True),
         minimum=1,
     )
     log_prob_use_dynamic_bsz: bool = key(False, "Old log-probs: cut by tokens instead.", NO_OLD_LOG_PROBS)
     log_prob_max_token_len_per_gpu: int = key(
-        16384,
-        "Old log-probs: tokens per forward with log_prob_use_dynamic_bsz.",
-        NO_OLD_LOG_PROBS,
-        without("log_prob_use_dynamic_bsz"),
-        minimum=1,
+        16384, "Old log-probs: tokens per forward.", NO_OLD_LOG_PROBS, without("log_prob_use_dynamic_bsz"), minimum=1
     )
     val_kwargs: ValKwargsConfig = group(ValKwargsConfig, "Sampling in validation.", in_state("never validates"))
-    multi_turn: MultiTurnConfig = group(
-        MultiTurnConfig, "Turns of a conversation with an environment.", in_state("no environment")
-    )
+    multi_turn: MultiTurnConfig = group(MultiTurnConfig, "Turns of a conversation.", in_state("no environment"))
     engine_kwargs: EngineKwargsConfig = group(EngineKwargsConfig, "Options passed through.", while_is("name", "hf"))

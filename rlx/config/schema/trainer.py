@@ -23,10 +23,7 @@ class TrainerConfig:
     verbose: bool = key(False, "Show the memory around each phase on the console, too.")
     nnodes: int = key(1, "Machines.", minimum=1)
     min_nodes: int | None = key(
-        None,
-        "Machines with which the run goes on if others stay away for 2 minutes; null: nnodes.",
-        minimum=1,
-        at_most="nnodes",
+        None, "Machines that suffice if others stay away for 2 minutes; null: nnodes.", minimum=1, at_most="nnodes"
     )
     n_gpus_per_node: int = key(8, "Processes per machine, each with one GPU; on CPU the number is free.", minimum=1)
     device: str = key("auto", "auto: an accelerator if there is one.", choices=("auto", "cpu", "cuda"))
@@ -34,11 +31,9 @@ class TrainerConfig:
     memory_check: str = key("refuse", "Action if memory will not suffice; off: predict nothing.", choices=MEMORY_CHECKS)
     save_freq: int = key(-1, "Steps between checkpoints; -1: never.", minimum=-1)
     save_every_minutes: float | None = key(
-        None, "Also save after the step in which so much time has passed since the last save.", exclusive_minimum=0
+        None, "Also save when so much time has passed since the last save.", exclusive_minimum=0
     )
-    save_last: bool = key(
-        True, "Save the last step if no other save is due: all but the optimizer's state, to go on from or to export."
-    )
+    save_last: bool = key(True, "Save the last step if no other save is due, without the optimizer's state.")
     test_freq: int = key(-1, "Steps between validations; -1: never.", minimum=-1)
     val_before_train: bool = key(True, "Validate before the first step.")
     val_only: bool = key(False, "Validate and stop.")
@@ -46,7 +41,7 @@ class TrainerConfig:
     balance_batch: bool = key(True, "Give each process about the same number of tokens.", in_state("one process"))
     resume_mode: str = key(
         "disable",
-        "disable: start anew; auto: newest whole checkpoint of the experiment's newest run that has one; resume_path: one named.",
+        "auto: the newest whole checkpoint of the experiment; disable: start anew.",
         needs(
             "there is no checkpoint to resume from",
             "resume_from_path",
@@ -57,44 +52,31 @@ class TrainerConfig:
     )
     resume_from_path: str | None = key(
         None,
-        "Checkpoint (`.../global_step_N`) for resume_path: a folder or a URL.",
+        "A folder or URL `.../global_step_N`.",
         unless("resume_mode", "resume_path", "resume_mode is not resume_path"),
         is_path=True,
     )
     default_local_dir: str | None = key(
         None,
-        "Folder of run folders; null: outputs/<project_name>/<experiment_name>; a URL (s3://…): copies of checkpoints go there.",
+        "Folder of runs; null: outputs/<project_name>/<experiment_name>; a URL: copies of checkpoints go there.",
         is_path=True,
     )
     max_restarts: int = key(3, "Restarts from the last checkpoint after something died or hung; 0: end.", minimum=0)
     hang_timeout_s: float = key(
-        1800.0, "Seconds without progress on any process after which a call counts as hung.", exclusive_minimum=0
+        1800.0, "Seconds without progress after which a call counts as hung.", exclusive_minimum=0
     )
-    save_on_sigterm_s: float = key(
-        0.0, "Seconds after SIGTERM in which the step may end and a checkpoint be written; 0: end at once.", minimum=0
-    )
+    save_on_sigterm_s: float = key(0.0, "Seconds after SIGTERM for the step to end and to save; 0: none.", minimum=0)
     rollout_data_dir: str | None = key(None, "Dump training generations as JSONL here.", is_path=True)
-    transcripts: bool | None = key(
-        None, "Keep each training sample with tokens, turns and rewards in the run's folder; null: with an environment."
-    )
+    transcripts: bool | None = key(None, "Keep each training sample in the run's folder; null: with an environment.")
     validation_data_dir: str | None = key(
-        None,
-        "Dump validation generations as JSONL here; null: in the run's folder.",
-        in_state("never validates"),
-        is_path=True,
+        None, "Dump validation generations here; null: in the run's folder.", in_state("never validates"), is_path=True
     )
-    log_val_generations: int = key(
-        0, "Validation generations shown at the console and sent to trackers.", in_state("never validates"), minimum=0
-    )
+    log_val_generations: int = key(0, "Validation generations to show.", in_state("never validates"), minimum=0)
     max_actor_ckpt_to_keep: int | None = key(
-        None, "Newest checkpoints of the actor to keep; null: all.", in_state("never saves"), minimum=1
+        None, "Checkpoints to keep; null: all.", in_state("never saves"), minimum=1
     )
     max_critic_ckpt_to_keep: int | None = key(
-        None,
-        "Newest checkpoints of the critic to keep; null: all.",
-        in_state("no critic"),
-        in_state("never saves"),
-        minimum=1,
+        None, "Checkpoints to keep; null: all.", in_state("no critic"), in_state("never saves"), minimum=1
     )
 
 

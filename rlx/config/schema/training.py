@@ -35,7 +35,7 @@ class OptimConfig:
 
     optimizer: str = key(
         "AdamW",
-        "AdamW is torch's. Of torchao: _AdamW rounds bf16 weights stochastically, AdamW8bit does so too and has moments in 8 bits.",
+        "AdamW is torch's; _AdamW and AdamW8bit are torchao's, with stochastic rounding of bf16 weights.",
         *TORCHAO_NEEDS,
         choices=("AdamW", "_AdamW", "AdamW8bit"),
         package="torchao>=0.18",
@@ -43,27 +43,21 @@ class OptimConfig:
     lr: float = key(1e-6, "Peak learning rate.", minimum=0)
     lr_warmup_steps: int = key(-1, "Optimizer steps of linear warm-up; -1: from lr_warmup_steps_ratio.", minimum=-1)
     lr_warmup_steps_ratio: float = key(
-        0.0, "Warm-up as a share of all optimizer steps.", beside("lr_warmup_steps"), minimum=0, maximum=1
+        0.0, "Warm-up as a share of all steps.", beside("lr_warmup_steps"), minimum=0, maximum=1
     )
     lr_scheduler_type: str = key("constant", "After warm-up.", choices=("constant", "cosine", "linear"))
     min_lr_ratio: float = key(
-        0.0,
-        "Last rate of cosine and linear, as a share of lr.",
-        while_is("lr_scheduler_type", "constant"),
-        minimum=0,
-        maximum=1,
+        0.0, "Last rate, as a share of lr.", while_is("lr_scheduler_type", "constant"), minimum=0, maximum=1
     )
     weight_decay: float = key(0.01, "Decoupled weight decay.", minimum=0)
     betas: tuple[float, ...] = key((0.9, 0.999), "AdamW's decay rates.", length=2, minimum=0, exclusive_maximum=1)
     eps: float = key(1e-8, "AdamW's epsilon.", exclusive_minimum=0)
     master_weights: bool = key(
         True,
-        "With model_dtype=bf16: keep fp32 copies of the weights and fp32 moments, which small updates need.",
+        "With model_dtype=bf16: keep fp32 weights and moments beside.",
         unless("optimizer", "AdamW", "torchao's AdamW has no masters"),
     )
-    allow_lossy_updates: bool = key(
-        False, "Train bf16 weights without masters although rounding hides most updates; watch actor/update_share."
-    )
+    allow_lossy_updates: bool = key(False, "Train bf16 weights although rounding hides most updates.")
 
 
 TWO_WAYS = "parameters cannot be offloaded in two ways at once"
@@ -73,9 +67,7 @@ DTYPES = ("bf16", "fp32", "fp64")  # no fp16: nothing scales the loss
 @dataclass(frozen=True)
 class MixedPrecisionConfig:
     param_dtype: str = key(
-        "auto",
-        "Type of forward and backward; auto: bf16 on accelerators, model_dtype on CPU.",
-        choices=("auto", *DTYPES),
+        "auto", "Type of forward and backward; auto: bf16, on CPU model_dtype.", choices=("auto", *DTYPES)
     )
     reduce_dtype: str = key("fp32", "Type of the sum of gradients.", choices=DTYPES)
 
@@ -85,21 +77,20 @@ class FSDPConfig:
     param_offload: bool = key(False, "Keep parameters in host memory while another role works.", in_state("on a CPU"))
     optimizer_offload: bool = key(
         False,
-        "Keep the optimizer's state in host memory; fetch it piece by piece during the step. The same as optimizer_state=host.",
+        "The same as optimizer_state=host.",
         in_state("on a CPU"),
         needs("the optimizer's state has two places", "optimizer_state", "host", None),
     )
     optimizer_state: int | str | None = key(
         None,
-        "Where it is: device, host, or the bytes per process that stay on the device; auto: what the forecast leaves there; null: host "
-        "with optimizer_offload, else device.",
+        "device, host, or bytes per process that stay on the device; auto: what the forecast leaves there.",
         in_state("on a CPU"),
         minimum=0,
         words=("auto", "device", "host"),
     )
     offload_policy: bool = key(
         False,
-        "FSDP's own CPU offload: parameters and the optimizer step are on the host.",
+        "FSDP's own CPU offload of parameters and optimizer.",
         in_state("on a CPU"),
         needs(TWO_WAYS, "param_offload", False),
         needs(TWO_WAYS, "optimizer_offload", False),
@@ -108,23 +99,13 @@ class FSDPConfig:
     )
     reshard_after_forward: bool | str = key(
         "auto",
-        "Free the gathered parameters after forward, layer by layer; auto: not where one process has all of them and offloads "
-        "neither them nor the optimizer's state.",
+        "Free gathered parameters after forward; auto: unless one process has them all and offloads nothing.",
         words=("auto",),
     )
-    fsdp_size: int = key(
-        -1,
-        "Processes of one sharding group; -1: all; fewer replicate the groups (HSDP).",
-        minimum=-1,
-        divides="processes",
-    )
-    forward_prefetch: bool = key(
-        False, "Gather the next layer's parameters during the current one's forward.", in_state("one process")
-    )
+    fsdp_size: int = key(-1, "Processes of a sharding group (HSDP); -1: all.", minimum=-1, divides="processes")
+    forward_prefetch: bool = key(False, "Gather the next layer's parameters ahead.", in_state("one process"))
     model_dtype: str = key(
-        "fp32",
-        "Type of stored parameters, and of optimizer state unless optim.master_weights keeps fp32. Torch's names do too: bfloat16.",
-        choices=DTYPES,
+        "fp32", "Type of stored parameters and, without masters, of optimizer states.", choices=DTYPES
     )
     mixed_precision: MixedPrecisionConfig = group(MixedPrecisionConfig, "Types while computing.")
 
@@ -155,7 +136,7 @@ CHECKPOINT_CONTENTS = ("model", "optimizer", "extra", "hf_model")
 class CheckpointConfig:
     save_contents: tuple[str, ...] = key(
         ("model", "optimizer", "extra"),
-        "Parts of a checkpoint; extra is the scheduler, hf_model a folder for from_pretrained.",
+        "Parts of a checkpoint; extra: the scheduler; hf_model: for from_pretrained.",
         needs(
             "checkpoints would have no weights",
             "save_contents",
@@ -178,8 +159,7 @@ SHARES_SEQUENCES = packed("sequences that processes share", when=is_above(1))
 class RouterReplayConfig:
     mode: str = key(
         "disabled",
-        "Mixture of experts: whose experts log-probs and updates use: R3 the sampler's, which rollout.enable_rollout_routing_replay "
-        "records; disabled their own.",
+        "R3: log-probs and updates use the sampler's experts.",
         needs(
             "the sampler does not return the experts to replay",
             "actor_rollout_ref.rollout.enable_rollout_routing_replay",
@@ -193,57 +173,43 @@ class RouterReplayConfig:
 @dataclass(frozen=True)
 class ActorConfig:
     strategy: str = key("fsdp2", "Sharding: FSDP2 or FSDP1.", choices=("fsdp", "fsdp2"))
-    ppo_mini_batch_size: int = key(
-        256, "Prompts per optimizer step; divides data.train_batch_size.", minimum=1, divides="data.train_batch_size"
-    )
+    ppo_mini_batch_size: int = key(256, "Prompts per optimizer step.", minimum=1, divides="data.train_batch_size")
     ppo_micro_batch_size_per_gpu: int | None = key(
         None,
-        "Samples per forward and process; set this or use_dynamic_bsz.",
+        "Samples per forward and process.",
         while_is("use_dynamic_bsz", True),
         needs("micro-batches have no size", "use_dynamic_bsz", True, when=lambda rows: rows is None),
         minimum=1,
     )
     use_dynamic_bsz: bool = key(False, "Cut micro-batches by tokens instead of samples.")
     ppo_max_token_len_per_gpu: int = key(
-        16384, "Tokens per forward and process with use_dynamic_bsz.", without("use_dynamic_bsz"), minimum=1
+        16384, "Tokens per forward and process.", without("use_dynamic_bsz"), minimum=1
     )
     ulysses_sequence_parallel_size: int = key(
-        1,
-        "Neighbouring processes that share each sequence; divides processes and attention heads.",
-        *SHARES_SEQUENCES,
-        minimum=1,
-        divides="processes",
+        1, "Neighbouring processes that share each sequence.", *SHARES_SEQUENCES, minimum=1, divides="processes"
     )
     ppo_epochs: int = key(1, "Passes over each batch.", minimum=1)
     shuffle: bool = key(False, "Shuffle the prompts of a batch before cutting mini-batches.")
     clip_ratio: float = key(0.2, "PPO's clip range.", in_state("both clips"), in_state("sapo"), minimum=0)
     clip_ratio_low: float | None = key(None, "Clip range below 1; null: clip_ratio.", in_state("sapo"), minimum=0)
     clip_ratio_high: float | None = key(None, "Clip range above 1; null: clip_ratio.", in_state("sapo"), minimum=0)
-    clip_ratio_c: float = key(
-        3.0, "Dual clip's bound for negative advantages.", in_state("not vanilla"), exclusive_minimum=1
-    )
-    tau_pos: float = key(
-        1.0, "SAPO's temperature of tokens with a positive advantage.", in_state("not sapo"), exclusive_minimum=0
-    )
+    clip_ratio_c: float = key(3.0, "Dual clip's bound.", in_state("not vanilla"), exclusive_minimum=1)
+    tau_pos: float = key(1.0, "SAPO's temperature of positive advantages.", in_state("not sapo"), exclusive_minimum=0)
     tau_neg: float = key(1.05, "SAPO's temperature of the others.", in_state("not sapo"), exclusive_minimum=0)
     policy_loss: PolicyLossConfig = group(PolicyLossConfig, "Choice of policy loss.")
-    loss_agg_mode: str = key("token-mean", "How the token losses of a mini-batch become one.", choices=AGGREGATIONS)
+    loss_agg_mode: str = key("token-mean", "How token losses are averaged.", choices=AGGREGATIONS)
     entropy_coeff: float = key(0.0, "Weight of the entropy bonus.")
     use_kl_loss: bool = key(False, "Add the KL to the reference to the loss.")
     kl_loss_coef: float = key(0.001, "Its weight.", without("use_kl_loss"), minimum=0)
     kl_loss_type: str = key("low_var_kl", "Its estimator.", without("use_kl_loss"), choices=KL_LOSS_ESTIMATORS)
     router_aux_loss_coef: float = key(
-        0.0,
-        "Mixture of experts: weight of the load-balancing loss of the mini-batch; needs a forward more per update unless "
-        "router_replay.mode=R3.",
-        *WATCHES_ROUTERS,
-        minimum=0,
+        0.0, "Weight of the load-balancing loss of a mixture of experts.", *WATCHES_ROUTERS, minimum=0
     )
     router_replay: RouterReplayConfig = group(RouterReplayConfig, "Choice of experts in training.")
     grad_clip: float = key(1.0, "Largest gradient norm.", exclusive_minimum=0)
     use_torch_compile: bool = key(
         False,
-        "Compile each layer; cannot be combined with activation offloading.",
+        "Compile each layer.",
         *(
             needs(f"{what} cannot be combined with compiled layers", f"actor_rollout_ref.model.{other}", off)
             for other, off, what in (
@@ -266,7 +232,7 @@ class RefConfig:
     )
     log_prob_use_dynamic_bsz: bool = key(False, "Cut by tokens instead.")
     log_prob_max_token_len_per_gpu: int = key(
-        16384, "Tokens per forward with log_prob_use_dynamic_bsz.", without("log_prob_use_dynamic_bsz"), minimum=1
+        16384, "Tokens per forward.", without("log_prob_use_dynamic_bsz"), minimum=1
     )
     ulysses_sequence_parallel_size: int | None = key(
         None,
@@ -303,7 +269,7 @@ class CriticConfig:
     strategy: str | None = key(None, "Sharding; null: the actor's.", choices=(None, "fsdp", "fsdp2"))
     model: ModelConfig = group(
         ModelConfig,
-        "The value model's backbone; without a path it is loaded as the actor's.",
+        "The value model; without a path it is loaded as the actor's.",
         below={
             "tiny": (never("the critic has the policy's shape, actor_rollout_ref.model.tiny"),),
             "lora.merge": (never("the critic has no sampler"),),
@@ -313,14 +279,11 @@ class CriticConfig:
         None, "Prompts per optimizer step; null: the actor's.", minimum=1, divides="data.train_batch_size"
     )
     ppo_micro_batch_size_per_gpu: int | None = key(
-        None,
-        "Samples per forward and process; null without use_dynamic_bsz: the actor's.",
-        while_is("use_dynamic_bsz", True),
-        minimum=1,
+        None, "Samples per forward and process; null: the actor's.", while_is("use_dynamic_bsz", True), minimum=1
     )
     use_dynamic_bsz: bool = key(False, "Cut micro-batches by tokens instead.")
     ppo_max_token_len_per_gpu: int = key(
-        32768, "Tokens per forward and process with use_dynamic_bsz.", without("use_dynamic_bsz"), minimum=1
+        32768, "Tokens per forward and process.", without("use_dynamic_bsz"), minimum=1
     )
     ulysses_sequence_parallel_size: int | None = key(
         None,
@@ -333,7 +296,7 @@ class CriticConfig:
     shuffle: bool | None = key(None, "Shuffle before cutting mini-batches; null: the actor's.")
     cliprange_value: float = key(0.5, "Clip range of the value update.", exclusive_minimum=0)
     loss_agg_mode: str | None = key(
-        None, "How token losses become one number; null: the actor's.", choices=(None, *AGGREGATIONS)
+        None, "How token losses are averaged; null: the actor's.", choices=(None, *AGGREGATIONS)
     )
     grad_clip: float = key(1.0, "Largest gradient norm.", exclusive_minimum=0)
     optim: OptimConfig = group(OptimConfig, "Optimizer.", lr=1e-5)

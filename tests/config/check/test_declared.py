@@ -42,10 +42,7 @@ CASES = [
     ),
     *(
         (f"{GAE} critic.model.{key}", [f"critic.model.{key.split('=')[0]}"])
-        for key in (
-            "activation_offload.max_device_bytes=9",
-            "activation_offload.pin_memory=False",
-        )
+        for key in ("activation_offload.max_device_bytes=9", "activation_offload.pin_memory=False")
     ),
     (f"{ACTOR}.use_dynamic_bsz=True {ACTOR}.ppo_micro_batch_size_per_gpu=2", [f"{ACTOR}.ppo_micro_batch_size_per_gpu"]),
     (
@@ -96,10 +93,7 @@ CASES = [
     (f"{ACTOR}.use_kl_loss=True {REF}.log_prob_max_token_len_per_gpu=9", [f"{REF}.log_prob_max_token_len_per_gpu"]),
     (f"{ACTOR}.kl_loss_coef=0.1 {ACTOR}.kl_loss_type=mse", [f"{ACTOR}.kl_loss_coef", f"{ACTOR}.kl_loss_type"]),
     (f"{REF}.log_prob_micro_batch_size_per_gpu=4", [f"{REF}.log_prob_micro_batch_size_per_gpu"]),
-    (
-        f"{ACTOR}.clip_ratio=0.1 {ACTOR}.clip_ratio_low=0.0 {ACTOR}.clip_ratio_high=0.3",
-        [f"{ACTOR}.clip_ratio"],
-    ),
+    (f"{ACTOR}.clip_ratio=0.1 {ACTOR}.clip_ratio_low=0.0 {ACTOR}.clip_ratio_high=0.3", [f"{ACTOR}.clip_ratio"]),
     (f"{ACTOR}.optim.lr_scheduler_type=constant {ACTOR}.optim.min_lr_ratio=0.1", [f"{ACTOR}.optim.min_lr_ratio"]),
     (f"{GAE} critic.optim.lr_scheduler_type=constant critic.optim.min_lr_ratio=0.1", ["critic.optim.min_lr_ratio"]),
     (
@@ -173,20 +167,14 @@ CASES = [
         f"{ACTOR}.policy_loss.loss_mode=sapo {ACTOR}.tau_neg=2 {ACTOR}.clip_ratio=0.1 {ACTOR}.clip_ratio_c=4",
         [f"{ACTOR}.clip_ratio", f"{ACTOR}.clip_ratio_c"],
     ),
-    (
-        f"{ACTOR}.policy_loss.loss_mode=gspo {ACTOR}.clip_ratio=0.1 {ACTOR}.clip_ratio_c=4",
-        [f"{ACTOR}.clip_ratio_c"],
-    ),
+    (f"{ACTOR}.policy_loss.loss_mode=gspo {ACTOR}.clip_ratio=0.1 {ACTOR}.clip_ratio_c=4", [f"{ACTOR}.clip_ratio_c"]),
     (
         f"{ACTOR}.policy_loss.loss_mode=gspo {ACTOR}.policy_loss.path={__file__} {ACTOR}.clip_ratio_c=4 {ACTOR}.tau_pos=2",
         [f"{ACTOR}.policy_loss.loss_mode"],
     ),
     ("reward.max_concurrent=3", ["reward.max_concurrent"]),
     (f"{ROLLOUT}.seed_requests=False", [f"{ROLLOUT}.seed_requests"]),
-    (
-        f"{ACTOR}.use_kl_loss=True {REF}.fsdp_config.forward_prefetch=True",
-        [f"{REF}.fsdp_config.forward_prefetch"],
-    ),
+    (f"{ACTOR}.use_kl_loss=True {REF}.fsdp_config.forward_prefetch=True", [f"{REF}.fsdp_config.forward_prefetch"]),
     ("trainer.critic_warmup=3", ["trainer.critic_warmup"]),
     ("trainer.total_epochs=3", ["trainer.total_epochs"]),
     ("trainer.resume_from_path=/c/global_step_1", ["trainer.resume_from_path"]),

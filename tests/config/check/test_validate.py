@@ -193,11 +193,7 @@ CASES = [
         [f"{MODEL}.tiny.num_key_value_heads does not divide {MODEL}.tiny.num_attention_heads"],
         "num_key_value_heads=2",
     ),
-    (
-        f"{ACTOR}.strategy=megatron",
-        ["actor_rollout_ref.actor.strategy is out of range"],
-        f"{ACTOR}.strategy=fsdp2",
-    ),
+    (f"{ACTOR}.strategy=megatron", ["actor_rollout_ref.actor.strategy is out of range"], f"{ACTOR}.strategy=fsdp2"),
     (
         f"{GAE} {MODEL}.enable_activation_offload=False critic.strategy=ddp",
         ["critic.strategy is out of range"],

@@ -217,7 +217,7 @@ def test_bad_overrides_are_faults(override: str, what: str, remedy: str):
 def test_a_missing_equals_sign_is_one_fault(key: str, value: str):
     composed = compose([key, value, "trainer.seed=1"])
     (fault,) = composed.faults
-    assert (fault.got, fault.remedy) == (f"{key} {value}", f"write {key}={value}")
+    assert fault.got == f"{key} {value}" and f'"{key}={value}"' in fault.remedy
     assert composed.partial == compose([f"{key}={value}", "trainer.seed=1"]).config
 
 
@@ -266,29 +266,18 @@ def test_works_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert os.listdir(tmp_path) == []
 
 
-@pytest.mark.parametrize("pieces", [["['a',", "'b']"], ["[a,", "b]"], ["['a'", ",", "'b']"]])
-def test_a_list_that_a_shell_has_split_is_one_fault_with_its_own_remedy(pieces: list[str]):
-    first, *rest = pieces
-    (fault,) = compose(["trainer.seed=3", f"data.train_files={first}", *rest, "data.seed=4"]).faults
-    assert fault.what == "data.train_files: a list was split at a blank" and '"$@"' in fault.remedy
-    assert f'"data.train_files={"".join(pieces)}"' in fault.remedy
-    assert not compose([f"data.train_files={''.join(pieces)}"]).faults, "the remedy helps"
-
-
 @pytest.mark.parametrize(
     "pieces",
     [
-        ["data.train_batch_size", "=", "4"],
-        ["data.train_batch_size=", "4"],
-        ["data.train_batch_size", "=4"],
-        ["actor_rollout_ref.actor.ppo_max_token_len_per_gpu", "=", "4000"],
-        ["data.train_files", "=", "[a,", "b]"],
+        *(["data.train_files=['a',", "'b']"], ["data.train_files=[a,", "b]"], ["data.train_files=['a'", ",", "'b']"]),
+        *(["data.train_batch_size", "=", "4"], ["data.train_batch_size=", "4"], ["data.train_batch_size", "=4"]),
+        *(["data.train_files", "=", "[a,", "b]"], ["ray_kwargs.ray_init={a:", "1}"]),
     ],
 )
-def test_blanks_around_an_equals_sign_are_one_fault(pieces: list[str]):
+def test_an_override_in_pieces_is_one_fault(pieces: list[str]):
     (fault,) = compose(["trainer.seed=3", *pieces, "data.seed=4"]).faults
-    assert fault.what == f"{pieces[0].rstrip('=')}: there are blanks around ="
-    assert fault.remedy == f'write it without blanks: "{"".join(pieces)}"' and pieces[-1].lstrip("=") in fault.got
+    assert fault.what == f"{pieces[0].partition('=')[0]}: the override is in pieces" and pieces[-1] in fault.got
+    assert f'"{"".join(pieces)}"' in fault.remedy and '"$@"' in fault.remedy
     assert not compose(["".join(pieces)]).faults, "the remedy helps"
 
 
@@ -306,4 +295,4 @@ def test_a_split_list_is_known_among_other_faults_and_shows_no_secret():
         ["data.train_files=[a,"],
         ["data.train_files=[a]", "b]"],
     ):
-        assert "split" not in str(compose(unfinished).faults), unfinished
+        assert "pieces" not in str(compose(unfinished).faults), unfinished
