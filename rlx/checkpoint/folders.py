@@ -93,7 +93,6 @@ class RemoteFolder:
             return sorted(PurePosixPath(each).name for each in found)
 
     def has(self, name: str) -> bool:
-        """Whether a file exists."""
         with _explained(self.url):
             return bool(self._files.exists(self._at(name)))
 
@@ -104,13 +103,11 @@ class RemoteFolder:
             self.put(path, f"{below}/{path.relative_to(folder).as_posix()}")
 
     def put(self, path: Path, name: str) -> None:
-        """Copy one file."""
         with _explained(f"{self.url}/{name}"):
             self._files.makedirs(self._at(name).rpartition("/")[0], exist_ok=True)
             self._files.put_file(str(path), self._at(name))
 
     def get(self, name: str, path: Path) -> None:
-        """Copy one file here."""
         with _explained(f"{self.url}/{name}"):
             self._files.get_file(self._at(name), str(path))
 

@@ -41,7 +41,6 @@ class OtherVersionError(CheckpointError):
 
 
 def few(faults: Sequence[str], most: int = 3) -> str:
-    """Join faults; of many only the first ones."""
     return "; ".join(faults[:most]) + (f"; and {len(faults) - most} more" if len(faults) > most else "")
 
 
@@ -76,7 +75,6 @@ class Digest:
             data = data[len(part) :]
 
     def entry(self) -> FileEntry:
-        """Return the entry of the file, which has ended."""
         if self._nbytes % CHUNK_BYTES or not self._done:
             self._close_chunk()
         return FileEntry(self._nbytes, tuple(self._done))

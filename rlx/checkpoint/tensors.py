@@ -120,7 +120,6 @@ class _Collector(dcp.StorageWriter):
 
 
 def shard_name(rank: int, processes: int) -> str:
-    """Return the name of the file that a process writes."""
     return f"shard-{rank + 1:05}-of-{processes:05}.safetensors"
 
 

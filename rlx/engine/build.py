@@ -60,9 +60,14 @@ def build_model(
         if model.lora_adapter_path is not None:
             load_adapters(plain, model)
         if model.quantization is not None:
-            _quantize(plain, device)
+            try:
+                quantize_layers(plain, device)
+            except QuantizationError as error:
+                raise ModelError(str(error)) from None
     if model.enable_gradient_checkpointing and not model.enable_activation_offload:
-        _enable_checkpointing(plain)
+        # The name differs between the versions of transformers that rlx supports.
+        enable = getattr(plain, "activation_checkpointing_enable", None) or plain.gradient_checkpointing_enable
+        enable({"use_reentrant": False})
     layers = [layer for _, layer in find_layers(plain, None)]
     if model.tiled_mlp:
         enable_tiling(plain, None if model.tiled_mlp == "auto" else int(model.tiled_mlp), layers)
@@ -100,19 +105,6 @@ def _load(model: ModelConfig, head: Head, dtype: torch.dtype, seed: int) -> "Pre
     dist.broadcast_object_list(layout, src=0)
     # A model class may load some weights in another type, which a skeleton does not know.
     return plain if own == layout[0] else load_model(model, head, dtype, seed)
-
-
-def _quantize(plain: "PreTrainedModel", device: torch.device) -> None:
-    try:
-        quantize_layers(plain, device)
-    except QuantizationError as error:
-        raise ModelError(str(error)) from None
-
-
-def _enable_checkpointing(plain: "PreTrainedModel") -> None:
-    """Turn on transformers' recomputation. The method's name differs between the versions of transformers we support."""
-    enable = getattr(plain, "activation_checkpointing_enable", None) or plain.gradient_checkpointing_enable
-    enable({"use_reentrant": False})
 
 
 def stream_frozen(

@@ -42,17 +42,11 @@ class Engine:
     method together, each with its own share of the rows; shares may differ in size and be empty.
 
     Args:
-        model: the weights to load and how to run them.
-        fsdp: sharding and precision.
-        strategy: `fsdp2` or `fsdp`.
-        device: of this process.
         head: `lm` for log-probs, `value` for values, `score` for one score of the whole sequence.
         optim: None for a model that is never trained.
         total_steps: optimizer steps of the whole run, for the learning-rate schedule.
-        grad_clip: largest gradient norm.
-        compile_layers: compile each transformer layer.
         tokenizer: saved with the weights in checkpoints.
-        seed: of a fresh value head.
+        seed: of a fresh value head and adapters.
         name: of the role, in messages and accounts of host memory.
         sequence_parallel: number of neighbouring processes that share each sequence and get the same rows.
         experts: what to do with the experts of a mixture of experts; None: nothing.
@@ -63,7 +57,7 @@ class Engine:
         memory: moves them between device and host.
         stepper: the optimizer and its schedule; None without `optim`.
 
-    Raises ValueError if the options do not fit together, or do not fit the model or the number of processes.
+    Raises ValueError if the options do not fit together, the model or the number of processes.
     """
 
     def __init__(

@@ -106,7 +106,6 @@ class Experts:
 
 
 def _given(part: MicroBatch) -> Tensor | None:
-    """Return the experts that a micro-batch brings, (N, L, K)."""
     if part.packed is not None:
         return part.packed.experts
     return part.batch[EXPERTS][:, :-1].flatten(0, 1) if EXPERTS in part.batch else None

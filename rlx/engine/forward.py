@@ -55,9 +55,7 @@ class Forward:
     """The forward pass of a model over one micro-batch.
 
     Args:
-        root: the module to call: the model, sharded or not.
-        plain: the model inside `root`.
-        device: of this process.
+        root: the module to call: the model `plain`, sharded or not.
         attention: for packed sequences, as transformers names it; None to pad the rows.
         sequence_group: the processes that share each packed row, of which `MicroBatch.packed` then holds a part.
     """
@@ -121,7 +119,6 @@ class Forward:
         return (None, 0.0) if self.experts is None else (self.experts.balance(), self.experts.options.balance)
 
     def columns(self, batch: Batch) -> tuple[str, ...]:
-        """Return the columns of a batch that the model reads."""
         return (*SEQUENCE, EXPERTS) if self.experts is not None and EXPERTS in batch else SEQUENCE
 
     def find_experts(self, options: ExpertOptions | None) -> None:
@@ -160,7 +157,6 @@ class Forward:
             )
 
     def try_training(self) -> None:
-        """Run a few tokens as training does, without gradients."""
         self._try({"input_ids": self._tokens([[0, 1]])}, training=True)
 
     def _placed(self, figures_K: Tensor, places: Tensor, shape: torch.Size) -> Tensor:
@@ -264,7 +260,6 @@ class Forward:
 
     @cached_property
     def _chooses_positions(self) -> bool:
-        """Whether the model can compute logits for chosen tokens only."""
         can = "logits_to_keep" in inspect.signature(self._plain.forward).parameters
         if not can:
             self._tell("log-probs are computed from logits", "it computes the logits of all tokens")

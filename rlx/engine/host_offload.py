@@ -70,7 +70,6 @@ class TensorOffload:
 
     @property
     def is_offloaded(self) -> bool:
-        """Whether bytes are in host memory."""
         return self._offloaded is not None
 
     def offload(self, tensors: Iterable[Tensor]) -> None:
@@ -128,7 +127,6 @@ class TensorOffload:
         return dict(zip(storages, accumulate(lengths, initial=0), strict=False))
 
     def host_bytes(self, start: int, nbytes: int) -> list[Tensor]:
-        """Return a range of the offloaded bytes, as the parts of the block that hold it."""
         assert self._offloaded is not None
         return list(range_of(self._offloaded.block, start, start + nbytes))
 

@@ -66,13 +66,11 @@ class Memory:
 
     @property
     def offloads(self) -> list[TensorOffload]:
-        """Holders of parameters and states in host memory, which a checkpoint reads."""
         on_host = self._stepper.on_host if self._stepper is not None else None
         return [self._parameters, *(on_host.offloads if on_host is not None else ())]
 
     @property
     def frozen(self) -> set[torch.UntypedStorage]:
-        """Memory of the host that never changes: streamed weights."""
         return {p.untyped_storage() for p in (self.streaming.parameters if self.streaming is not None else ())}
 
     def stats(self) -> dict[str, float]:

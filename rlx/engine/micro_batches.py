@@ -53,14 +53,12 @@ class RowLength(NamedTuple):
 
 
 def row_lengths(batch: Batch) -> list[RowLength]:
-    """Return the length of each row without its outer padding."""
     mask_BP, mask_BR = batch["attention_mask"].tensor_split([batch.prompt_length], dim=1)
     prompts = _reach(mask_BP.flip(1)).tolist()
     return [RowLength(p, r) for p, r in zip(prompts, _reach(mask_BR).tolist(), strict=True)]
 
 
 def _reach(mask: Tensor) -> Tensor:
-    """Return per row the column behind its last True."""
     places = torch.arange(1, mask.shape[1] + 1, device=mask.device) * mask
     return torch.cat([torch.zeros_like(places[:, :1]), places], dim=1).amax(dim=1)
 
@@ -105,14 +103,9 @@ def divide(
 ) -> list[list[int]]:
     """Return the row numbers of each micro-batch; together they hold each row exactly once.
 
-    A row that is longer than a limit of tokens becomes a micro-batch of its own.
-
-    Args:
-        lengths: of the rows.
-        rule: the limit.
-        packs: whether rows are packed; otherwise padding counts as tokens.
-        at_least: number of micro-batches that the processes agreed on; some may be empty.
-        groups: of packed rows that stay together as far as the limit allows; None: none do.
+    A row that is longer than a limit of tokens becomes a micro-batch of its own. If rows are not packed, padding counts as tokens.
+    The processes agree on `at_least` micro-batches, of which some may be empty. Packed rows of a group stay together as far as
+    the limit allows.
     """
     if not packs:
         return _divide_padded(lengths, rule, at_least)
@@ -226,7 +219,6 @@ class MicroBatch(NamedTuple):
     packed: PackedRow | None = None
 
     def to(self, device: torch.device) -> "MicroBatch":
-        """Return a copy whose columns and sequences are on the device."""
         packed = self.packed and PackedRow(*(to_device(x, device) if isinstance(x, Tensor) else x for x in self.packed))
         return self._replace(batch=self.batch.map_tensors(lambda column: to_device(column, device)), packed=packed)
 

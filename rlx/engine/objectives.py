@@ -69,7 +69,6 @@ class Objective:
         raise NotImplementedError
 
     def weights(self, batch: Batch, horizon: int, dtype: torch.dtype, totals: Totals) -> Tensor:
-        """Return the weight of each token's loss, (B, R)."""
         tokens_B = batch.tensors.get(SAMPLE_TOKENS)
         return token_weights(self.mask(batch), self.loss_agg_mode, horizon, dtype, tokens_B) / totals.denominator
 

@@ -35,18 +35,15 @@ class ShardAdamW(AdamW):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        """Step the parameters that have gradients."""
         assert closure is None
         for group in self.param_groups:
             trained = [p for p in group["params"] if p.grad is not None]
             self.step_group(group, trained, [self.state_of(p) for p in trained])
 
     def step_group(self, group: dict[str, Any], trained: list[Tensor], states: list[dict[str, Tensor]]) -> None:
-        """Step parameters of a group with their states; all have gradients."""
         step_shards(group, [local(p) for p in trained], [local(p.grad) for p in trained], states)
 
     def state_of(self, parameter: Tensor) -> dict[str, Tensor]:
-        """Return a parameter's state, a new one before its first step."""
         state: dict[str, Tensor] = self.state[parameter]
         if not state:
             state.update(self.new_state(parameter))
@@ -103,7 +100,6 @@ class MasterAdamW(ShardAdamW):
         self.gradient_scale = 1.0
 
     def step_group(self, group: dict[str, Any], trained: list[Tensor], states: list[dict[str, Tensor]]) -> None:
-        """Step the masters, then round them to the parameters."""
         masters = [local(state[MASTER]) for state in states]
         step_shards(group, masters, [self._widened(local(p.grad)) for p in trained], states)
         for parameter, master in zip(trained, masters, strict=True):

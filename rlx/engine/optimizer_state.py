@@ -52,7 +52,6 @@ class ParameterState:
 
     @property
     def offloads(self) -> list[TensorOffload]:
-        """Holders of the state's tensors in host memory."""
         return list(self._by_name.values())
 
     @property
@@ -65,7 +64,6 @@ class ParameterState:
         return self._by_name.setdefault(name, TensorOffload(*self._place))
 
     def to_host(self) -> None:
-        """Offload the tensors that are on the device; a state that is missing is none."""
         for tensor, offload in self.tensors.values():
             if not offload.is_offloaded:
                 offload.offload([tensor])
@@ -76,7 +74,6 @@ class ParameterState:
 
     @property
     def made_bytes(self) -> int:
-        """Bytes of the device that `make` needs."""
         return local(self.parameter).numel() * 4 * (not self.optimizer.state.get(self.parameter))
 
     def make(self) -> None:
@@ -136,7 +133,6 @@ class _Slice:
             self.state.optimizer.state[self.state.parameter]["step"].copy_(stepped)
 
     def written(self) -> Pairs:
-        """Yield the copies that bring the state back to the host."""
         for name, part in self._parts.items():
             tensor, offload = self.state.tensors[name]
             if offload.is_offloaded:
@@ -168,7 +164,6 @@ class Piece:
         return [each for each in self._slices if each.state.parameter.grad is not None]
 
     def fetch(self, stream: torch.Stream | None) -> None:
-        """Queue the copies to the device."""
         self._copied = copy_on(stream, [pair for each in self._stepped() for pair in each.read()])
 
     def step(self) -> None:
@@ -181,11 +176,9 @@ class Piece:
             each.end_step(own[id(each.state.parameter)])
 
     def leave(self, stream: torch.Stream | None) -> None:
-        """Queue the copies to the host."""
         self._copied = copy_on(stream, [pair for each in self._stepped() for pair in each.written()])
 
     def release(self) -> None:
-        """Free the device memory after these copies."""
         self._wait()
         for each in self._stepped():
             each.release()
@@ -291,7 +284,6 @@ class OptimizerStateOnHost:
 
     @property
     def offloads(self) -> list[TensorOffload]:
-        """Holders of the moving state in the order of the step; a checkpoint reads their host memory."""
         return [offload for state in self._moving for offload in state.offloads]
 
     def _require_room(self) -> None:

@@ -49,7 +49,6 @@ class _HostRead:
         self._left += 1
 
     def let_go(self) -> None:
-        """Count a source that has been read; the thread that writes calls it."""
         self._left -= 1
         if not self._left:
             self.give_up()
@@ -77,7 +76,6 @@ class _LocatedPiece(NamedTuple):
     live: _HostRead | None = None
 
     def source(self) -> Source:
-        """Return the source to write from; bytes on the device are copied when they are read."""
         if (parts := self.on_host) is not None:
             return Source(self.piece, lambda: parts, *([self.live.let_go] if self.live else []))
         # A copy on the CPU too, because a tensor that numpy has seen cannot be resized, and so not be offloaded, any more.
@@ -146,7 +144,6 @@ class CheckpointWriter:
 
     @property
     def is_written(self) -> bool:
-        """Whether `finish` would not wait for this process's disk."""
         return self._pending is None or all(job.done() for job in self._pending.jobs)
 
     def before_step(self) -> None:

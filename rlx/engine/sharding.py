@@ -41,7 +41,6 @@ class Precision(NamedTuple):
 
 
 def precision_of(fsdp: FSDPConfig, device: torch.device) -> Precision:
-    """Return the configured types, with `auto` decided for this device."""
     chosen, stored = fsdp.mixed_precision.param_dtype, TRAINING_DTYPES[fsdp.model_dtype]
     automatic = stored if device.type == "cpu" else torch.bfloat16
     compute = automatic if chosen == "auto" else TRAINING_DTYPES[chosen]
@@ -107,7 +106,6 @@ class Sharded(ABC):
         """Free gathered parameters that remain after a forward without a backward."""
 
     def drop_gradients(self, optimizer: Optimizer) -> None:
-        """Free the gradients after the optimizer's step."""
         optimizer.zero_grad()
 
     @abstractmethod

@@ -80,7 +80,6 @@ class Weights:
                 yield from chosen(unit.tensors(), self.adapted, lambda t, get=gather: in_type(get(t), self._stored))
 
     def save(self, folder: str | Path, contents: tuple[str, ...]) -> None:
-        """Write a checkpoint, which replaces the folder when it is complete; see `begin_save`."""
         self.begin_save(folder, contents)
         self.finish_save()
 
@@ -111,11 +110,9 @@ class Weights:
 
     @property
     def is_written(self) -> bool:
-        """Whether `finish_save` would not wait for this process's disk."""
         return self._writer.is_written
 
     def finish_save(self) -> None:
-        """Wait for the write, check it, and let the folder appear. Raises as `CheckpointWriter.finish`."""
         self._writer.finish()
 
     def load(self, folder: str | Path) -> None:

@@ -146,7 +146,6 @@ class _Choice(TorchFunctionMode):
 
     @property
     def _given(self) -> Tensor | None:
-        """The experts (N, K) that the router has to take."""
         now = self._pass
         return None if now.given_NLK is None or not now.replays else now.given_NLK[:, self.router.layer].long()
 
@@ -183,7 +182,6 @@ class _Choice(TorchFunctionMode):
 
 
 def _scores_and_count(args: Any, kwargs: Any) -> tuple[Tensor, int]:
-    """Return the first two arguments of `torch.topk`."""
     given = dict(zip(("input", "k"), args, strict=False)) | kwargs
     return given["input"], given["k"]
 

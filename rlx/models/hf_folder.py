@@ -72,7 +72,6 @@ class FolderParts:
         return cls(head, config, generation, tokenizer, trust_remote_code)
 
     def write(self, folder: Path) -> None:
-        """Write config, generation config and tokenizer, but no weights."""
         self.config.save_pretrained(folder)
         self._write_generation(folder)
         if self.tokenizer is not None:

@@ -246,7 +246,6 @@ def plain_name(name: str) -> str:
 
 
 def _part_of(name: str, adapters: Mapping[str, Adapter]) -> bool:
-    """Whether a parameter belongs to an adapter."""
     layer, _, end = name.removesuffix(f".{ADAPTER}.weight").rpartition(".")
     return end in ADAPTER_PARTS and layer in adapters
 
@@ -357,7 +356,6 @@ def expert_product(a: Tensor, b: Tensor, experts: int, transposed: bool) -> tupl
 
 
 def is_transposed(experts: nn.Module) -> bool:
-    """Whether a module stores the weights of its experts as (experts, in, out)."""
     return bool(getattr(experts, "is_transposed", False))
 
 
@@ -394,7 +392,6 @@ class AdapterKind(NamedTuple):
 
     @classmethod
     def of(cls, config: ModelConfig) -> "AdapterKind":
-        """Return the configured kind."""
         return cls(config.lora_rank, config.lora_alpha, config.lora.use_dora, config.lora.use_rslora)
 
 

@@ -153,7 +153,6 @@ class _Trial:
     def attention(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **given: Any
     ) -> tuple[Tensor, None]:
-        """Run in place of attention."""
         self._calls += 1
         self._windows.add(given.get("sliding_window"))
         self._lacking += _lacking(module, attention_mask, given)

@@ -27,7 +27,6 @@ class Span(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """Their number."""
         return self.stop - self.first
 
 
@@ -39,10 +38,9 @@ class Pair(NamedTuple):
 
 
 class Read(NamedTuple):
-    """Pairs of queries and keys for one call of attention.
+    """Pairs of queries and keys for one call of attention; each has at least one query and one key.
 
     Args:
-        pairs: at least one; each with at least one query and one key.
         is_causal: the last query of a pair sees all keys, and each earlier one a key less; otherwise every query sees all.
         adds: whether the queries attend to other keys in an earlier read, with which the result has to be merged.
     """
@@ -80,11 +78,9 @@ class Tree:
 
     @property
     def is_flat(self) -> bool:
-        """Whether no segment has a parent."""
         return all(parent == ROOT for parent in self.parents)
 
     def span(self, segment: int) -> Span:
-        """Return the tokens of a segment."""
         return Span(self.starts[segment], self.starts[segment + 1])
 
     def ancestors(self, segment: int) -> list[int]:
@@ -103,7 +99,6 @@ class Tree:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest sequence."""
         return max(sum(self.lengths[i] for i in (*self.ancestors(s), s)) for s in range(len(self.lengths)))
 
     def with_padding(self, tokens: int) -> "Tree":
@@ -270,7 +265,6 @@ def _shared(rows: Sequence[Tensor], least_gain: float) -> Iterator[_Node]:
 
 
 def _common(one: Tensor, other: Tensor) -> int:
-    """Return the number of tokens with which both begin."""
     length = min(len(one), len(other))
     differs = (one[:length] != other[:length]).nonzero()
     return int(differs[0]) if len(differs) else length

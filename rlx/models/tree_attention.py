@@ -67,12 +67,10 @@ class Call:
 
     @property
     def options(self) -> dict[str, float | int]:
-        """The arguments of FlashAttention 2 by name."""
         left, right = (-1 if self.window is None else self.window - 1), (0 if self.is_causal else -1)
         return {"scale": self.scaling, "window_size_left": left, "window_size_right": right}
 
     def pieces(self) -> list[tuple[slice, slice]]:
-        """Return each pair's queries and keys."""
         bounds = (pairwise(accumulate(lengths, initial=0)) for lengths in (self.query_lengths, self.key_lengths))
         return [(slice(*queries), slice(*keys)) for queries, keys in zip(*bounds, strict=True)]
 
