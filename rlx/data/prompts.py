@@ -133,8 +133,8 @@ class PromptDataset:
     def require_tokens_below(self, size: int) -> None:
         """Raise DataError with all rows whose prompts hold a token that a model with `size` embeddings lacks."""
         faults = RowFaults()
-        for position in self._kept[self._largest[self._kept] >= size].tolist():
-            file, row = self._place(position)
+        for index in np.flatnonzero(self._largest[self._kept] >= size).tolist():
+            file, row = self._place(index)
             if (token := max(self._cut(self._tokenise([self._prompt(file, row)])[0]))) >= size:
                 known = f"got the token {self._tokenizer.convert_ids_to_tokens(token)!r} with id {token}"
                 fault = f"{known}, expected ids below {size}, the number of rows of the model's embedding"

@@ -150,6 +150,11 @@ def test_tokens_beyond_the_embedding_are_named(write_jsonl):
         dataset.require_tokens_below(96)
     assert "line 2: got the token '}' with id 96, expected ids below 96" in str(raised.value)
     assert "line 3: got the token '~' with id 97" in str(raised.value)
+    rows = [row(prompt="a" * 50), row(prompt="a"), row(prompt="~")]
+    kept = load(begins_texts(), write_jsonl(rows), max_prompt_length=8, filter_overlong_prompts=True)
+    assert len(kept) == 2
+    with pytest.raises(DataError, match=r"line 3: got the token '~' with id 97"):
+        kept.require_tokens_below(96)
 
 
 @pytest.mark.parametrize("answer", [float("nan"), float("inf")])
