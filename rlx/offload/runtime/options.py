@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import InitVar, dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -104,8 +104,11 @@ class OffloadOptions:
     use_streams: bool = True
     max_host_bytes: int | None = None
     max_device_bytes: int | str = "auto"
+    cache_directory: InitVar[str | os.PathLike[str] | None] = None  # of older versions, which cached profiles
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, cache_directory: str | os.PathLike[str] | None) -> None:
+        if cache_directory is not None:
+            logger.warning("cache_directory has no effect: profiles are no longer cached; remove it")
         for option in fields(self):
             value, limits = getattr(self, option.name), LIMITS.get(option.name, {})
             if "choices" in limits:
