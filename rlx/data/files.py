@@ -25,6 +25,7 @@ from rlx.row_files import COMPRESSED, DATA_KINDS, SAVED, data_kind, data_parts
 
 if TYPE_CHECKING:
     import pyarrow as pa
+    from transformers import PreTrainedTokenizerBase
 
 
 class DataError(ExplainedError, ValueError):
@@ -332,9 +333,6 @@ def _explained(part: Part) -> Iterator[None]:
 def _first_line(fault: Exception) -> str:
     return str(fault).partition("\n")[0][:200]
 
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 COMPLETION = "completion"
 ANSWERS = (

@@ -152,7 +152,7 @@ class _Slice:
         return (local(tensor).storage_offset() + self.start) * tensor.itemsize
 
 
-class Piece:
+class StatePiece:
     """Slices whose states are on the device at once. A step calls `fetch`, `step`, `leave` and `release`, in this order."""
 
     def __init__(self, optimizer: ShardAdamW, slices: list[_Slice]):
@@ -220,11 +220,11 @@ class OptimizerStateOnHost:
                 self._groups[-1].append(state)
             else:
                 self._groups.append([state])
-        self.pieces: list[Piece] = []
+        self.pieces: list[StatePiece] = []
         for group in self._groups:
             slices = [piece for state in group for piece in state.cut(piece_bytes)]
             together = [slices] if len(group) > 1 else [[each] for each in slices]
-            self.pieces += [Piece(optimizer, each) for each in together]
+            self.pieces += [StatePiece(optimizer, each) for each in together]
 
     @property
     def _moving(self) -> list[ParameterState]:
@@ -252,7 +252,7 @@ class OptimizerStateOnHost:
             piece.fetch(self._arriving)
         with stepping_only(self._optimizer, {id(p): p for p in self.staying}):  # while the first piece arrives
             step_in_parts(self._optimizer)
-        before: Piece | None = None
+        before: StatePiece | None = None
         for piece, following in zip(self.pieces, [*self.pieces, None][1:], strict=True):
             if following is not None:
                 following.fetch(self._arriving)

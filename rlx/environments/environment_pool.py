@@ -18,7 +18,7 @@ from typing import Any
 from rlx.environments.answers import Answer, as_json, decode
 from rlx.environments.protocol import Failure, Observation, Turn
 from rlx.environments.spec import EnvironmentSpec
-from rlx.processes.pool import Loaded, Lost, Worker, WorkerPool
+from rlx.processes.pool import IsolatedProcess, Loaded, Lost, WorkerPool
 
 SLACK_S = 5.0
 """See WorkerPool. A call that takes too long in Python ends in its process, so this is for code in C alone."""
@@ -49,7 +49,7 @@ class _Conversation:
     key: int
     lines: list[str] = field(default_factory=list)
     answers: list[Answer] = field(default_factory=list)
-    home: Worker | None = None
+    home: IsolatedProcess | None = None
     taken: int = 0
     losses: int = 0
     is_suspect: bool = False
@@ -73,8 +73,10 @@ class EnvironmentPool:
         self._workers = WorkerPool(
             "rlx.environments.environment_process", memory_limit_gb, "environment.memory_limit_gb", SLACK_S, decode
         )
-        self._lives: dict[Worker, set[int]] = {}  # numbers of the conversations in each process
-        self._retiring: set[Worker] = set()  # get no further conversations, because they ran out of memory once
+        self._lives: dict[IsolatedProcess, set[int]] = {}  # numbers of the conversations in each process
+        self._retiring: set[IsolatedProcess] = (
+            set()
+        )  # get no further conversations, because they ran out of memory once
         self._numbers = itertools.count(1)
         self._of_number: dict[int, _Conversation] = {}
         self._of_key: dict[int, _Conversation] = {}
@@ -173,13 +175,13 @@ class EnvironmentPool:
             home.flush()
         self._retire(home)
 
-    def _retire(self, worker: Worker) -> None:
+    def _retire(self, worker: IsolatedProcess) -> None:
         if worker in self._retiring & self._workers.workers and not self._lives[worker]:
             self._retiring.discard(worker)
             del self._lives[worker]
             self._workers.end(worker)
 
-    def _take(self, worker: Worker, number: int, what: Answer | Loaded | Lost) -> None:
+    def _take(self, worker: IsolatedProcess, number: int, what: Answer | Loaded | Lost) -> None:
         """Handle what came from a process."""
         if isinstance(what, Loaded | Lost):
             if what.fault is not None:
@@ -213,7 +215,7 @@ class EnvironmentPool:
         self._leave_home(own)
         self._ready.append((own.key, failure))
 
-    def _lose(self, worker: Worker, lost: Lost) -> None:
+    def _lose(self, worker: IsolatedProcess, lost: Lost) -> None:
         """Answer for a process that has ended, or begin again. See Note [whose fault it is]."""
         failure = Failure(lost.how, lost.kind)
         beside = Failure(f"another conversation's call {failure.reason}, in the same process, too often", "crash")

@@ -32,7 +32,7 @@ def keep_note_in(descriptor: int) -> None:
 
 
 def loaded(number: int, content: str) -> tuple[Any, Any, list[Any]]:
-    """Load what the owner's `Worker.load` sent; return its name, the code (None if it cannot be loaded) and the reply."""
+    """Load what the owner's `IsolatedProcess.load` sent; return its name, the code (None if it cannot be loaded) and the reply."""
     code = pickle.loads(base64.b64decode(content))
     try:
         made = code.load()

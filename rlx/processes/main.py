@@ -3,6 +3,7 @@
 `MODULE.serve(DESCRIPTOR, *NUMBERS)` handles the owner's requests until the owner closes the connection.
 """
 
+import contextlib
 import importlib
 import os
 import sys
@@ -18,13 +19,13 @@ def main() -> None:
     end_with(owner)
     limit_memory(memory_bytes)
     keep_note_in(note)
+    code = 0
     try:
-        importlib.import_module(sys.argv[5]).serve(descriptor, *map(int, sys.argv[6:]))
+        with contextlib.suppress(ConnectionError):  # the owner has ended the pool
+            importlib.import_module(sys.argv[5]).serve(descriptor, *map(int, sys.argv[6:]))
     except MemoryError:
-        os._exit(OUT_OF_MEMORY)
-    except ConnectionError:  # the owner has ended the pool
-        pass
-    os._exit(0)  # even if the code has left threads running
+        code = OUT_OF_MEMORY
+    os._exit(code)  # even if the code has left threads running
 
 
 if __name__ == "__main__":

@@ -46,7 +46,7 @@ class Loadable(Protocol):
 
 
 class Loaded(NamedTuple):
-    """A reply to `Worker.load`."""
+    """A reply to `IsolatedProcess.load`."""
 
     is_async: bool
     fault: UserCodeError | None = None  # why the code cannot be loaded
@@ -61,7 +61,7 @@ class Lost(NamedTuple):
     fault: UserCodeError | None = None  # if it ended while it imported code
 
 
-class Worker:
+class IsolatedProcess:
     """One process.
 
     Attributes:
@@ -212,11 +212,11 @@ class WorkerPool:
     ):
         self.module, self.memory_bytes, self.memory_key = module, int((memory_limit_gb or 0) * 1e9), memory_key
         self.slack_s, self.arguments, self._decode = slack_s, arguments, decode
-        self.workers: set[Worker] = set()
+        self.workers: set[IsolatedProcess] = set()
 
-    def start(self) -> Worker:
+    def start(self) -> IsolatedProcess:
         """Return a new process."""
-        worker = Worker(self)
+        worker = IsolatedProcess(self)
         self.workers.add(worker)
         return worker
 
@@ -226,7 +226,7 @@ class WorkerPool:
             if worker.unsent:
                 worker.flush()
 
-    def exchange(self, wait_s: float = math.inf) -> list[tuple[Worker, int, Any]]:
+    def exchange(self, wait_s: float = math.inf) -> list[tuple[IsolatedProcess, int, Any]]:
         """Write and read what can be; wait for the first message or a deadline at most this long.
 
         Returns:
@@ -239,7 +239,7 @@ class WorkerPool:
         if not self.workers:
             time.sleep(wait_s)
             return []
-        found: list[tuple[Worker, int, Any]] = []
+        found: list[tuple[IsolatedProcess, int, Any]] = []
         with selectors.DefaultSelector() as selector:
             for worker in self.workers:
                 writes = selectors.EVENT_WRITE if worker.unsent else 0
@@ -256,7 +256,7 @@ class WorkerPool:
             found.append((worker, 0, worker.while_loading(lost)))
         return found
 
-    def _receive(self, worker: Worker, found: list[tuple[Worker, int, Any]]) -> None:
+    def _receive(self, worker: IsolatedProcess, found: list[tuple[IsolatedProcess, int, Any]]) -> None:
         try:
             for message in worker.receive():
                 if isinstance(message, list) and message[:1] == ["loaded"]:
@@ -271,8 +271,8 @@ class WorkerPool:
                 lost = Lost("crash", str(fault), lost.at_work)
             found.append((worker, 0, worker.while_loading(lost)))
 
-    def end(self, worker: Worker, patience_s: float = 0.0) -> Lost:
-        """End a process of the pool, see `Worker.end`."""
+    def end(self, worker: IsolatedProcess, patience_s: float = 0.0) -> Lost:
+        """End a process of the pool, see `IsolatedProcess.end`."""
         self.workers.remove(worker)
         return worker.end(patience_s)
 

@@ -18,9 +18,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, get_args
 
 from rlx.processes.lines import BadAnswer
-from rlx.processes.pool import LOAD_LIMIT_S as LOAD_LIMIT_S
-from rlx.processes.pool import Loadable as Loadable
-from rlx.processes.pool import Loaded, Lost, Worker, WorkerPool
+from rlx.processes.pool import IsolatedProcess, Loadable, Loaded, Lost, WorkerPool
 from rlx.rewards.function import LARGEST_SCORE, Function, Kind, Outcome
 
 SLACK_S = 1.0
@@ -127,7 +125,7 @@ class _Run:
 
     def __init__(self, workers: WorkerPool, calls: Sequence[RewardCall], waiting: deque[list[int]], size: int):
         self._workers, self._calls, self._waiting, self._size = workers, calls, waiting, size
-        self.busy: dict[Worker, Function] = {}
+        self.busy: dict[IsolatedProcess, Function] = {}
         self.outcomes: dict[int, Outcome] = {}
         self.retries = self.processes = 0
         self._ended_with = [0] * len(calls)
@@ -162,7 +160,7 @@ class _Run:
         request = [worker.load(function), [*asked], [*asked.values()], base64.b64encode(arguments).decode()]
         worker.ask(asked, json.dumps(["call", *request]), function.limit_s)
 
-    def _take(self, worker: Worker, number: int, what: Any) -> None:
+    def _take(self, worker: IsolatedProcess, number: int, what: Any) -> None:
         if isinstance(what, Lost):
             del self.busy[worker]
             self._lose(worker, what)
@@ -176,7 +174,7 @@ class _Run:
             worker.open.clear()
             self._workers.end(worker)
 
-    def _lose(self, worker: Worker, lost: Lost) -> None:
+    def _lose(self, worker: IsolatedProcess, lost: Lost) -> None:
         """Handle the end of a process, see Note [once more]."""
         self.processes += 1
         kind = "timeout" if lost.kind == "timeout" else "crash"

@@ -24,9 +24,10 @@ from rlx.environments.environment_pool import EnvironmentPool
 from rlx.environments.protocol import Failure
 from rlx.environments.spec import EnvironmentSpec, environment_spec
 from rlx.errors import wrapped
+from rlx.processes.pool import LOAD_LIMIT_S, Loadable
 from rlx.program import program
 from rlx.rewards.function import BATCHED, KEY, SINGLE, Function, own_function
-from rlx.rewards.scoring_pool import LOAD_LIMIT_S, Loadable, NotSendable, RewardCall, ScoringPool
+from rlx.rewards.scoring_pool import NotSendable, RewardCall, ScoringPool
 from rlx.trainer.data_check import first_training_prompt
 from rlx.user_code import DATASET, POLICY_LOSS, ImportFailed, Interface, UserCodeError, load_callable
 
