@@ -158,11 +158,15 @@ def generation_of(config: ModelConfig) -> "GenerationConfig | None":
     from transformers import GenerationConfig
 
     source = _source(config.path)
-    with explained(f"the generation_config.json of {config.path}"):
-        try:
-            return GenerationConfig.from_pretrained(source)
-        except OSError:
-            return None
+    try:
+        return GenerationConfig.from_pretrained(source)
+    except OSError:
+        return None
+    except Exception as error:
+        reason = " ".join(str(error).split())
+        raise ModelError(
+            f"the generation_config.json of {config.path} is one that transformers rejects ({reason}); correct or remove it"
+        ) from None
 
 
 def _drop_nothing(loaded: "PreTrainedConfig") -> None:

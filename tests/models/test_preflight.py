@@ -1,5 +1,6 @@
 """What a check of a model finds before it is loaded."""
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -41,6 +42,14 @@ def test_a_name_that_is_mistyped_is_named(folders, options, starts, hint):
     for path in (folders["qwen3"], "builtin:tiny"):
         (fault,) = faults_of(ModelConfig(path=path, **options), "lm")
         assert fault.startswith(starts) and hint in fault
+
+
+def test_sampling_defaults_that_transformers_rejects_are_a_fault_with_a_remedy(folders, tmp_path):
+    shutil.copytree(folders["qwen3"], tmp_path, dirs_exist_ok=True)
+    (tmp_path / "generation_config.json").write_text('{"max_new_tokens": -1}')
+    (fault,) = faults_of(ModelConfig(path=str(tmp_path)), "lm")
+    assert f"generation_config.json of {tmp_path}" in fault and "max_new_tokens" in fault
+    assert fault.endswith("; correct or remove it")
 
 
 def test_processes_that_share_sequences_divide_the_heads(folders):
