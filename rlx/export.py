@@ -9,8 +9,7 @@ from pathlib import Path
 
 import torch
 
-from rlx.checkpoint.folders import RemoteFolder, replacing
-from rlx.checkpoint.manifest import MANIFEST
+from rlx.checkpoint.folders import MANIFEST, RemoteFolder, replacing
 from rlx.checkpoint.role import read_adapters, read_description, read_weights
 from rlx.errors import ExplainedError, storing
 from rlx.models.hf_folder import FolderParts

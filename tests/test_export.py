@@ -14,7 +14,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
 
-from rlx.checkpoint.manifest import MANIFEST, seal
+from rlx.checkpoint.folders import MANIFEST
+from rlx.checkpoint.manifest import seal
 from rlx.checkpoint.tensors import load_all
 from rlx.config.schema import FSDPConfig, ModelConfig, OptimConfig, TinyModelConfig
 from rlx.engine.engine import Engine

@@ -10,8 +10,9 @@ from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import TextIO
 
-from rlx.checkpoint.manifest import MANIFEST
 from rlx.errors import StorageError
+
+MANIFEST = "manifest.json"
 
 
 def partial_of(folder: Path) -> Path:

@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 
 import xxhash
 
+from rlx.checkpoint.folders import MANIFEST
 from rlx.errors import ExplainedError
 
-MANIFEST = "manifest.json"
 FORMAT = 2
 CHUNK_BYTES = 64 << 20
 READ_BYTES = 8 << 20

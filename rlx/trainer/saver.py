@@ -16,8 +16,8 @@ from pathlib import Path
 from threading import Lock
 
 from rlx.checkpoint import folders
-from rlx.checkpoint.folders import RemoteFolder
-from rlx.checkpoint.manifest import MANIFEST, few, seal
+from rlx.checkpoint.folders import MANIFEST, RemoteFolder
+from rlx.checkpoint.manifest import few, seal
 from rlx.cluster.group import WorkerGroup
 from rlx.config.check.folders import is_url, runs_folder
 from rlx.config.schema import PPOConfig

@@ -180,7 +180,7 @@ def _stops(config: PPOConfig, own: UserCode, kind: str) -> bool:
 
 
 def _reset_failure(spec: EnvironmentSpec, row: dict[str, Any], memory_limit_gb: float | None) -> tuple[str, str] | None:
-    with EnvironmentPool(replace(spec, limit_s=min(spec.limit_s, TRIAL_LIMIT_S)), 1, memory_limit_gb) as pool:
+    with EnvironmentPool(spec, 1, memory_limit_gb) as pool:  # with its own limit, as in a run
         pool.reset(0, row)
         while not (answers := pool.poll(1.0)):
             pass

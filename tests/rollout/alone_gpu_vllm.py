@@ -16,7 +16,6 @@ from rlx.config.schema import ActorConfig, FSDPConfig, ModelConfig, OptimConfig,
 from rlx.data.batch import Batch
 from rlx.engine.engine import Engine
 from rlx.engine.experts import ExpertOptions
-from rlx.engine.fsdp_units import local
 from rlx.engine.micro_batches import MicroBatchRule
 from rlx.engine.objectives import PolicyObjective
 from rlx.rollout.protocol import Completion, Request, Rollout, Sampling
@@ -151,41 +150,6 @@ def sync(pair: Pair, version: int) -> None:
 
 def tokens(completions: list[Completion]) -> list[list[int]]:
     return [completion.token_ids for completion in completions]
-
-
-@pytest.mark.parametrize("eager", [True, False], ids=["eager", "graphs"])
-def test_it_takes_adapters_and_sleeps_with_its_base_in_host_memory(gpu, cudnn_attention, eager, tmp_path):
-    make_model("dense").save_pretrained(tmp_path)
-    model = ModelConfig(path=str(tmp_path), lora_rank=8)
-    fsdp = FSDPConfig(model_dtype="bf16")
-    engine = Engine(model, fsdp, strategy="fsdp2", device=gpu, optim=OptimConfig(lr=1e-3), total_steps=9)
-    rollout = RolloutConfig(name="vllm", gpu_memory_utilization=UTILIZATION, max_num_seqs=64, enforce_eager=eager)
-    vllm = build_rollout(rollout, model, gpu, PROMPT + RESPONSE, seed=1)
-
-    def compared() -> list[list[int]]:
-        batch = sampled(vllm, Sampling(RESPONSE))
-        own, mask = engine.log_probs(batch, ROWS, 1.0)["log_probs"], batch["response_mask"]
-        assert (batch["rollout_log_probs"] - own)[mask].abs().mean() < 0.01
-        return tokens(vllm.generate(requests(GREEDY)))
-
-    try:
-        vllm.update_weights(engine.weights.adapters(), 0)
-        first = compared()
-        for name, parameter in engine.root.named_parameters():
-            if ".lora_B." in name:
-                torch.nn.init.normal_(local(parameter), std=0.05)
-        vllm.update_weights(engine.weights.adapters(), 1)
-        second, awake = compared(), used_bytes()
-        assert second != first
-        vllm.sleep()
-        assert vllm.version == 1
-        assert awake - used_bytes() > 0.7 * UTILIZATION * torch.cuda.mem_get_info()[1], (
-            "weights and cache are given back"
-        )
-        # vLLM's kernels of adapters add in no fixed order, so one row in 32 may turn at a near tie.
-        assert sum(a != b for a, b in zip(compared(), second, strict=True)) <= 2
-    finally:
-        vllm.close()
 
 
 def test_log_probs_are_the_trainers_but_for_the_rounding_of_bf16(pair):

@@ -1,6 +1,7 @@
 """A whole run that samples with vLLM: two processes around one tensor-parallel engine, and activations that leave the device."""
 
 import pytest
+from test_run import results, resume_from
 
 pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("cpu_vllm")]
 
@@ -10,7 +11,7 @@ def varied(data_source, solution_str, ground_truth, extra_info=None):
 """
 
 
-def test_two_processes_sample_with_one_engine_and_learn(train, tmp_path):
+def test_two_processes_sample_with_one_engine_and_a_resumed_run_equals_an_unbroken_one(train, quick, tmp_path):
     reward = tmp_path / "reward.py"
     reward.write_text(REWARD)
     options = [
@@ -26,9 +27,10 @@ def test_two_processes_sample_with_one_engine_and_learn(train, tmp_path):
         "custom_reward_function.name=varied",
         "trainer.n_gpus_per_node=2",
         "trainer.total_training_steps=2",
+        "trainer.save_freq=1",
         "trainer.test_freq=2",
     ]
-    _, steps = train(*options)
+    folder, steps = train(*options)
     assert set(steps) == {1, 2}
     for metrics in steps.values():
         assert 0 < metrics["mismatch/max_abs_log_prob"] < 1e-4, "the sampler has the weights of this step"
@@ -38,3 +40,8 @@ def test_two_processes_sample_with_one_engine_and_learn(train, tmp_path):
         assert metrics["perf/tokens"] > 0 and metrics["response_length/max"] <= 16
     assert steps[2]["val/reward"] > 0
     assert abs(steps[2]["actor/entropy"] - steps[1]["actor/entropy"]) > 1e-3, "the policy changed"
+    if quick:
+        return  # resuming is tried with the other sampler
+
+    resumed = train(*options, *resume_from(folder, 1))[1]
+    assert results(resumed[2]) == pytest.approx(results(steps[2]), rel=1e-4, abs=1e-6)
