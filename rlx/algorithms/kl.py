@@ -94,7 +94,6 @@ class KLController:
         self.coef *= 1 + error * min(samples, self.horizon) / self.horizon
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state for a checkpoint."""
         return {"type": self._type, "coef": self.coef}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

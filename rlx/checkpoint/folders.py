@@ -16,7 +16,6 @@ MANIFEST = "manifest.json"
 
 
 def partial_of(folder: Path) -> Path:
-    """Return the name of the folder while it is written."""
     return folder.parent / f".{folder.name}.partial"
 
 

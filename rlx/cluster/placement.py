@@ -81,7 +81,6 @@ class Placement:
         return cls(group, slots, processes_per_node, gpu)
 
     def options(self, slot: Slot) -> dict[str, object]:
-        """Return the options of the Ray actor in this slot."""
         strategy = PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=slot.bundle)
         return {"num_cpus": CPU_SHARE, "num_gpus": 1 if self.gpu else 0, "scheduling_strategy": strategy}
 
@@ -126,7 +125,6 @@ class Mesh:
 
     @property
     def shares(self) -> int:
-        """Number of shares."""
         return len(self.answering_ranks)
 
 

@@ -50,7 +50,6 @@ def help_text() -> str:
 
 
 def page() -> str:
-    """Return the text of docs/configuration.md."""
     first_place: dict[type, str] = {}
     keys = "\n".join(_section(name, child, first_place) for name, child in children(PPOConfig()).items())
     return PAGE.read_text(encoding="utf-8").replace("<keys>\n", keys)

@@ -44,7 +44,6 @@ class Machine:
 
     @property
     def label(self) -> str:
-        """Its name in messages."""
         return self.name or ("this machine" if self.cluster is None else f"the cluster at {self.cluster.address}")
 
     @property
@@ -116,5 +115,4 @@ def on_accelerator(config: PPOConfig, machine: Machine) -> bool:
 
 
 def processes(config: PPOConfig) -> int:
-    """Return the number of worker processes of the run."""
     return config.trainer.nnodes * config.trainer.n_gpus_per_node

@@ -109,7 +109,6 @@ class Rows:
         return len(self._rows)
 
     def read(self, start: int, stop: int) -> list[Row]:
-        """Return the rows start..stop-1."""
         return list(self._rows[start:stop])
 
     def place(self, index: int) -> str:

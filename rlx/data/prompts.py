@@ -323,7 +323,6 @@ class PromptSampler:
 
     @property
     def batches_per_epoch(self) -> int:
-        """Whole batches in one pass over the prompts."""
         return self._size // self._batch_size
 
     @property

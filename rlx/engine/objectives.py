@@ -61,7 +61,6 @@ class Objective:
     loss_agg_mode = "token-mean"
 
     def mask(self, batch: Batch) -> Tensor:
-        """Return the tokens that count, (B, R) bool."""
         return batch["response_mask"]
 
     def share(self, outputs: dict[str, Tensor], batch: Batch, totals: Totals) -> Share:

@@ -139,7 +139,6 @@ class _Slice:
                 yield from offload.written_parts(part, self._first_byte(tensor))
 
     def release(self) -> None:
-        """Free the device memory after these copies."""
         if self._parts and self.is_last:
             for _, offload in self.state.tensors.values():
                 if offload.is_offloaded:

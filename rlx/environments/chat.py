@@ -265,7 +265,6 @@ class Chat:
         ]
 
     def _texts(self, chats: list[list[Message]], tools: Tools, prompt: bool = False) -> list[str]:
-        """Return the template's text of each chat."""
         # A template is a program that came with the model
         limit_s, template = TEMPLATE_LIMIT_S + TEMPLATE_CHAT_S * len(chats), self._tokenizer.apply_chat_template
         return call_within(limit_s, template, chats, tools=tools or None, tokenize=False, add_generation_prompt=prompt)

@@ -71,17 +71,14 @@ class Conversation:
 
     @property
     def room(self) -> int:
-        """Tokens that may still come."""
         return self.width - len(self.token_ids)
 
     @property
     def branches(self) -> list[Branch]:
-        """All rows of the conversation, in order."""
         return [*self.earlier, Branch(self.prompt_ids, self.token_ids, self.sampled, self.log_probs)]
 
     @property
     def own_turns(self) -> list[dict[str, Any]]:
-        """Records of the model's turns."""
         return [turn for turn in self.turns if turn["role"] == "assistant"]
 
     def add_turn(self, completion: Completion, text: str) -> Turn:
@@ -135,12 +132,10 @@ class Conversation:
         return True
 
     def _fork(self, prompt_ids: list[int]) -> None:
-        """Begin a branch with this prompt."""
         self.earlier = self.branches
         self.prompt_ids, self.token_ids, self.sampled, self.log_probs = prompt_ids, [], [], []
 
     def end(self, reason: str) -> None:
-        """End the conversation."""
         self.reason = reason
 
     def fail(self, reason: str, reward: float, traceback: str = "") -> None:
@@ -176,5 +171,4 @@ class Conversation:
 
 
 def _common(first: list[int], second: list[int]) -> int:
-    """Return with how many equal tokens both begin."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))

@@ -70,7 +70,6 @@ class _Server:
             await self._end(number)
 
     async def close(self) -> None:
-        """Close what lives here."""
         for number in list(self._environments):
             await self._end(number)
 

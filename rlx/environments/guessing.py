@@ -22,7 +22,6 @@ class Guessing:
         self._secret = self._made = 0
 
     def reset(self, row: dict[str, Any]) -> list[Message]:
-        """See Environment."""
         self._secret = (int(row["ground_truth"]) - 1) % self._largest + 1
         return [{"role": "user", "content": f"1-{self._largest}"}]
 

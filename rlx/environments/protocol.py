@@ -71,9 +71,7 @@ class Environment(Protocol):
         """
         ...
 
-    def step(self, turn: Turn) -> "Observation | Awaitable[Observation]":
-        """Answer a turn."""
-        ...
+    def step(self, turn: Turn) -> "Observation | Awaitable[Observation]": ...
 
 
 class Reset(NamedTuple):

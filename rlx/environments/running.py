@@ -172,7 +172,6 @@ class _Run:
             raise EnvironmentFailed(f"no conversation could go on: {self._hopeless}")
 
     def end_all(self) -> None:
-        """End the environments of all open conversations."""
         for key in self._open:
             self._to_pool("end", key)
         self._open.clear()

@@ -48,7 +48,6 @@ class EnvironmentSpec:
 
     @property
     def source(self) -> str:
-        """Its file or module, for messages."""
         return self.path or BUILT_IN.get(self.name, (self.name,))[0]
 
     def load(self) -> Factory:
@@ -112,6 +111,5 @@ class EnvironmentSpec:
 
 
 def environment_spec(config: "PPOConfig") -> EnvironmentSpec:
-    """Return the environment that the configuration names."""
     own, turns = config.environment, config.actor_rollout_ref.rollout.multi_turn
     return EnvironmentSpec(own.name or OWN_NAME, own.path, own.kwargs, own.timeout_s, turns.format)

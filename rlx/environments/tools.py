@@ -64,7 +64,6 @@ class Tools:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Return the tools' names."""
         return tuple(self._tools)
 
     def read(self, call: ToolCall) -> tuple[dict[str, Any], str]:
@@ -117,11 +116,9 @@ class ToolEnvironment:
 
     @property
     def tools(self) -> list[dict[str, Any]]:
-        """Return the tools' JSON schemas."""
         return self._tools.schemas
 
     def reset(self, row: dict[str, Any]) -> list[Message]:
-        """See Environment."""
         return row["prompt"]  # type: ignore[no-any-return]
 
     async def step(self, turn: Turn) -> Observation:

@@ -118,7 +118,6 @@ class Verifiers:
         return Observation(messages, info=info, assistant=assistant if made else None)
 
     def close(self) -> None:
-        """See Environment."""
         if self._rollout is not None:
             self._rollout.cancel()
 

@@ -135,7 +135,6 @@ def _noted(coroutine: Coroutine[Any, Any, Any], limit_s: float) -> Generator[Any
 
 
 def unwrapped(fault: BaseException) -> BaseException:
-    """Return the error that the code itself raised."""
     return fault.__cause__ if isinstance(fault, Raised) and fault.__cause__ is not None else fault
 
 

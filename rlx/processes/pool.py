@@ -215,7 +215,6 @@ class WorkerPool:
         self.workers: set[IsolatedProcess] = set()
 
     def start(self) -> IsolatedProcess:
-        """Return a new process."""
         worker = IsolatedProcess(self)
         self.workers.add(worker)
         return worker

@@ -44,7 +44,6 @@ class Function:
 
     @property
     def is_own(self) -> bool:
-        """Whether it is a user's function."""
         return self.source.endswith(".py")
 
     def load(self) -> Callable[..., Any]:

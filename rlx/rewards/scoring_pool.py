@@ -72,7 +72,6 @@ class ScoringPool:
         self.close()
 
     def close(self) -> None:
-        """End the processes. A later call starts new ones."""
         self._workers.close()
 
     def check(self, function: Loadable) -> None:

@@ -124,11 +124,9 @@ class HFRollout(Rollout):
         return dict(adapter_weights(weights, self._adapters, lambda tensor: tensor)) if self._adapters else weights
 
     def probe(self) -> Tensor:
-        """See Rollout."""
         return on_cpu([evenly_spaced(each) for each in self._targets().values()])
 
     def close(self) -> None:
-        """Free the memory of the weights."""
         self.version = None
         self._requests.clear()
         self._model.to("meta")

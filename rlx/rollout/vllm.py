@@ -129,7 +129,6 @@ class VLLMEngine:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Type of the weights."""
         return cast(torch.dtype, self._engine.model_config.dtype)
 
     @property
@@ -556,7 +555,6 @@ class VLLMRollout(Rollout):
             raise ValueError(f"vLLM uses {found} of {wanted} adapters, expected all of them; set {_MERGE}")
 
     def probe(self) -> Tensor:
-        """See Rollout."""
         return self.engine.ask(support.probe)
 
     def sleep(self) -> None:
@@ -570,7 +568,6 @@ class VLLMRollout(Rollout):
         self._asleep = {"weights", "kv_cache"}
 
     def wake(self) -> None:
-        """See Rollout."""
         self._wake("weights")
 
     def close(self) -> None:

@@ -246,7 +246,6 @@ def run_folder(config: PPOConfig, checkpoint: Path | None) -> Path:
 
 
 def write_driver_state(checkpoint: Path, state: DriverState) -> None:
-    """Write driver.json."""
     with storing(checkpoint):
         (checkpoint / "driver.json").write_text(json.dumps(asdict(state), indent=1))
 

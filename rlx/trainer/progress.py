@@ -290,11 +290,9 @@ class Progress:
             self._line(line, "dim")
 
     def notice(self, text: str) -> None:
-        """Show a line that the user should read."""
         self._line(wrapped(f"! {text}"), "yellow")
 
     def remark(self, text: str) -> None:
-        """Show a line for information."""
         self._line(text, "dim")
 
     def generations(self, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -447,7 +445,6 @@ class StepTable:
         return self.step_width + sum(column.width + 1 for column in columns)
 
     def header(self) -> str:
-        """Return the titles."""
         cells = ["step".rjust(self.step_width), *(column.title.rjust(column.width) for column in self.columns)]
         title = next((title for title in PHASE_TITLES if len(title) <= self.phase_width), "")
         return " ".join(cells) + (f"  {title}" if title else "")

@@ -171,7 +171,6 @@ def informative(batch: Batch, scores: Scores, metric: str) -> list[int]:
 
 
 def take_rows(part: Part, rows: Sequence[int]) -> Part:
-    """Return these rows in this order."""
     batch, scores = part
     extra = {name: [values[i] for i in rows] for name, values in scores.extra.items()}
     return batch.rows(rows), Scores(scores.scores[list(rows)], extra)
@@ -205,12 +204,10 @@ class DynamicSampling:
 
     @property
     def kept(self) -> int:
-        """Number of prompts kept."""
         return sum(len(batch) for batch, _ in self._kept) // self._samples
 
     @property
     def enough(self) -> bool:
-        """Whether enough prompts are kept."""
         return self.kept >= self._wanted
 
     def samples(self) -> Part:

@@ -129,7 +129,6 @@ def masked_mean(x_BR: Tensor, mask_BR: Tensor) -> float:
 
 
 def masked_variance(x_BR: Tensor, mask_BR: Tensor) -> float:
-    """Return the biased variance over the tokens of the mask."""
     return masked_mean((x_BR - masked_mean(x_BR, mask_BR)) ** 2, mask_BR)
 
 

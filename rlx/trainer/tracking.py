@@ -54,7 +54,6 @@ class TensorboardLogger(Logger):
         self._writer = self._open(purge_step=None if resume_step is None else resume_step + 1)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Write one scalar per metric."""
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
@@ -73,7 +72,6 @@ class TensorboardLogger(Logger):
         self._writer = self._open(purge_step=step + 1)
 
     def close(self) -> None:
-        """Flush and close the event file."""
         self._writer.close()
 
 
@@ -100,7 +98,6 @@ class WandbLogger(Logger):
         id_file.write_text(self._run.id, encoding="utf-8")
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Write one history row."""
         self._run.log({"step": step, **metrics})
 
     def generations(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
@@ -111,7 +108,6 @@ class WandbLogger(Logger):
             self._run.log({"step": step, "val/generations": table})
 
     def close(self) -> None:
-        """Upload the rest and end the wandb run."""
         self._run.finish()
 
 
@@ -179,7 +175,6 @@ class Tracker:
             self._let_all("rewind", step)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Keep one step's metrics."""
         self._may_write()
         append_row(self._file, metrics, step)
         self._let_all("log", metrics, step)

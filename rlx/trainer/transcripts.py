@@ -22,7 +22,6 @@ DIGITS = 5
 
 
 def keeps_transcripts(config: PPOConfig) -> bool:
-    """Whether the run keeps its training samples."""
     asked = config.trainer.transcripts
     return has_environment(config) if asked is None else asked
 

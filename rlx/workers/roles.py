@@ -91,15 +91,12 @@ class TrainedRole(EngineRole):
         return self.engine.weights.is_written
 
     def finish_save(self) -> None:
-        """Wait for the write, check it, and let the folder appear."""
         self.engine.weights.finish_save()
 
     def load(self, folder: str) -> None:
-        """Continue from a checkpoint."""
         self.engine.weights.load(folder)
 
     def _updated(self, metrics: Metrics) -> Metrics:
-        """Return an update's metrics as `<role>/...`."""
         return {f"{self._name}/{key}": value for key, value in metrics.items()}
 
 
@@ -166,7 +163,6 @@ class RefRole(EngineRole):
         self._rule = MicroBatchRule(*log_prob_size(ref, policy.actor))
 
     def log_probs(self, batch: Batch) -> Batch:
-        """Return ref_log_probs of the rows."""
         figures = self.engine.log_probs(batch, self._rule, self._temperature, with_entropy=False)
         return Batch.of({"ref_log_probs": figures["log_probs"]})
 
@@ -210,7 +206,6 @@ class CriticRole(TrainedRole):
         self._objective = ValueObjective(critic, config.data.max_response_length)
 
     def values(self, batch: Batch) -> Batch:
-        """Return the values of the rows."""
         return Batch.of({"values": self.engine.values(batch, self._rule)})
 
     def update(self, batch: Batch) -> Metrics:
@@ -256,7 +251,6 @@ class RolloutRole:
         self.sampling: dict[Purpose, Sampling] = {p: sampling_for(config, p, stops) for p in get_args(Purpose)}
 
     def rest(self) -> None:
-        """See Role."""
         if self._sleeps:
             self.sampler.sleep()
 
@@ -345,7 +339,6 @@ def _on_any_rank(flag: bool) -> bool:
 
 
 def _largest(number: int) -> int:
-    """Return the largest number of all ranks."""
     numbers = torch.tensor([number], dtype=torch.int32)
     dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
     return int(numbers.item())

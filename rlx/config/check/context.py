@@ -22,7 +22,6 @@ class CheckContext:
     machine: Machine
 
     def value(self, key: str) -> Any:
-        """Return the value of a dotted key."""
         return value_at(self.config, key)
 
     @property
@@ -32,7 +31,6 @@ class CheckContext:
 
     @property
     def on_accelerator(self) -> bool:
-        """Whether the run uses accelerators."""
         return on_accelerator(self.config, self.machine)
 
     def fault(self, what: str, expected: str, remedy: str, *keys: str, got: str = "") -> Fault:

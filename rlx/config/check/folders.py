@@ -22,7 +22,6 @@ def is_url(path: str | None) -> bool:
 
 
 def warm_starts_folder(config: PPOConfig) -> Path:
-    """Return the folder that holds finished warm starts."""
     return Path(config.warm_start.cache_dir or "~/.cache/rlx").expanduser().absolute()
 
 
@@ -47,7 +46,6 @@ def correct_path(key: str) -> str:
 
 
 def is_python_file(path: str) -> bool:
-    """Whether a file of the user's own code exists."""
     return Path(path).suffix == ".py" and Path(path).expanduser().is_file()
 
 

@@ -54,7 +54,6 @@ class Composed:
 
     @property
     def broken(self) -> frozenset[str]:
-        """The keys whose value could not be read."""
         return frozenset(key for fault in self.faults for key in fault.keys)
 
     @property

@@ -29,7 +29,6 @@ Remedy = str | Renamed
 
 @cache
 def remedies() -> dict[str, dict[str, Remedy]]:
-    """Return the remedies by framework and key."""
     text = Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")
     found = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     return {name: {key: _remedy(key, row) for row in rows for key in row["keys"]} for name, rows in found.items()}

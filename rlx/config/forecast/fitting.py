@@ -31,7 +31,6 @@ class Change(NamedTuple):
         return f"{self.needs} with {self.key}={self.value}" if self.needs else f"{self.key}={self.value}"
 
     def of(self, config: PPOConfig) -> PPOConfig:
-        """Return the configuration with this change."""
         changed: PPOConfig = with_value(self.needs.of(config) if self.needs else config, self.key, self.value)
         return changed
 

@@ -70,7 +70,6 @@ def verdict_text(forecast: MemoryForecast) -> str:
 
 
 def gb(nbytes: float) -> str:
-    """Return the text of a size in 10^9 bytes."""
     return f"{nbytes / 1e9:.1f}" if nbytes >= 1e10 else f"{nbytes / 1e9:.2f}"
 
 

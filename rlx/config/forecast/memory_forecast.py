@@ -95,7 +95,6 @@ class MemoryForecast:
 
     @cached_property
     def roles(self) -> dict[str, ModelRole]:
-        """The roles whose models are known."""
         return {role.name: role for role in sharded_roles(self.config) if role.name not in self.unknown}
 
     @cached_property
@@ -165,7 +164,6 @@ class MemoryForecast:
 
     @property
     def names(self) -> list[str]:
-        """The phases of the run whose models are known."""
         found = [name for name in OF_ROLE if self._role_of(name) in self.roles]
         return found if has_reference(self.config) else [name for name in found if name != "ref"]
 

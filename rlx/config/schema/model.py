@@ -62,7 +62,6 @@ class TinyModelConfig:
 
     @property
     def head_dim(self) -> int:
-        """Width of an attention head."""
         return max(32, self.hidden_size // self.num_attention_heads)
 
 

@@ -51,12 +51,10 @@ class ModelRole(NamedTuple):
 
 
 def has_critic(config: PPOConfig) -> bool:
-    """Whether the advantage estimator needs values."""
     return config.algorithm.needs(CRITIC)
 
 
 def has_reference(config: PPOConfig) -> bool:
-    """Whether a loss or a reward needs the reference policy."""
     return config.actor_rollout_ref.actor.use_kl_loss or config.algorithm.use_kl_in_reward
 
 
@@ -76,7 +74,6 @@ def only_environment_scores(config: PPOConfig) -> bool:
 
 
 def has_reward_model(config: PPOConfig) -> bool:
-    """Whether a model scores responses."""
     return config.reward_model.enable
 
 
@@ -92,7 +89,6 @@ def roles_of(config: PPOConfig) -> list[str]:
 
 
 def is_tiny(config: PPOConfig) -> bool:
-    """Whether the policy is the built-in model."""
     return config.actor_rollout_ref.model.path == TINY
 
 
@@ -158,14 +154,12 @@ def _trained_role(
 
 
 def actor_role(config: PPOConfig) -> ModelRole:
-    """Return the role of the trained policy."""
     policy, key = config.actor_rollout_ref, "actor_rollout_ref.actor"
     keys = (key, "actor_rollout_ref.model", f"{key}.fsdp_config")
     return _trained_role("actor", keys, policy.actor, policy.model, policy.actor.fsdp_config)
 
 
 def critic_role(config: PPOConfig) -> ModelRole:
-    """The value model."""
     critic = critic_settings(config)
     return _trained_role("critic", ("critic", "critic.model", "critic.fsdp"), critic, critic.model, critic.fsdp)
 
@@ -217,7 +211,6 @@ def has_frozen_layers(role: ModelRole) -> bool:
 
 
 def trained_roles(config: PPOConfig) -> list[ModelRole]:
-    """Return the roles with an optimizer."""
     return [actor_role(config), *([critic_role(config)] if has_critic(config) else [])]
 
 
@@ -227,7 +220,6 @@ def asks_for_experts(policy: ActorRolloutRefConfig) -> bool:
 
 
 def sharded_roles(config: PPOConfig) -> list[ModelRole]:
-    """Return all roles under FSDP."""
     reference = [reference_role(config)] if has_reference_model(config) else []
     judge = [reward_role(config)] if has_reward_model(config) else []
     return [*trained_roles(config), *reference, *judge]
@@ -242,13 +234,11 @@ def prompts_at_once(config: PPOConfig) -> int:
 
 
 def validates(config: PPOConfig) -> bool:
-    """Whether the run validates at any time."""
     trainer = config.trainer
     return trainer.test_freq > 0 or trainer.val_before_train or trainer.val_only
 
 
 def saves(config: PPOConfig) -> bool:
-    """Whether training writes checkpoints at regular times."""
     return config.trainer.save_freq > 0 or config.trainer.save_every_minutes is not None
 
 

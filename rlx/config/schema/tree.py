@@ -104,7 +104,6 @@ def describe_expected(leaf: Leaf) -> str:
 
 
 def as_text(value: Any) -> str:
-    """Return a value in the form of the command line."""
     if isinstance(value, tuple | list):
         return "[" + ",".join(as_text(item) for item in value) + "]"
     return "null" if value is None else str(value)

@@ -61,7 +61,6 @@ class Phase(NamedTuple):
 
     @property
     def peak(self) -> float:
-        """Sum of the parts."""
         return sum(self.parts.values())
 
     def fits(self, margin: float = 1.0) -> bool:
@@ -74,7 +73,6 @@ class Phase(NamedTuple):
         return has_room and self.lacking <= self.parts.get("sampler", 0.0) * (margin - 1)
 
     def fits_host(self, margin: float = 1.0) -> bool:
-        """Whether `host` fits into `margin` times its limit."""
         return self.host_limit is None or self.host <= self.host_limit * margin
 
 
@@ -115,7 +113,6 @@ class ModelMemory:
 
     @cached_property
     def update(self) -> StateBytes:
-        """States in an update, on device or host."""
         return self._states(self.is_trained)
 
     @cached_property
@@ -227,7 +224,6 @@ class Scenario(NamedTuple):
 
     @property
     def decoder(self) -> Decoder:
-        """The model's shape."""
         return self.own.decoder
 
     @property
@@ -252,7 +248,6 @@ class Scenario(NamedTuple):
 
     @property
     def budget(self) -> Budget:
-        """The budget for activations."""
         link, room = self.hardware.link_bytes_per_s, self.memory_parts["activations"]
         return Budget(link, link, max(0, int(room)), max(0, int(self.host_bytes)), self.disk_bytes_per_s)
 

@@ -65,12 +65,10 @@ def held_bytes(cost: LayerCost, plan: LayerPlan) -> int:
 
 
 def sent_bytes(cost: LayerCost, plan: LayerPlan) -> int:
-    """Return the bytes of a layer that are offloaded."""
     return sum(nbytes for _, nbytes, _, _ in _transfers(cost, plan))
 
 
 def recompute_s(cost: LayerCost, plan: LayerPlan) -> float:
-    """Return the compute time of a layer's recomputation."""
     return 0.0 if plan.keep else _recomputed_until(cost, plan, 1.0, len(cost.operations))
 
 

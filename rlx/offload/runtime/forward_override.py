@@ -29,7 +29,6 @@ class ForwardOverride:
         module.forward = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run in place of the module's forward."""
         raise NotImplementedError
 
     def original(self, module: nn.Module) -> Callable[..., Any]:
