@@ -114,6 +114,12 @@ def measure(config: PPOConfig, requests: int, cycles: int, rounds: int) -> Figur
     return figures
 
 
+def call(worker: Worker, role: str, method: str, *arguments: Any) -> Any:
+    """Call a method of a role as the worker's process does."""
+    with worker.at_work(role, method) as function:
+        return function(*arguments)
+
+
 def make_prompts(config: PPOConfig, count: int) -> Batch:
     """Return prompts of random bytes, between a quarter of the longest length and all of it."""
     longest = config.data.max_prompt_length
@@ -127,8 +133,8 @@ def make_prompts(config: PPOConfig, count: int) -> Batch:
 def measure_sync(worker: Worker, settings: RolloutConfig, rounds: int) -> Figures:
     """Measure a sync of all weights, and a copy of as many bytes on the device [s]."""
     actor, _ = roles(worker)
-    worker.call("rollout", "sync", 0)
-    seconds = [seconds_of(lambda: worker.call("rollout", "sync", 1), worker.device) for _ in range(rounds)]
+    call(worker, "rollout", "sync", 0)
+    seconds = [seconds_of(lambda: call(worker, "rollout", "sync", 1), worker.device) for _ in range(rounds)]
     count = sum(tensor.numel() for _, tensor in actor.engine.weights.full())
     actor.rest()
     bytes_each = 4 if settings.dtype == "fp32" or worker.device.type == "cpu" else 2
@@ -149,7 +155,7 @@ def measure_throughput(worker: Worker, prompts: Batch, rounds: int) -> Figures:
     """Measure tokens per second of this process through rlx and of the same engine called directly, taking turns."""
     _, rollout = roles(worker)
     sampler, sampling = rollout.sampler, rollout.sampling["train"]
-    ways: dict[str, Callable[[], Any]] = {"rlx": lambda: worker.call("rollout", "generate", prompts, "train")}
+    ways: dict[str, Callable[[], Any]] = {"rlx": lambda: call(worker, "rollout", "generate", prompts, "train")}
     if not isinstance(sampler, HFRollout):
         rows = zip(prompts["prompt_ids"], prompts["prompt_mask"], prompts["seed"].tolist(), strict=True)
         requests = [Request(tuple(ids[mask].tolist()), seed, sampling) for ids, mask, seed in rows]
@@ -174,8 +180,8 @@ def measure_mismatch(worker: Worker, config: PPOConfig, prompts: Batch) -> Figur
 
     Two forwards that round to bf16 in different places cannot agree better than each agrees with the exact one.
     """
-    samples = worker.call("rollout", "generate", prompts.rows(range(min(len(prompts), 64))), "train")
-    trained = worker.call("actor", "log_probs", samples.select(*SEQUENCE))["old_log_probs"]
+    samples = call(worker, "rollout", "generate", prompts.rows(range(min(len(prompts), 64))), "train")
+    trained = call(worker, "actor", "log_probs", samples.select(*SEQUENCE))["old_log_probs"]
     worker.roles["actor"].rest()
     worker.roles["rollout"].rest()
     exact, mask = exact_log_probs(config, samples, worker.device), samples["response_mask"]
@@ -204,19 +210,19 @@ def exact_log_probs(config: PPOConfig, samples: Batch, device: torch.device) -> 
 
 def measure_cycles(worker: Worker, prompts: Batch, cycles: int) -> Figures:
     """Measure device memory after each cycle, and count cycles with other greedy tokens than the first."""
-    worker.call("rollout", "sync", 1)
-    greedy = worker.call("rollout", "generate", prompts, "val")["input_ids"]
-    samples = worker.call("rollout", "generate", prompts, "train")
-    old = worker.call("actor", "log_probs", samples.select(*SEQUENCE))["old_log_probs"]
+    call(worker, "rollout", "sync", 1)
+    greedy = call(worker, "rollout", "generate", prompts, "val")["input_ids"]
+    samples = call(worker, "rollout", "generate", prompts, "train")
+    old = call(worker, "actor", "log_probs", samples.select(*SEQUENCE))["old_log_probs"]
     noise = torch.randn(old.shape, generator=torch.Generator().manual_seed(0))
     batch = samples.select(*SEQUENCE).with_(old_log_probs=old, advantages=noise)
     used_gb, training_gb, seconds, others = list[float](), list[float](), list[float](), 0
     for cycle in range(cycles):
         start = time.perf_counter()
-        worker.call("actor", "update", batch)
+        call(worker, "actor", "update", batch)
         training_gb.append(device_gb(worker.device))
-        worker.call("rollout", "sync", 2 + cycle)
-        again = worker.call("rollout", "generate", prompts, "val")["input_ids"]
+        call(worker, "rollout", "sync", 2 + cycle)
+        again = call(worker, "rollout", "generate", prompts, "val")["input_ids"]
         others += not torch.equal(again, greedy)
         used_gb.append(device_gb(worker.device))
         seconds.append(time.perf_counter() - start)

@@ -1,4 +1,4 @@
-"""A group of worker processes with three kinds of calls: split a batch, split it for metrics, broadcast."""
+"""A group of worker processes, and calls of all of them together."""
 
 import contextlib
 import logging
@@ -70,8 +70,9 @@ class HangWatch:
 class WorkerGroup:
     """Worker processes in the slots of a placement, one rank each.
 
-    The processes start in the background; `load` waits for them, and `build` makes a worker in each. It has a method
-    `call(role, method, *args)`. If a call fails anywhere, the whole group ends and `WorkerFailure` names the first cause.
+    The processes start in the background; `load` waits for them, and `build` makes a worker in each. Its `at_work(role, method)`
+    is a context whose value is the function to call. If a call fails anywhere, the whole group ends and `WorkerFailure` names
+    the first cause.
 
     Args:
         placement: the slots; the group releases it when it closes.
@@ -137,33 +138,11 @@ class WorkerGroup:
         """Return the distribution of batches over the ranks for this role."""
         return self._meshes.get(role, self._default_mesh)
 
-    def split(self, role: str, method: str, batch: Batch, *args: Any) -> Batch:
-        """Send each share of the rows to its ranks; join the results, one row per row sent, in order."""
-        answers = self._call(role, method, args, batch)
-        for rows, answer in zip(share_ranges(len(batch), len(answers)), answers, strict=True):
-            if len(answer) != len(rows):
-                raise ValueError(f"{role}.{method} answered {len(answer)} rows for {len(rows)}; expected one for each")
-        return concat(answers)
+    def call(self, role: str, method: str, *args: Any, batch: Batch | None = None) -> list[Any]:
+        """Call all ranks with the same arguments and return their results in the order of ranks.
 
-    def split_metrics(self, role: str, method: str, batch: Batch, *args: Any) -> dict[str, float]:
-        """Send each share of the rows to its ranks, and return the first rank's metrics."""
-        metrics: dict[str, float] = self._call(role, method, args, batch)[0]
-        return metrics
-
-    def broadcast(self, role: str, method: str, *args: Any) -> list[Any]:
-        """Call all ranks with the same arguments; return their results in the order of ranks."""
-        return self._call(role, method, args)
-
-    def close(self) -> None:
-        """End the processes and release their slots. May be called again."""
-        if self._open:
-            self._open = False
-            for process in self._processes:
-                ray.kill(process)
-            self._placement.release()
-
-    def _call(self, role: str, method: str, args: tuple[Any, ...], batch: Batch | None = None) -> list[Any]:
-        """Call all ranks; return the result of each, or with a batch, of which each share goes to its ranks, that of each share."""
+        With a batch each rank gets its share of the rows as the first argument, and there is one result per share.
+        """
         if not self._open:
             raise RuntimeError(f"{role}.{method} called on a worker group that is closed or has failed")
         shared = [ray.put(arg) for arg in args]
@@ -179,6 +158,22 @@ class WorkerGroup:
         ]
         results = self._collect(calls, role, method)
         return [results[rank] for rank in answering]
+
+    def split(self, role: str, method: str, batch: Batch, *args: Any) -> Batch:
+        """Send each share of the rows to its ranks; join the results, one row per row sent, in order."""
+        answers = self.call(role, method, *args, batch=batch)
+        for rows, answer in zip(share_ranges(len(batch), len(answers)), answers, strict=True):
+            if len(answer) != len(rows):
+                raise ValueError(f"{role}.{method} answered {len(answer)} rows for {len(rows)}; expected one for each")
+        return concat(answers)
+
+    def close(self) -> None:
+        """End the processes and release their slots. May be called again."""
+        if self._open:
+            self._open = False
+            for process in self._processes:
+                ray.kill(process)
+            self._placement.release()
 
     def _collect(self, calls: list[Any], role: str, method: str) -> list[Any]:
         """Return the ranks' results. After a failure wait a little for its cause, end the group and raise that."""

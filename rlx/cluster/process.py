@@ -168,10 +168,11 @@ class WorkerProcess:
             return self._failed(error)
 
     def call(self, role: str, method: str, answers: bool, *arguments: Any) -> WorkerReply:
-        """Run `worker.call(role, method, *arguments)`; send its result only if this rank `answers`."""
+        """Run a method of a role; send its result only if this rank `answers`."""
         self._beats_before = beats()
         try:
-            result = self._worker.call(role, method, *arguments)
+            with self._worker.at_work(role, method) as function:
+                result = function(*arguments)
             return self._reply(result if answers else None)
         except BaseException as error:  # torch's CheckpointException is no Exception
             return self._failed(error)

@@ -15,7 +15,7 @@ from rlx.algorithms.kl import KLController, kl_estimate
 from rlx.algorithms.rollout_correction import accepted, importance_weights, not_vetoed
 from rlx.cluster.placement import share_ranges
 from rlx.config.check.rules_correction import rejections
-from rlx.config.schema import AlgorithmConfig, RolloutCorrectionConfig
+from rlx.config.schema import ActorConfig, AlgorithmConfig, CriticConfig, RolloutCorrectionConfig
 from rlx.config.schema.keys import read_bounds
 from rlx.config.schema.roles import has_reference, has_reference_model
 from rlx.data.batch import EXPERTS, SAMPLE_TOKENS, SEQUENCE, Batch, partition
@@ -75,13 +75,23 @@ class Learner:
             return apart(whole), step_metrics.describe(batch, whole) | compared | rewarded
 
     def update(self, batch: Batch, step: int) -> Metrics:
-        """Take the optimizer steps on this batch: the critic's if there is one, and the actor's after the critic's warm-up."""
+        """Take one optimizer step per mini-batch and epoch: the critic's if there is one, the actor's after the critic's warm-up.
+
+        Return the mean metrics of each and the number of skipped steps, whose metrics are not finite and do not enter the means.
+        """
         metrics: Metrics = {}
+        for role, settings, columns in self._due(batch, step):
+            each: list[Metrics] = []
+            with self._run.progress.phase(f"update_{role}"):
+                for part in self._mini_batches(role, settings, batch, columns, step):
+                    each.append(self._workers.call(role, "update", batch=part)[0])
+            metrics |= _joined(role, each)
+        return metrics
+
+    def _due(self, batch: Batch, step: int) -> Iterator[tuple[str, ActorConfig | CriticConfig, tuple[str, ...]]]:
+        """Yield the roles to update, with their settings and the columns that their losses read."""
         if "values" in batch:
-            critic = self._config.critic
-            with self._run.progress.phase("update_critic"):
-                cut = (critic.ppo_mini_batch_size, critic.ppo_epochs, critic.shuffle)
-                metrics |= self._update("critic", batch, CRITIC_UPDATE, step, *cut)
+            yield "critic", self._config.critic, CRITIC_UPDATE
         if step > self._config.trainer.critic_warmup:
             actor = self._config.actor_rollout_ref.actor
             optional = (
@@ -89,11 +99,35 @@ class Learner:
                 *LOSS_COLUMNS,
                 *([EXPERTS] if actor.router_replay.mode == "R3" else []),
             )
-            columns = (*ACTOR_UPDATE, *(name for name in optional if name in batch))
-            with self._run.progress.phase("update_actor"):
-                cut = (actor.ppo_mini_batch_size, actor.ppo_epochs, actor.shuffle)
-                metrics |= self._update("actor", batch, columns, step, *cut)
-        return metrics
+            yield "actor", actor, (*ACTOR_UPDATE, *(name for name in optional if name in batch))
+
+    def _mini_batches(
+        self, role: str, settings: ActorConfig | CriticConfig, batch: Batch, columns: tuple[str, ...], step: int
+    ) -> Iterator[Batch]:
+        """Yield the columns of the mini-batches with a token in the loss, and tell of the others.
+
+        These get no step, because weight decay and momentum would still move the weights.
+        """
+        assert settings.ppo_mini_batch_size is not None and settings.ppo_epochs is not None
+        counted = "loss_mask" if "loss_mask" in columns else "response_mask"
+        batch = with_sample_tokens(batch, counted)
+        columns = (*columns, *([SAMPLE_TOKENS] if SAMPLE_TOKENS in batch else []))
+        seed = seed_for(self._run.seed, "mini-batches", role, step) if settings.shuffle else None
+        total, unused = 0, Counter[str]()
+        cut = mini_batches(batch, settings.ppo_mini_batch_size, settings.ppo_epochs, seed)
+        for part in cut:
+            total += 1
+            if self._config.trainer.balance_batch:
+                part = balance(part, self._workers.mesh(role).shares, self._least_gain[role])
+            if part[counted].any():
+                yield part.select(*columns)
+            else:
+                is_empty = not part["response_mask"].any()
+                why = "no response has any token in" if is_empty else "rollout_correction rejected every token of"
+                unused[why] += 1
+        for why, count in unused.items():
+            of = f"{count} of {total} mini-batches"
+            self._run.progress.notice(f"step {step}: {why} {of}, so they give no optimizer step")
 
     def sync(self, step: int) -> None:
         """Send the actor's weights to the sampler if the step updated them."""
@@ -104,7 +138,7 @@ class Learner:
     def send_weights(self, updates: int = 1) -> None:
         """Send the actor's weights to the sampler, `updates` after those that it has."""
         version = self._run.policy_version + updates
-        self._workers.broadcast("rollout", "sync", version)
+        self._workers.call("rollout", "sync", version)
         self._run.policy_version = version
 
     def account(self, step: int, batch: Batch, updated: Metrics) -> Metrics:
@@ -119,50 +153,27 @@ class Learner:
             "train/skipped_steps": float(self._run.skipped_steps),
             "train/policy_version": float(self._run.policy_version),
             "perf/tokens": float(batch["attention_mask"].sum()),
-            **step_metrics.resource_use(self._workers.broadcast("process", "usage")),
+            **step_metrics.resource_use(self._workers.call("process", "usage")),
         }
 
     def memory_of(self, phase: str) -> Metrics:
         """Return the memory before and after a phase that has just ended outside a step."""
-        return step_metrics.memory_of(self._workers.broadcast("process", "usage"), [phase])
+        return step_metrics.memory_of(self._workers.call("process", "usage"), [phase])
 
     def _extend(self, batch: Batch, role: str, method: str, *optional: str) -> Batch:
         """Return the batch with the columns that the role computes from the sequences, and from optional columns."""
         sent = batch.select(*SEQUENCE, *(name for name in optional if name in batch))
         return batch.with_(**self._workers.split(role, method, sent).tensors)
 
-    def _update(
-        self, role: str, batch: Batch, columns: tuple[str, ...], step: int, prompts: int, epochs: int, shuffle: bool
-    ) -> Metrics:
-        """Take one optimizer step per mini-batch and epoch; return their mean metrics and the number of skipped steps.
 
-        Metrics of a skipped step are not finite and do not enter the means. A mini-batch without a token in the loss gets no
-        step, because weight decay and momentum would still move the weights.
-        """
-        counted = "loss_mask" if "loss_mask" in columns else "response_mask"
-        batch = with_sample_tokens(batch, counted)
-        columns = (*columns, *([SAMPLE_TOKENS] if SAMPLE_TOKENS in batch else []))
-        seed = seed_for(self._run.seed, "mini-batches", role, step) if shuffle else None
-        each: list[Metrics] = []
-        unused: Counter[str] = Counter()
-        for part in mini_batches(batch, prompts, epochs, seed):
-            if self._config.trainer.balance_batch:
-                part = balance(part, self._workers.mesh(role).shares, self._least_gain[role])
-            if part[counted].any():
-                each.append(self._workers.split_metrics(role, "update", part.select(*columns)))
-            else:
-                is_empty = not part["response_mask"].any()
-                why = "no response has any token in" if is_empty else "rollout_correction rejected every token of"
-                unused[why] += 1
-        for why, count in unused.items():
-            of = f"{count} of {unused.total() + len(each)} mini-batches"
-            self._run.progress.notice(f"step {step}: {why} {of}, so they give no optimizer step")
-        if not each:
-            return {f"{role}/skipped": 0.0}
-        each, measured = step_metrics.split_off(each)
-        means = {name: finite_mean([m[name] for m in each]) for name in each[0]}
-        means[f"{role}/skipped"] = sum(m[f"{role}/skipped"] for m in each)
-        return means | measured
+def _joined(role: str, each: list[Metrics]) -> Metrics:
+    """Return one row of the metrics of a role's optimizer steps."""
+    if not each:
+        return {f"{role}/skipped": 0.0}
+    each, measured = step_metrics.split_off(each)
+    means = {name: finite_mean([m[name] for m in each]) for name in each[0]}
+    means[f"{role}/skipped"] = sum(m[f"{role}/skipped"] for m in each)
+    return means | measured
 
 
 def mini_batches(batch: Batch, prompts: int, epochs: int, seed: int | None) -> Iterator[Batch]:

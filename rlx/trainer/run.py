@@ -165,7 +165,7 @@ def _resume(run: Run, saver: Saver, yaml: str, changed: list[ChangedKey], checkp
 
 def _long_start(workers: WorkerGroup) -> str:
     """Say what the start of the workers took its time for; empty if it was short."""
-    each = workers.broadcast("process", "start_s")
+    each = workers.call("process", "start_s")
     seconds = {name: max(of_rank[name] for of_rank in each) for name in each[0]}
     if sum(seconds.values()) < LONG_START_S:
         return ""

@@ -95,7 +95,7 @@ class Run:
             return
         state = read_driver_state(whole)
         for role in trained_roles(self.config):
-            self.workers.broadcast(role.name, "load", str(whole / role.name))
+            self.workers.call(role.name, "load", str(whole / role.name))
         self.sampler.load_state_dict(state.sampler)
         self.kl_controller.load_state_dict(state.kl_controller)
         self.finished_steps, self.seed = state.step, state.seed

@@ -103,7 +103,7 @@ class Saver:
         return checkpoint, passed_over
 
     def _damage_of(self, checkpoint: Path) -> list[str]:
-        found = self._workers.broadcast("process", "damage", str(checkpoint))
+        found = self._workers.call("process", "damage", str(checkpoint))
         return sorted({fault for each in found for fault in each})
 
     def is_due(self, step: int, last: int) -> bool:
@@ -133,7 +133,7 @@ class Saver:
         with _removed_on_failure(partial):
             write_driver_state(partial, state)
             for role in self._roles:
-                self._workers.broadcast(role, "begin_save", str(partial / role), in_background, without)
+                self._workers.call(role, "begin_save", str(partial / role), in_background, without)
 
     def settle(self) -> None:
         """Let the checkpoint appear if all processes have written it; call this after each step's row."""
@@ -150,7 +150,7 @@ class Saver:
         checkpoint, self._begun = self._begun, None
         with _removed_on_failure(folders.partial_of(checkpoint)):
             for role in self._roles:
-                self._workers.broadcast(role, "finish_save")
+                self._workers.call(role, "finish_save")
             with storing(checkpoint):
                 seal(folders.partial_of(checkpoint), {})
                 folders.commit(checkpoint)
@@ -215,7 +215,7 @@ class Saver:
         return self._begun is None
 
     def _is_written(self) -> bool:
-        return all(all(self._workers.broadcast(role, "is_written")) for role in self._roles)
+        return all(all(self._workers.call(role, "is_written")) for role in self._roles)
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 import os
 import resource
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -81,8 +81,9 @@ class Worker:
         """Return the seconds that the start of the device and of each role took, in order."""
         return self._start_s
 
-    def call(self, role: str, method: str, *args: Any) -> Any:
-        """Call a method of a role, after the role that worked before has freed its device memory.
+    @contextmanager
+    def at_work(self, role: str, method: str) -> Iterator[Callable[..., Any]]:
+        """Yield a method of a role to call, after the role that worked before has freed its device memory.
 
         If host memory is short, a rollout frees some of that first too.
 
@@ -90,24 +91,23 @@ class Worker:
             ValueError: the process hosts no such role.
         """
         if role == PROCESS:
-            return getattr(self, method)(*args)
+            yield getattr(self, method)
+            return
         if role not in self.roles:
             raise ValueError(f"role: got {role!r}, expected one of {[PROCESS, *self.roles]}, which this process hosts")
         chosen = self.roles[role]
-        if isinstance(chosen, TrainedRole) and chosen.works_beside(method):
-            with self._memory.around(f"{role}.{method}"):
-                return getattr(chosen, method)(*args)
-        if self._active not in (None, chosen):
-            if method == "sync" and isinstance(self._active, ActorRole):
-                self._active.rest(parameters=False)  # the sampler reads the parameters, then `sync` offloads them
-            else:
-                self._active.rest()
-            if isinstance(chosen, RolloutRole):
-                # After the rest, because parameters and optimizer states take room that activations left in the arena.
-                self._relief.relieve(host_memory())
-        self._active = chosen
+        if not (isinstance(chosen, TrainedRole) and chosen.works_beside(method)):
+            if self._active not in (None, chosen):
+                if method == "sync" and isinstance(self._active, ActorRole):
+                    self._active.rest(parameters=False)  # the sampler reads the parameters, then `sync` offloads them
+                else:
+                    self._active.rest()
+                if isinstance(chosen, RolloutRole):
+                    # After the rest, because parameters and optimizer states take room that activations left in the arena.
+                    self._relief.relieve(host_memory())
+            self._active = chosen
         with self._memory.around(f"{role}.{method}"):
-            return getattr(chosen, method)(*args)
+            yield getattr(chosen, method)
 
     def damage(self, checkpoint: str) -> list[str]:
         """Return the damaged parts of a checkpoint's files, among this process's share; raises as `damaged_chunks`."""

@@ -1,3 +1,5 @@
+import contextlib
+import functools
 import os
 
 import pytest
@@ -22,8 +24,9 @@ def worker_class():
 
                 torch.distributed.init_process_group("gloo")
 
-        def call(self, role, method, *args):
-            return getattr(self, method)(role, *args)
+        @contextlib.contextmanager
+        def at_work(self, role, method):
+            yield functools.partial(getattr(self, method), role)
 
         def environment(self, role):
             import torch

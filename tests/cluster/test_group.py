@@ -34,7 +34,7 @@ def batch(rows):
 
 
 def test_each_process_knows_its_place_before_torch_starts(group):
-    answers = group.broadcast("any", "environment")
+    answers = group.call("any", "environment")
     threads = str(max(1, int(ray.cluster_resources()["CPU"]) // 2))
     for rank, (environment, torch_threads, torch_came_early) in enumerate(answers):
         assert environment["RANK"] == environment["LOCAL_RANK"] == str(rank)
@@ -55,13 +55,14 @@ def test_split_returns_rows_in_order(group, rows, role):
     assert got.info == sent.info
 
 
-def test_split_metrics_deals_shares_and_returns_the_first_ranks(group):
-    assert group.split_metrics("each", "facts", batch(5), 10) == {"rank": 0, "rows": 3, "sum": 30}
-    assert group.split_metrics("pair", "facts", batch(5), 1) == {"rank": 0, "rows": 5, "sum": 10}
+def test_a_call_with_a_batch_deals_its_shares_and_has_a_result_for_each(group):
+    first, second = group.call("each", "facts", 10, batch=batch(5))
+    assert (first, second) == ({"rank": 0, "rows": 3, "sum": 30}, {"rank": 1, "rows": 2, "sum": 70})
+    assert group.call("pair", "facts", 1, batch=batch(5)) == [{"rank": 0, "rows": 5, "sum": 10}]
 
 
-def test_broadcast_returns_results_by_rank(group):
-    assert group.broadcast("any", "add", 2, 3) == [(0, 5), (1, 5)]
+def test_a_call_returns_results_by_rank(group):
+    assert group.call("any", "add", 2, 3) == [(0, 5), (1, 5)]
 
 
 def test_an_answer_of_another_length_is_refused(group):
@@ -108,7 +109,7 @@ def test_first_cause_wins_over_the_collective_that_others_sit_in(worker_class, d
     group = WorkerGroup(Placement.reserve(1, 2, "cpu"), worker_class).build(deed, True)
     start_s = time.monotonic()
     with pytest.raises(WorkerFailure) as caught:
-        group.broadcast("actor", "reduce", deed)
+        group.call("actor", "reduce", deed)
     assert time.monotonic() - start_s < 120, "far below the collective's own timeout of half an hour"
     failure = caught.value
     assert (failure.rank, failure.role, failure.method) == (1, "actor", "reduce")
@@ -117,7 +118,7 @@ def test_first_cause_wins_over_the_collective_that_others_sit_in(worker_class, d
         f"rank 1 (pid {failure.location.pid} on {failure.location.node_ip}), actor.reduce: {cause}"
     )
     with pytest.raises(RuntimeError, match="closed or has failed"):
-        group.broadcast("actor", "add", 1, 2)
+        group.call("actor", "add", 1, 2)
 
 
 def test_a_constructor_that_raises_ends_the_group(worker_class):
@@ -141,9 +142,9 @@ def test_a_constructor_that_raises_ends_the_group(worker_class):
 def test_a_stuck_collective_names_the_rank_that_the_others_wait_for(worker_class, deed, cause):
     group = WorkerGroup(Placement.reserve(1, 2, "cpu"), worker_class).build("x", True)
     group._hang_timeout_s = 4.0  # now that torch is there, whose import is one long call on a busy machine
-    assert group.broadcast("any", "work_slowly", 7.0) == [7.0] * 2, "a slow call is no hang"
+    assert group.call("any", "work_slowly", 7.0) == [7.0] * 2, "a slow call is no hang"
     with pytest.raises(WorkerFailure) as raised:
-        group.broadcast("any", "reduce", deed)
+        group.call("any", "reduce", deed)
     lines = str(raised.value).splitlines()
     assert re.match(r"rank 1 \(pid \d+ on .*\), any.reduce: " + cause, lines[-1])
     assert re.match(r"meanwhile on rank 0: no progress for \d+ s at .*, inside .*distributed_c10d.py", lines[-2])

@@ -258,13 +258,13 @@ def test_a_worker_that_ray_kills_for_memory_is_told_with_a_remedy():
         from rlx.cluster.runtime import session
         from rlx.config.schema import PPOConfig
         class Hungry:
-            def call(self, role, method):
+            def at_work(self, role, method):
                 import time
                 held = bytearray(500_000_000)
                 time.sleep(60)
         with session(PPOConfig()):
             try:
-                WorkerGroup(Placement.reserve(1, 1, "cpu"), Hungry).build().broadcast("actor", "update")
+                WorkerGroup(Placement.reserve(1, 1, "cpu"), Hungry).build().call("actor", "update")
             except WorkerFailure as error:
                 print(error.fault.kind, str(error).splitlines()[-1])
     """

@@ -38,7 +38,7 @@ class Disk:
     def __init__(self, busy=0, fails=None):
         self.busy, self.fails, self.calls = busy, fails, []
 
-    def broadcast(self, role, method, *arguments):
+    def call(self, role, method, *arguments):
         self.calls.append(method)
         if method == self.fails:
             raise StorageError("the disk is full")

@@ -133,11 +133,8 @@ class Skipping:
     def mesh(self, role):
         return Mesh.of(1)
 
-    def split_metrics(self, role, method, batch):
-        return next(self.metrics)
-
-    def broadcast(self, role, method, *args):
-        return [{"peak_memory_gb": 2.0}]
+    def call(self, role, method, batch=None):
+        return [next(self.metrics) if batch else {"peak_memory_gb": 2.0}]
 
 
 def test_a_skipped_step_and_equal_rewards_are_counted_and_shown(tmp_path):
@@ -198,9 +195,9 @@ class Recording:
         shift = (torch.arange(len(batch)) % 2)[:, None].float()
         return Batch.of({"old_log_probs": shift.expand(-1, 3) - 2.0, "entropy": torch.ones(len(batch), 3)})
 
-    def split_metrics(self, role, method, batch):
+    def call(self, role, method, batch):
         self.sent.append(batch)
-        return {"actor/skipped": 0.0, "actor/grad_norm": 2.0}
+        return [{"actor/skipped": 0.0, "actor/grad_norm": 2.0}]
 
 
 def correcting(tmp_path, stream, mini_batch=2, **options):

@@ -4,6 +4,7 @@ import socket
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +21,12 @@ pytestmark = [
 
 SEQUENCE = ("input_ids", "attention_mask", "response_mask")
 UTILIZATION = 0.1
+
+
+def call(worker: Worker, role: str, method: str, *arguments: Any) -> Any:
+    """Call a method of a role as the worker's process does."""
+    with worker.at_work(role, method) as function:
+        return function(*arguments)
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +50,7 @@ def worker(config) -> Iterator[Worker]:
         patch.setenv("MASTER_ADDR", "127.0.0.1")
         patch.syspath_prepend(Path(__file__).parent)
         started = Worker(changed, ["actor", "rollout"])
-        started.call("rollout", "sync", 0)
+        call(started, "rollout", "sync", 0)
         yield started
         started.roles["rollout"].sampler.close()
         dist.destroy_process_group()
@@ -57,16 +64,16 @@ def used_bytes() -> int:
 
 @pytest.fixture(scope="module")
 def samples(worker, prompts) -> Batch:
-    return worker.call("rollout", "generate", prompts, "train")
+    return call(worker, "rollout", "generate", prompts, "train")
 
 
 def test_it_sleeps_while_another_role_works_and_takes_the_weights_again(worker, prompts, samples):
     awake = used_bytes()
     for _ in range(3):
-        worker.call("actor", "log_probs", samples.select(*SEQUENCE))
+        call(worker, "actor", "log_probs", samples.select(*SEQUENCE))
         assert worker.roles["rollout"].sampler.version is None
         assert awake - used_bytes() > 0.7 * UTILIZATION * torch.cuda.mem_get_info()[1]
-        again = worker.call("rollout", "generate", prompts, "train")
+        again = call(worker, "rollout", "generate", prompts, "train")
         assert torch.equal(again["input_ids"], samples["input_ids"])
         assert torch.equal(again["policy_version"], samples["policy_version"])
 
@@ -78,7 +85,7 @@ def test_an_engine_that_fails_is_started_again_in_the_same_memory(worker, prompt
     for _ in range(2):
         caplog.clear()
         Failing.calls, Failing.raises_at = 0, (3,)
-        again = worker.call("rollout", "generate", prompts, "train")
+        again = call(worker, "rollout", "generate", prompts, "train")
         assert torch.equal(again["input_ids"], samples["input_ids"])
         assert ["started again" in record.getMessage() for record in caplog.records if record.name[:3] == "rlx"] == [
             True

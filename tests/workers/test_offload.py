@@ -41,6 +41,12 @@ WHOLE = [
 Run = Callable[..., tuple[list[Any], list[dict[str, float]]]]
 
 
+def call(worker: Worker, role: str, method: str, *arguments: Any) -> Any:
+    """Call a method of a role as the worker's process does."""
+    with worker.at_work(role, method) as function:
+        return function(*arguments)
+
+
 def sequences() -> Batch:
     """Rows of different lengths with everything that an update reads beside the log-probs and values."""
     g = torch.Generator().manual_seed(3)
@@ -64,13 +70,13 @@ def train(config: PPOConfig, steps: int = 2) -> tuple[list[Any], list[dict[str, 
     for _ in range(steps):
         batch = sequences()
         for role, method in (("actor", "log_probs"), ("ref", "log_probs"), ("critic", "values")):
-            answer = worker.call(role, method, batch.select(*SEQUENCE))
+            answer = call(worker, role, method, batch.select(*SEQUENCE))
             batch = batch.with_(**answer.tensors)
             numbers += [tensor.tolist() for _, tensor in sorted(answer.tensors.items())]
-        numbers.append(worker.call("critic", "update", batch.select(*SEQUENCE, "values", "returns")))
+        numbers.append(call(worker, "critic", "update", batch.select(*SEQUENCE, "values", "returns")))
         columns = (*SEQUENCE, "old_log_probs", "advantages", "ref_log_probs")
-        numbers.append(worker.call("actor", "update", batch.select(*columns)))
-        usage.append(worker.call("process", "usage"))
+        numbers.append(call(worker, "actor", "update", batch.select(*columns)))
+        usage.append(call(worker, "process", "usage"))
     dist.destroy_process_group()
     return numbers, usage
 
@@ -159,13 +165,13 @@ def test_parameters_leave_once_for_a_sync(config, monkeypatch):
     worker = Worker(replace(still, actor_rollout_ref=replace(policy, actor=actor)), ["actor", "rollout"])
     arena, batch = host_arena(False), sequences()
     assert arena.holders()["actor_parameters"] > 0, "they wait from the start"
-    log_probs = worker.call("actor", "log_probs", batch.select(*SEQUENCE))["old_log_probs"]
+    log_probs = call(worker, "actor", "log_probs", batch.select(*SEQUENCE))["old_log_probs"]
     batch = batch.with_(old_log_probs=log_probs, ref_log_probs=log_probs)
-    worker.call("actor", "update", batch.select(*SEQUENCE, "old_log_probs", "advantages", "ref_log_probs"))
+    call(worker, "actor", "update", batch.select(*SEQUENCE, "old_log_probs", "advantages", "ref_log_probs"))
     assert arena.holders()["actor_parameters"] == 0
     taken, allocate = [], Account.allocate
     monkeypatch.setattr(Account, "allocate", lambda self, nbytes: taken.append(self.name) or allocate(self, nbytes))
-    worker.call("rollout", "sync", 1)
+    call(worker, "rollout", "sync", 1)
     assert taken == ["actor_parameters"], "the optimizer's state was there already"
     assert arena.holders()["actor_parameters"] > 0 < arena.holders()["actor_optimizer_state"]
 
@@ -184,14 +190,14 @@ def test_the_rollout_finds_the_host_memory_given_back_if_it_is_short(config, mon
     monkeypatch.setattr("rlx.workers.worker.host_memory", lambda: memory)
     worker = Worker(configured(config, True), ["actor", "rollout"])
     batch = sequences()
-    batch = batch.with_(old_log_probs=worker.call("actor", "log_probs", batch.select(*SEQUENCE))["old_log_probs"])
+    batch = batch.with_(old_log_probs=call(worker, "actor", "log_probs", batch.select(*SEQUENCE))["old_log_probs"])
     batch = batch.with_(ref_log_probs=batch["old_log_probs"])
     columns = (*SEQUENCE, "old_log_probs", "advantages", "ref_log_probs")
 
     def reserved_after_a_step() -> float:
-        worker.call("actor", "update", batch.select(*columns))
+        call(worker, "actor", "update", batch.select(*columns))
         before = worker.usage()["actor/reserved_bytes"]
-        worker.call("rollout", "sync", 1)
+        call(worker, "rollout", "sync", 1)
         assert before > 0
         return worker.usage()["actor/reserved_bytes"]
 

@@ -27,7 +27,7 @@ def start(config, processes: int, roles=ROLES) -> WorkerGroup:
 @pytest.fixture(scope="module")
 def workers(ray_session, config):
     with start(config, 2) as group:
-        group.broadcast("rollout", "sync", 0)
+        group.call("rollout", "sync", 0)
         yield group
 
 
@@ -44,22 +44,22 @@ def one_step(group: WorkerGroup, prompts: Batch) -> tuple[Batch, dict[str, float
     batch = batch.with_(advantages=advantages.contiguous(), returns=advantages.contiguous())
     critic = batch.select(*SEQUENCE, "values", "returns")
     actor = batch.select(*SEQUENCE, "old_log_probs", "advantages", "ref_log_probs")
-    metrics = group.split_metrics("critic", "update", critic) | group.split_metrics("actor", "update", actor)
-    group.broadcast("rollout", "sync", 1)
+    metrics = group.call("critic", "update", batch=critic)[0] | group.call("actor", "update", batch=actor)[0]
+    group.call("rollout", "sync", 1)
     return batch, metrics
 
 
 @pytest.fixture(scope="module")
 def stepped(workers, prompts, tmp_path_factory):
     """One step on two processes, a checkpoint after it, and what the process took."""
-    workers.broadcast("process", "usage")
+    workers.call("process", "usage")
     batch, metrics = one_step(workers, prompts)
-    usage = workers.broadcast("process", "usage")
+    usage = workers.call("process", "usage")
     folder = tmp_path_factory.mktemp("checkpoint")
     for role in ("actor", "critic"):
-        workers.broadcast(role, "begin_save", str(folder / role))
+        workers.call(role, "begin_save", str(folder / role))
     for role in ("actor", "critic"):
-        workers.broadcast(role, "finish_save")
+        workers.call(role, "finish_save")
     return batch, metrics, usage, folder
 
 
@@ -98,7 +98,7 @@ def test_validation_is_greedy(workers, stepped, prompts):
 
 
 def test_the_start_of_each_role_is_timed(workers):
-    for started in workers.broadcast("process", "start_s"):
+    for started in workers.call("process", "start_s"):
         assert [*started] == ["device", "actor", "ref", "critic", "rollout"]
         assert all(0 < seconds < 60 for seconds in started.values())
 
@@ -121,7 +121,7 @@ def test_usage_counts_offloaded_bytes_of_the_step(stepped):
 def test_one_process_computes_what_two_do_and_goes_on_from_their_checkpoint(config, stepped, prompts):
     batch, metrics, _, folder = stepped
     with start(config, 1) as single:
-        single.broadcast("rollout", "sync", 0)
+        single.call("rollout", "sync", 0)
         same_batch, same_metrics = one_step(single, prompts)
         for name in ("input_ids", "response_mask"):
             assert torch.equal(same_batch[name], batch[name])
@@ -131,8 +131,8 @@ def test_one_process_computes_what_two_do_and_goes_on_from_their_checkpoint(conf
         same_metrics, metrics = ({n: m[n] for n in m if n not in sampled} for m in (same_metrics, metrics))
         assert same_metrics == pytest.approx(metrics, rel=1e-3, abs=1e-6)
         own = single.split("actor", "log_probs", batch.select(*SEQUENCE))["old_log_probs"]
-        single.broadcast("actor", "load", str(folder / "actor"))
-        single.broadcast("critic", "load", str(folder / "critic"))
+        single.call("actor", "load", str(folder / "actor"))
+        single.call("critic", "load", str(folder / "critic"))
         loaded = single.split("actor", "log_probs", batch.select(*SEQUENCE))["old_log_probs"]
         torch.testing.assert_close(loaded, own, atol=1e-3, rtol=0)
     export(folder / "actor", folder / "exported")
@@ -158,12 +158,13 @@ def test_a_worker_that_cannot_be_built_says_why(environment, config, device, rol
 
 def test_a_role_that_the_process_does_not_host_is_named(environment, config):
     with pytest.raises(ValueError, match=r"got 'critic', expected one of"):
-        Worker(config, ["actor"]).call("critic", "begin_save", "/nowhere")
+        Worker(config, ["actor"]).at_work("critic", "begin_save").__enter__()
 
 
 def test_a_sampler_of_any_name_sleeps_while_another_role_works(environment, config):
     worker = Worker(config, ["actor", "rollout"])
-    worker.call("rollout", "sync", 0)
+    with worker.at_work("rollout", "sync") as sync:
+        sync(0)
     worker.roles["rollout"].sampler.add_request(Request((1, 2), 0, Sampling(3)))
     with pytest.raises(ValueError, match="sleep: got 1 requests in flight"):
-        worker.call("actor", "log_probs", None)
+        worker.at_work("actor", "log_probs").__enter__()
