@@ -347,13 +347,30 @@ def _give_back(worker: Any) -> None:
     from vllm.model_executor.model_loader.reload.layerwise import LAYERWISE_INFO
 
     _ROPE_DICT.clear()  # else the next engine would reuse its rotary tables, which are now empty
-    for layer in worker.get_model().modules():
+    layers = list(worker.get_model().modules())
+    for layer in layers:
         LAYERWISE_INFO.pop(layer, None)  # kept for reloading, and refers to the layer
-        for value in vars(layer).values():
-            for tensor in support.tensors_of(value):
-                storage = tensor.untyped_storage()
-                if storage.resizable():
-                    storage.resize_(0)
+    of_layers = (tensor for layer in layers for value in vars(layer).values() for tensor in support.tensors_of(value))
+    for tensor in (*of_layers, *_in_sleep_pool()):
+        storage = tensor.untyped_storage()
+        if storage.resizable():
+            storage.resize_(0)
+
+
+def _in_sleep_pool() -> Iterator[Tensor]:
+    """Yield the tensors in the pool that sleeps, also those that no layer holds, such as the index buffers of adapters."""
+    from vllm.device_allocator.cumem import CuMemAllocator
+
+    if CuMemAllocator.instance is None:
+        return
+    segments = [range(start, start + kept.handle[1]) for start, kept in CuMemAllocator.instance.pointer_to_data.items()]
+    gc.unfreeze()  # vLLM freezes all objects that exist at its start, and the collector does not list frozen ones
+    for tensor in gc.get_objects():
+        if issubclass(type(tensor), Tensor) and tensor.is_cuda:
+            with contextlib.suppress(RuntimeError):  # compilation leaves tensors without memory, which have no address
+                address = tensor.untyped_storage().data_ptr()
+                if any(address in segment for segment in segments):
+                    yield tensor
 
 
 def _collect() -> None:

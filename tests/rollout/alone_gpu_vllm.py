@@ -167,25 +167,6 @@ def test_log_probs_are_the_trainers_but_for_the_rounding_of_bf16(pair):
     assert difference <= 1.5 * rounding
 
 
-@pytest.mark.parametrize(("temperature", "top_p", "top_k"), [(0.7, 0.9, -1), (1.4, 1.0, 20)])
-def test_log_probs_are_at_the_temperature_and_before_the_cut(gpu, cudnn_attention, tmp_path, temperature, top_p, top_k):
-    make_model("dense").save_pretrained(tmp_path)
-    model = ModelConfig(path=str(tmp_path))
-    engine = Engine(model, FSDPConfig(), strategy="fsdp2", device=gpu, optim=OptimConfig(lr=0.0), total_steps=9)
-    cut = {"temperature": temperature, "top_p": top_p, "top_k": top_k}
-    rollout = RolloutConfig(name="vllm", gpu_memory_utilization=UTILIZATION, max_num_seqs=64, enforce_eager=True, **cut)
-    vllm = build_rollout(rollout, model, gpu, PROMPT + RESPONSE, seed=1)
-    try:
-        vllm.update_weights(engine.weights.full(), 0)
-        batch = sampled(vllm, Sampling(RESPONSE, **cut))
-    finally:
-        vllm.close()
-    mask = batch["response_mask"]
-    for own, least, most in ((temperature, 0, 0.01), (1.0, 0.1, 1)):
-        off = (batch["rollout_log_probs"] - engine.log_probs(batch, ROWS, own)["log_probs"])[mask].abs().mean()
-        assert least <= off < most
-
-
 def test_replay_uses_the_experts_of_the_sampler(pair):
     if not pair.has_experts:
         pytest.skip("a dense model has no experts")
@@ -285,9 +266,11 @@ def test_nothing_else_in_the_process_is_changed(pair, cudnn_attention):
     assert process() == before
     torch.cuda.manual_seed(77)
     sync(pair, 1)
-    again = tokens(pair.vllm.generate(requests(Sampling(RESPONSE, 1.0))[::-1]))[::-1]
-    # Seeds decide, but in bf16 the neighbours in a batch may turn a token.
-    assert sum(a == b for a, b in zip(first, again, strict=True)) >= 0.5 * len(first)
+    assert tokens(pair.vllm.generate(requests(Sampling(RESPONSE, 1.0)))) == first
+    if not pair.has_experts:  # there rounding decides which experts are asked
+        again = tokens(pair.vllm.generate(requests(Sampling(RESPONSE, 1.0))[::-1]))[::-1]
+        # Seeds decide, but in bf16 the neighbours in a batch may turn a token.
+        assert sum(a == b for a, b in zip(first, again, strict=True)) >= 0.5 * len(first)
 
 
 def test_more_memory_than_is_free_is_refused_with_both_numbers(pair, gpu):

@@ -1,4 +1,4 @@
-"""vLLM on a GPU with adapters. In a process of its own: no other engine starts after one with adapters and graphs (vLLM 0.26)."""
+"""vLLM on a GPU: engines one after the other in one process, with adapters and with each cut of the distribution."""
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("eager", [True, False], ids=["eager", "graphs"])
+@pytest.mark.parametrize("eager", [False, True], ids=["graphs", "eager"])
 def test_it_takes_adapters_and_sleeps_with_its_base_in_host_memory(gpu, cudnn_attention, eager, tmp_path):
     make_model("dense").save_pretrained(tmp_path)
     model = ModelConfig(path=str(tmp_path), lora_rank=8)
@@ -62,3 +62,22 @@ def test_it_takes_adapters_and_sleeps_with_its_base_in_host_memory(gpu, cudnn_at
         assert sum(a != b for a, b in zip(compared(), second, strict=True)) <= 2
     finally:
         vllm.close()
+
+
+@pytest.mark.parametrize(("temperature", "top_p", "top_k"), [(0.7, 0.9, -1), (1.4, 1.0, 20)])
+def test_log_probs_are_at_the_temperature_and_before_the_cut(gpu, cudnn_attention, tmp_path, temperature, top_p, top_k):
+    make_model("dense").save_pretrained(tmp_path)
+    model = ModelConfig(path=str(tmp_path))
+    engine = Engine(model, FSDPConfig(), strategy="fsdp2", device=gpu, optim=OptimConfig(lr=0.0), total_steps=9)
+    cut = {"temperature": temperature, "top_p": top_p, "top_k": top_k}
+    rollout = RolloutConfig(name="vllm", gpu_memory_utilization=UTILIZATION, max_num_seqs=64, enforce_eager=True, **cut)
+    vllm = build_rollout(rollout, model, gpu, PROMPT + RESPONSE, seed=1)
+    try:
+        vllm.update_weights(engine.weights.full(), 0)
+        batch = sampled(vllm, Sampling(RESPONSE, **cut))
+    finally:
+        vllm.close()
+    mask = batch["response_mask"]
+    for own, least, most in ((temperature, 0, 0.01), (1.0, 0.1, 1)):
+        off = (batch["rollout_log_probs"] - engine.log_probs(batch, ROWS, own)["log_probs"])[mask].abs().mean()
+        assert least <= off < most
