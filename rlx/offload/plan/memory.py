@@ -1,6 +1,6 @@
 """The memory of a decoder's training step by formulas, for the planner and for the forecast before a run.
 
-The section "Formulas" of docs/planning.md has all formulas as a table. Letters: T tokens of a micro-batch on one process, h width of
+The section "Formulas" of docs/planning.md has the main formulas as a table. Letters: T tokens of a micro-batch on one process, h width of
 the model, a = heads x head width, c = key/value heads x head width, f width of the MLP, k experts per token, V vocabulary, e bytes
 per element of activations. The terms:
 
