@@ -23,7 +23,7 @@ from rlx.heartbeat import beat
 from rlx.models.experts import ExpertRouting
 from rlx.models.loading import ModelError
 from rlx.models.log_probs import head_replaced, token_log_probs
-from rlx.models.packed_attention import joined, use_packed_attention, why_not_packed
+from rlx.models.packed_attention import use_packed_attention, why_not_packed
 from rlx.models.prefix_tree import Tree
 
 if TYPE_CHECKING:
@@ -160,10 +160,15 @@ class Forward:
         self._try({"input_ids": self._tokens([[0, 1]])}, training=True)
 
     def _placed(self, figures_K: Tensor, places: Tensor, shape: torch.Size) -> Tensor:
-        """Write figures into the window, joined with those of processes that share the row; 0 elsewhere."""
-        empty = figures_K.new_zeros(shape.numel())
-        placed = empty.index_copy(0, places, figures_K[: len(places)]).view(shape)
-        return placed if self._sequence_group is None else joined(placed, self._sequence_group)
+        """Write figures into the window, beside those of processes that share the row; 0 elsewhere.
+
+        These processes all continue with the same computation, so each has the gradients of its own figures.
+        """
+        own, window = figures_K[: len(places)], figures_K.new_zeros(shape.numel())
+        if self._sequence_group is not None:
+            window.index_copy_(0, places, own.detach())
+            dist.all_reduce(window, group=self._sequence_group)
+        return window.index_copy(0, places, own).view(shape)
 
     def _figures(
         self,

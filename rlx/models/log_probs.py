@@ -1,14 +1,12 @@
-"""Compute log-probs of given tokens, and the entropy, in chunks: from logits, or from hidden states and the head's weight.
-
-From logits, torch's log_softmax does the work; only the gradient of the logits (in their own dtype) is as large as they are.
+"""Compute log-probs of given tokens, and the entropy: from logits, or from hidden states and the head's weight in chunks.
 
 Note [passes over logits]
-From hidden states, apart from three matrix products (logits, gradients of hidden states and of the weight) the whole cost is
-reading and writing logits. Two functions therefore do the work on a chunk, one for forward and one for backward. A compiler turns
-each into one or two passes without intermediate results: they move 4 to 8 bytes per bf16 logit, while separate operations move 40.
-Forward saves 12 bytes per token for backward: the largest logit, the logarithm of the sum, the entropy. Without a compiler the
-same functions run on slices that are small enough for their intermediate results not to matter. On a CPU with a large vocabulary
-they take about twice the time of log_softmax, and more memory.
+Apart from matrix products (logits, gradients of hidden states and of the weight) the whole cost is reading and writing logits. Two
+functions therefore do the work, one for forward and one for backward. A compiler turns each into one or two passes without
+intermediate results: they move 4 to 8 bytes per bf16 logit, while separate operations move 40. Forward saves 12 bytes per token for
+backward: the largest logit, the logarithm of the sum, the entropy. Without a compiler the same functions run on slices that are
+small enough for their intermediate results not to matter. On a CPU with a large vocabulary they take about twice the time of
+log_softmax, and more memory.
 
 Shape letters: N tokens, H width of the hidden states, V vocabulary.
 """
@@ -17,6 +15,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import product
 from typing import Any
 
 import torch
@@ -25,7 +24,8 @@ from torch.autograd.function import once_differentiable
 
 logger = logging.getLogger(__name__)
 
-CHUNK_ELEMENTS = 1 << 24  # 64 MiB in fp32; at most four such temporaries are alive at once
+Part = slice | tuple[int, ...]  # of the tokens
+CHUNK_ELEMENTS = 1 << 24  # of a slice: 64 MiB in fp32; a few such temporaries are alive at once
 # exp() of anything lower is 0 in fp64 too. It is finite, so that 0 times the log-prob of an impossible token is 0, not NaN.
 LOWEST_LOG_PROB = -1e4
 # Logits of a chunk. Each chunk costs a pass over the sum of the weight's gradient, and all but the last also a second product.
@@ -66,92 +66,6 @@ def check_temperature(temperature: float) -> None:
         temperature >= torch.finfo(torch.float32).tiny and math.isfinite(temperature)
     ):  # anything less is 0 or denormal in fp32
         raise ValueError(f"temperature: got {temperature}, expected a finite number above 0")
-
-
-def _logit_chunks(shape: torch.Size) -> Iterator[tuple[int | slice, ...]]:
-    """Yield indices that cut logits of this shape into pieces of at most CHUNK_ELEMENTS, or one token, without reshaping."""
-    row_elements = math.prod(shape[1:])
-    if len(shape) == 2 or row_elements <= CHUNK_ELEMENTS:
-        step = max(1, CHUNK_ELEMENTS // max(1, row_elements))
-        yield from ((slice(start, start + step),) for start in range(0, shape[0], step))
-        return
-    for row in range(shape[0]):
-        yield from ((row, *rest) for rest in _logit_chunks(shape[1:]))
-
-
-def _scaled(logits: Tensor, temperature: float, dtype: torch.dtype) -> Tensor:
-    return logits if temperature == 1 else logits.to(dtype, copy=True).div_(temperature)
-
-
-def _finite(log_probs: Tensor) -> Tensor:
-    return log_probs.clamp_(min=LOWEST_LOG_PROB)
-
-
-def _figures(logits: Tensor, ids: Tensor, temperature: float, with_entropy: bool) -> tuple[Tensor, Tensor | None]:
-    dtype = torch.promote_types(logits.dtype, torch.float32)
-    every = _scaled(logits, temperature, dtype).log_softmax(-1, dtype)
-    log_probs = every.gather(-1, ids.unsqueeze(-1)).squeeze(-1)
-    if not with_entropy:
-        return log_probs, None
-    probs = every.exp()
-    return log_probs, -probs.mul_(_finite(every)).sum(dim=-1)
-
-
-def _gradient(
-    logits: Tensor,
-    ids: Tensor,
-    temperature: float,
-    grad_log_probs: Tensor | None,
-    grad_entropy: Tensor | None,
-    into: Tensor,
-) -> None:
-    """Write the gradient of a chunk's logits in their type: d log p_i / d x_k = [i = k] - p_k; d H / d x_k = -p_k (log p_k + H).
-
-    `into` may be the logits themselves.
-    """
-    dtype = torch.promote_types(logits.dtype, torch.float32)
-    zero = torch.zeros(ids.shape, dtype=dtype, device=logits.device)
-    own = (zero if grad_log_probs is None else grad_log_probs / temperature).unsqueeze(-1)
-    if grad_entropy is None:
-        probs, slope = _scaled(logits, temperature, dtype).softmax(-1, dtype), -own
-        slope_of_ids = slope
-    else:
-        every = _scaled(logits, temperature, dtype).log_softmax(-1, dtype)
-        probs, every = every.exp(), _finite(every)
-        entropy = -(probs * every).sum(dim=-1, keepdim=True)
-        slope = every.add_(entropy).mul_(-(grad_entropy / temperature).unsqueeze(-1)).sub_(own)
-        slope_of_ids = slope.gather(-1, ids.unsqueeze(-1))
-    # Rounded once, because the two terms of an id's entry may nearly cancel.
-    of_ids = probs.gather(-1, ids.unsqueeze(-1)) * slope_of_ids + own
-    torch.mul(probs, slope, out=into).scatter_(-1, ids.unsqueeze(-1), of_ids.to(logits.dtype))
-
-
-class _TokenLogProbs(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, logits: Tensor, ids: Tensor, temperature: float, with_entropy: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        dtype = torch.promote_types(logits.dtype, torch.float32)
-        log_probs = torch.empty(ids.shape, dtype=dtype, device=logits.device)
-        entropy = torch.empty_like(log_probs) if with_entropy else None
-        for chunk in _logit_chunks(logits.shape):
-            log_probs[chunk], of_chunk = _figures(logits[chunk], ids[chunk], temperature, with_entropy)
-            if entropy is not None:
-                entropy[chunk] = of_chunk
-        ctx.save_for_backward(logits, ids)
-        ctx.temperature = temperature
-        ctx.set_materialize_grads(False)
-        return log_probs, entropy
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
-        logits, ids = ctx.saved_tensors
-        grad = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-        for chunk in _logit_chunks(logits.shape):
-            grads = (None if g is None else g[chunk] for g in (grad_log_probs, grad_entropy))
-            _gradient(logits[chunk], ids[chunk], ctx.temperature, *grads, into=grad[chunk])
-        return grad, None, None, None
 
 
 def head_log_probs(
@@ -327,6 +241,30 @@ _read_pass = _Pass(_read, _read_compiled)
 _differentiate_pass = _Pass(_differentiate, _differentiate_compiled, overwrites=True)
 
 
+class _TokenLogProbs(torch.autograd.Function):
+    """Only the gradient of the logits, in their type, is as large as they are."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, ids: Tensor, temperature: float, with_entropy: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        ctx.rows = [*product(*map(range, ids.shape[:-1]))]  # of (N, V) each, because views cannot be reshaped
+        figures = _begin(ctx, logits, ids, temperature, with_entropy)
+        for row in ctx.rows:
+            _fill(figures, row, _read_pass(logits[row], ids[row], ctx.temperature, with_entropy))
+        ctx.save_for_backward(logits, ids, *figures[1:])
+        return figures[0], figures[3] if with_entropy else None
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        logits, ids, *figures = ctx.saved_tensors
+        gradient = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device).copy_(logits)
+        for row in ctx.rows:
+            _overwrite(ctx, gradient[row], ids, row, grads, figures)
+        return gradient, None, None, None
+
+
 class _HeadLogProbs(torch.autograd.Function):
     """Backward goes from the last chunk, whose logits forward has kept, to the first."""
 
@@ -334,36 +272,27 @@ class _HeadLogProbs(torch.autograd.Function):
     def forward(
         ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, ids_N: Tensor, temperature: float, with_entropy: bool
     ) -> tuple[Tensor, Tensor | None]:
-        dtype = torch.promote_types(hidden_NH.dtype, torch.float32)
         count, vocabulary = len(ids_N), len(weight_VH)
-        ctx.temperature = torch.full((), temperature, dtype=dtype, device=hidden_NH.device)  # no copy from the host
         ctx.chunks = _token_chunks(count, HEAD_CHUNK_BYTES // (vocabulary * hidden_NH.element_size()))
-        figures = [torch.empty_like(ids_N, dtype=dtype) for _ in range(3 + with_entropy)]
+        figures = _begin(ctx, hidden_NH, ids_N, temperature, with_entropy)
         logits = hidden_NH.new_empty(_most_tokens(ctx.chunks), vocabulary)
         for chunk in ctx.chunks:
             of_chunk = torch.mm(hidden_NH[chunk], weight_VH.T, out=logits[: chunk.stop - chunk.start])
-            for all_tokens, those in zip(
-                figures, _read_pass(of_chunk, ids_N[chunk], ctx.temperature, with_entropy), strict=True
-            ):
-                all_tokens[chunk] = those
-        log_probs, *for_backward = figures
-        ctx.save_for_backward(hidden_NH, weight_VH, ids_N, *for_backward)
+            _fill(figures, chunk, _read_pass(of_chunk, ids_N[chunk], ctx.temperature, with_entropy))
+        ctx.save_for_backward(hidden_NH, weight_VH, ids_N, *figures[1:])
         # Not a saved tensor: backward writes to it, and offloading a tensor that is needed next gains nothing.
         ctx.logits = logits if any(ctx.needs_input_grad) else None
-        ctx.set_materialize_grads(False)
-        return log_probs, for_backward[2] if with_entropy else None
+        return figures[0], figures[3] if with_entropy else None
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden_NH, weight_VH, ids_N, *figures = ctx.saved_tensors
         wide = ctx.temperature.dtype
         logits, ctx.logits = ctx.logits, None  # a second backward over a retained graph finds none
         is_there = logits is not None
         if logits is None:
             logits = hidden_NH.new_empty(_most_tokens(ctx.chunks), len(weight_VH))
-        if grad_log_probs is None:
-            grad_log_probs = torch.zeros_like(ids_N, dtype=wide)
         grad_hidden = torch.empty_like(hidden_NH) if ctx.needs_input_grad[0] else None
         grad_weight = None
         if ctx.needs_input_grad[1]:
@@ -373,8 +302,7 @@ class _HeadLogProbs(torch.autograd.Function):
             gradient = logits[: chunk.stop - chunk.start]
             if number > 0 or not is_there:
                 torch.mm(hidden_NH[chunk], weight_VH.T, out=gradient)
-            grads = (None if g is None else g[chunk] for g in (grad_log_probs, grad_entropy))
-            _differentiate_pass(gradient, ids_N[chunk], ctx.temperature, *grads, *(x[chunk] for x in figures))
+            _overwrite(ctx, gradient, ids_N, chunk, grads, figures)
             if grad_hidden is not None:
                 torch.mm(gradient, weight_VH, out=grad_hidden[chunk])
             if grad_weight is not None:
@@ -382,6 +310,30 @@ class _HeadLogProbs(torch.autograd.Function):
             del gradient
         del logits  # before the sum is copied
         return grad_hidden, None if grad_weight is None else grad_weight.to(weight_VH.dtype), None, None, None
+
+
+def _begin(ctx: Any, inputs: Tensor, ids: Tensor, temperature: float, with_entropy: bool) -> list[Tensor]:
+    """Prepare a forward; return tensors like `ids` for the results of `_read`."""
+    dtype = torch.promote_types(inputs.dtype, torch.float32)
+    ctx.temperature = torch.full((), temperature, dtype=dtype, device=inputs.device)  # no copy from the host
+    ctx.set_materialize_grads(False)
+    return [torch.empty_like(ids, dtype=dtype) for _ in range(3 + with_entropy)]
+
+
+def _fill(figures: list[Tensor], part: Part, of_part: tuple[Tensor, ...]) -> None:
+    for whole, own in zip(figures, of_part, strict=True):
+        whole[part] = own
+
+
+def _overwrite(
+    ctx: Any, logits: Tensor, ids: Tensor, part: Part, grads: tuple[Tensor | None, ...], figures: list[Tensor]
+) -> None:
+    """Overwrite the logits of a part of the tokens with their gradient."""
+    of_log_probs, of_entropy = (None if grad is None else grad[part] for grad in grads)
+    if of_log_probs is None:
+        of_log_probs = torch.zeros_like(ids[part], dtype=ctx.temperature.dtype)
+    own = (x[part] for x in figures)
+    _differentiate_pass(logits, ids[part], ctx.temperature, of_log_probs, of_entropy, *own)
 
 
 def _token_chunks(count: int, most: int) -> list[slice]:

