@@ -35,7 +35,7 @@ from rlx.supervisor.link import Terminated, tell
 from rlx.trainer.checkpoints import end_of_run
 from rlx.trainer.data_check import check_data, training_rows
 from rlx.trainer.launch import launch
-from rlx.trainer.model_check import check_models, local_roles
+from rlx.trainer.model_check import check_models, tries_start
 from rlx.trainer.user_code_check import check_user_code
 
 DONE, FAILED, FAULTY, INTERRUPTED, PIPE_CLOSED, TERMINATED = 0, 1, 2, 130, 141, 143
@@ -134,7 +134,7 @@ def _check_and_run(overrides: Sequence[str], options: DriverOptions) -> int:
         tried = check_user_code(composed.partial, composed.broken, machine)
         # Another machine may have the model of a check.
         found = (*checked.faults, *models, *data, *tried.faults, *(() if options.check else of_hub))
-        if options.check and not found and local_roles(composed.config):
+        if options.check and not found and tries_start(composed.config):
             from rlx.trainer.start import faults_at_start  # loads torch and transformers
 
             found = faults_at_start(composed.config, is_here=options.on is None)

@@ -488,9 +488,9 @@ def _from_columns(row: dict[str, Any], prompt_key: str, answer_key: str, source_
 
 
 def _checked_source(source: Any, key: str) -> str:
-    if not isinstance(source, str) or not _is_unicode(source):
+    if not isinstance(source, str):
         raise RowFault(f"{key} is {source!r:.80}, expected the name of a data source")
-    return source
+    return str(_whole(source, key))
 
 
 def _checked_answer(answer: Any, key: str) -> Any:
@@ -521,7 +521,7 @@ def _tools_of(row: dict[str, Any], content: Any, own: Sequence[str]) -> tuple[di
         raise RowFault(
             f"the row has {TOOLS} and a prompt of text, expected messages, for which the chat template shows the tools"
         )
-    return tuple(_without_none(tool) for tool in given)
+    return tuple(_without_none(tool) for tool in _whole(given, TOOLS))
 
 
 def _is_given(value: Any) -> bool:
@@ -535,9 +535,15 @@ def _without_none(value: Any) -> Any:
     return [_without_none(each) for each in value] if isinstance(value, list) else value
 
 
-def _is_unicode(text: str) -> bool:
-    """Whether no half of a surrogate pair is in the text."""
-    return not any("\ud800" <= character <= "\udfff" for character in text)
+def _whole(value: Any, key: str) -> Any:
+    """Return the value. Raises RowFault if a text in it holds half a surrogate pair, which no tokenizer takes."""
+    try:
+        json.dumps(value, ensure_ascii=False, default=str).encode()
+    except UnicodeEncodeError as fault:
+        raise RowFault(
+            f"{key} holds half a surrogate pair, {fault.object[fault.start]!r}, such as half an emoji, expected whole characters"
+        ) from None
+    return value
 
 
 def _is_chat(content: Any) -> bool:
@@ -551,12 +557,12 @@ def _checked_content(content: Any, key: str) -> Content:
     if content == "":  # for which a tokenizer may have a token all the same, the beginning of a text
         raise RowFault("the prompt is empty, expected at least one token")
     if isinstance(content, str):
-        return content
+        return str(_whole(content, key))
     if not content or not _is_chat(content):
         expected = "text or a list of messages {role: text, content: text}"
         raise RowFault(f"{key} is {content!r:.120}, expected {expected}")
     # Arrow sets fields that only other rows' messages have to None, and templates would use them.
-    return [{name: value for name, value in message.items() if value is not None} for message in content]
+    return [{name: value for name, value in message.items() if value is not None} for message in _whole(content, key)]
 
 
 def text_ids(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str]) -> list[list[int]]:

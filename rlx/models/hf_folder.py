@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from rlx.models.loading import Head, ModelError, ensure_value_class, explained, without_progress_bar
+from rlx.models.loading import Head, ModelError, ensure_value_class, explained, generation_of, without_progress_bar
 
 # transformers takes seconds to import.
 if TYPE_CHECKING:
@@ -60,13 +60,13 @@ class FolderParts:
     @classmethod
     def read(cls, folder: Path, head: Head, trust_remote_code: bool) -> "FolderParts":
         """Read what `write` wrote. Raises ModelError if it cannot be read."""
-        from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+        from transformers import AutoConfig, AutoTokenizer
 
         generation = tokenizer = None
         with explained(f"the model's configuration in {folder}"):
             config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
             if (folder / "generation_config.json").exists():
-                generation = GenerationConfig.from_pretrained(folder)
+                generation, _ = generation_of(str(folder))
             if (folder / "tokenizer_config.json").exists():
                 tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
         return cls(head, config, generation, tokenizer, trust_remote_code)

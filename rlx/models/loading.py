@@ -153,20 +153,25 @@ def load_config(config: ModelConfig) -> "PreTrainedConfig":
     return loaded
 
 
-def generation_of(config: ModelConfig) -> "GenerationConfig | None":
-    """Return the model's own generation_config.json, None without one. Raises ModelError if it cannot be read."""
-    from transformers import GenerationConfig
+def generation_of(path: str | None) -> "tuple[GenerationConfig | None, str]":
+    """Return a model's generation_config.json as it is, None without one, and why transformers rejects it, if it does.
 
-    source = _source(config.path)
+    Raises ModelError if it cannot be read.
+    """
+    from transformers import GenerationConfig
+    from transformers.utils import cached_file
+
+    source = _source(path)
     try:
-        return GenerationConfig.from_pretrained(source)
+        return GenerationConfig.from_pretrained(source), ""
     except OSError:
-        return None
+        return None, ""
     except Exception as error:
-        reason = " ".join(str(error).split())
-        raise ModelError(
-            f"the generation_config.json of {config.path} is one that transformers rejects ({reason}); correct or remove it"
-        ) from None
+        found = cached_file(source, "generation_config.json")
+        assert found is not None, "it was read before"
+        kept = GenerationConfig()
+        vars(kept).update(json.loads(Path(found).read_bytes()))  # unlike its constructor, without a look at the values
+        return kept, " ".join(str(error).split())
 
 
 def _drop_nothing(loaded: "PreTrainedConfig") -> None:
@@ -191,7 +196,17 @@ def load_model(config: ModelConfig, head: Head, dtype: torch.dtype, seed: int = 
 
     Raises ModelError if the model or its kernel does not exist, or the checkpoint lacks weights or has other shapes.
     """
+    from transformers import GenerationConfig
+
     auto_class, loaded_config = class_and_config(config, head)
+    generation, why_rejected = generation_of(config.path) if head == "lm" else (None, "")
+    if why_rejected:
+        logger.warning(
+            "generation_config.json of %s: transformers rejects it (%s). Checkpoints and exports keep it as it is; correct it "
+            "before you load them with transformers",
+            config.path,
+            why_rejected,
+        )
     with (
         explained(f"{config.path} as {head} model"),
         torch.random.fork_rng(devices=[]),
@@ -204,9 +219,12 @@ def load_model(config: ModelConfig, head: Head, dtype: torch.dtype, seed: int = 
             attn_implementation=config.attn_implementation,
             experts_implementation=experts_kernel(config, dtype),
             trust_remote_code=config.trust_remote_code,
+            generation_config=GenerationConfig() if why_rejected else None,
             ignore_mismatched_sizes=True,  # reported below, with the shapes
             output_loading_info=True,
         )
+    if why_rejected:
+        model.generation_config = generation
     _check_report(config.path, model, report, head)
     if head == "value" and report["missing_keys"]:
         _init_head(model, report["missing_keys"], seed)
@@ -223,6 +241,7 @@ def load_model(config: ModelConfig, head: Head, dtype: torch.dtype, seed: int = 
 
 def load_skeleton(config: ModelConfig, head: Head, dtype: torch.dtype) -> "PreTrainedModel":
     """Return the model of `load_model` on the meta device: shapes without weights, for processes that receive them later."""
+    generation = generation_of(config.path)[0] if head == "lm" else None
     auto_class, loaded_config = class_and_config(config, head)
     with explained(f"{config.path} as {head} model"), torch.device("meta"):
         model = auto_class.from_config(
@@ -232,6 +251,8 @@ def load_skeleton(config: ModelConfig, head: Head, dtype: torch.dtype) -> "PreTr
             experts_implementation=experts_kernel(config, dtype),
             trust_remote_code=config.trust_remote_code,
         )
+    if generation is not None:  # else transformers has made one from config.json
+        model.generation_config = generation
     return model.eval()
 
 

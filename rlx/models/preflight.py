@@ -76,7 +76,9 @@ def faults_of(
                 "enable_gradient_checkpointing=False"
             )
         if head != "score":  # before adapters change the skeleton
-            FolderParts(head, skeleton.config, generation_of(model), None, model.trust_remote_code).try_writing()
+            FolderParts(
+                head, skeleton.config, generation_of(model.path)[0], None, model.trust_remote_code
+            ).try_writing()
         if model.lora_rank > 0:
             faults += _of_targets(skeleton, model, sampler)
         if model.lora_rank > 0 and model.lora_adapter_path is not None:

@@ -10,8 +10,8 @@ from pathlib import Path
 from rlx.checkpoint.manifest import few
 from rlx.config.faults import Fault
 from rlx.config.machine import Machine
-from rlx.config.schema import MODEL_JSON_FILES, TOKENIZER_FILES, PPOConfig
-from rlx.config.schema.roles import ModelRole, sharded_roles
+from rlx.config.schema import ARITHMETIC, MODEL_JSON_FILES, TOKENIZER_FILES, PPOConfig
+from rlx.config.schema.roles import ModelRole, is_tiny, sharded_roles
 
 POLICY, JUDGE = "actor_rollout_ref.model.path", "reward_model.model.path"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -40,6 +40,12 @@ def check_models(config: PPOConfig, broken: frozenset[str], machine: Machine) ->
 def local_roles(config: PPOConfig) -> list[ModelRole]:
     """Return the roles whose model is a folder of this machine."""
     return [role for role in sharded_roles(config) if role.model.path and Path(role.model.path).expanduser().is_dir()]
+
+
+def tries_start(config: PPOConfig) -> bool:
+    """Whether this machine has what `faults_at_start` looks at: a folder of a model, or rows for the built-in one."""
+    rows = {*config.data.train_files, *config.data.val_files} - {ARITHMETIC}
+    return bool(local_roles(config) or (is_tiny(config) and rows))
 
 
 def _of_json(folder: Path, key: str) -> Iterator[Fault]:

@@ -34,6 +34,7 @@ from rlx.models.preflight import faults_of
 from rlx.models.tiny import make_tiny_tokenizer
 from rlx.rewards.judge_inputs import Conversations
 from rlx.rewards.manager import RewardManager, RewardModel
+from rlx.rewards.rules import scored_sources
 from rlx.trainer.checkpoints import (
     Choice,
     ResumeError,
@@ -52,7 +53,7 @@ if TYPE_CHECKING:
 
 HEADS: dict[str, Head] = {"actor": "lm", "critic": "value", "reward": "score"}
 """The heads of the roles' models; the reference has the actor's."""
-CHECKED_ROWS = 1000  # of a file's first rows, by `rlx check`; the start of the run reads them all
+CHECKED_ROWS = 100_000  # the first of a split, by `rlx check`; the start of the run reads them all
 REMEDY = re.compile(r"(.*?)(?:(?:; |\n\s*remedy: )((?:(?!; |\n\s*remedy: ).)*))?\Z", re.DOTALL)
 """An error's text and, after the last semicolon or in a line of its own, its remedy."""
 T = TypeVar("T")
@@ -154,13 +155,9 @@ def prepare(config: PPOConfig, yaml: str = "") -> Prepared:
             changed = trial(_changes, config, checkpoint, yaml)
         trial.faults += map(ModelError, _faults_of_models(config, sharded_roles(config)))
         tokenizer, train, val = _prompts(trial, config)
-        rewards = trial(_rewards, config, tokenizer) if tokenizer is not None else None
         if train is not None:
             sampler = trial(_sampler, config, train, checkpoint)
-        if rewards is not None:
-            until_it_fails.enter_context(rewards)
-            trial(_check_answers, config, rewards, train, val)
-            trial(rewards.check_sources, () if only_environment_scores(config) else _sources(train, val) or ())
+        rewards = _scored(trial, config, until_it_fails, tokenizer, train, val) if tokenizer is not None else None
         trial.end()
         assert tokenizer and train is not None and sampler and rewards, "there was no fault"
         held = until_it_fails.pop_all()
@@ -168,24 +165,48 @@ def prepare(config: PPOConfig, yaml: str = "") -> Prepared:
 
 
 def faults_at_start(config: PPOConfig, is_here: bool) -> tuple[Fault, ...]:
-    """Return what the start of the run would report of model folders and of the first rows, for `rlx check`.
+    """Return what the start of the run would report of model folders and of rows and their answers, for `rlx check`.
 
     A folder without weights is enough to plan, or for another machine (not `is_here`), so its tokenizer and the rows are not read.
-    Models of the hub are left to the run.
+    Models of the hub are left to the run. A reward function of the user's own is tried by `check_user_code`.
     """
     trial, policy, data = _Trials(), Path(config.actor_rollout_ref.model.path or "").expanduser(), config.data
-    trial.faults += map(ModelError, _faults_of_models(config, local_roles(config)))
+    local = local_roles(config)
+    trial.faults += map(ModelError, _faults_of_models(config, local))
     reads_rows = data.custom_cls.path is None and not any(map(is_url, (*data.train_files, *data.val_files)))
-    if is_here and reads_rows and any((policy / name).exists() for name in WEIGHTS):
+    has_policy = is_tiny(config) or any((policy / name).exists() for name in WEIGHTS)
+    if is_here and reads_rows and has_policy:
         both = (data.train_max_samples, data.val_max_samples)
-        train, val = (CHECKED_ROWS if most < 0 else min(most, CHECKED_ROWS) for most in both)
-        _prompts(trial, replace(config, data=replace(data, train_max_samples=train, val_max_samples=val)))
+        most = [CHECKED_ROWS if most < 0 else min(most, CHECKED_ROWS) for most in both]
+        config = replace(config, data=replace(data, train_max_samples=most[0], val_max_samples=most[1]))
+        tokenizer, train, val = _prompts(trial, config)
+        judges = not has_reward_model(config) or any(role.name == "reward" for role in local)
+        if tokenizer is not None and judges and scored_sources(config.custom_reward_function) is not None:
+            with ExitStack() as until_tried:
+                _scored(trial, config, until_tried, tokenizer, train, val)
     faults = []
     for text in map(str, trial.faults):
         got, remedy = REMEDY.match(text).groups()  # type: ignore[union-attr]  # it always matches
         remedy = remedy or "correct the model's folder or the rows"
         faults.append(Fault("the run would end at its start", got, "models and rows that the run can use", remedy))
     return tuple(faults)
+
+
+def _scored(
+    trial: _Trials,
+    config: PPOConfig,
+    until: ExitStack,
+    tokenizer: "PreTrainedTokenizerBase",
+    train: PromptDataset | None,
+    val: PromptDataset | None,
+) -> RewardManager | None:
+    """Return what scores responses, after a look at every row's answer and data source."""
+    rewards = trial(_rewards, config, tokenizer)
+    if rewards is not None:
+        until.enter_context(rewards)
+        trial(_check_answers, config, rewards, train, val)
+        trial(rewards.check_sources, () if only_environment_scores(config) else _sources(train, val) or ())
+    return rewards
 
 
 def _prompts(

@@ -168,11 +168,6 @@ def test_a_number_that_is_none_is_no_answer(tokenizer, write_jsonl, answer):
         load(tokenizer, write_jsonl([{"prompt": "a", "answer": answer}]), answer_key="answer")
 
 
-def test_half_a_surrogate_pair_is_no_data_source(tokenizer, write_jsonl):
-    with pytest.raises(DataError, match="line 1: data_source is"):
-        load(tokenizer, write_jsonl([row(data_source="a\ud83d")]))
-
-
 @pytest.mark.parametrize("completion", ["4", [{"role": "assistant", "content": "4"}]])
 def test_prompt_and_completion(tokenizer, write_jsonl, completion):
     batch = load(tokenizer, write_jsonl([{"prompt": "2 + 2", "completion": completion}])).batch([0])

@@ -1,5 +1,6 @@
 """What a check of a model finds before it is loaded."""
 
+import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,8 @@ import transformers
 from torch.torch_version import TorchVersion
 
 from rlx.config.schema import LoraConfig, ModelConfig
-from rlx.models.loading import ModelError, load_model
+from rlx.models.hf_folder import FolderParts
+from rlx.models.loading import ModelError, load_model, load_skeleton
 from rlx.models.preflight import faults_of
 from tests.tiny_models import config_of
 
@@ -44,12 +46,29 @@ def test_a_name_that_is_mistyped_is_named(folders, options, starts, hint):
         assert fault.startswith(starts) and hint in fault
 
 
-def test_sampling_defaults_that_transformers_rejects_are_a_fault_with_a_remedy(folders, tmp_path):
+@pytest.mark.parametrize(
+    ("kept", "is_rejected"),
+    [
+        ({"temperature": 0.6, "top_p": 0.95, "do_sample": False}, False),
+        ({"num_beams": 1, "early_stopping": True, "length_penalty": 2.0}, False),
+        ({"pad_token_id": -1, "eos_token_id": [1, 2]}, False),
+        ({"max_new_tokens": -1, "eos_token_id": [1, 2]}, True),
+        ({"cache_implementation": "unknown"}, True),
+    ],
+    ids=["no do_sample", "beams", "pad", "no new tokens", "cache"],
+)
+def test_sampling_defaults_are_saved_as_they_were_read(folders, tmp_path, caplog, kept, is_rejected):
     shutil.copytree(folders["qwen3"], tmp_path, dirs_exist_ok=True)
-    (tmp_path / "generation_config.json").write_text('{"max_new_tokens": -1}')
-    (fault,) = faults_of(ModelConfig(path=str(tmp_path)), "lm")
-    assert f"generation_config.json of {tmp_path}" in fault and "max_new_tokens" in fault
-    assert fault.endswith("; correct or remove it")
+    (tmp_path / "generation_config.json").write_text(json.dumps(kept))
+    config = ModelConfig(path=str(tmp_path))
+    assert faults_of(config, "lm") == []
+    model, shell = load_model(config, "lm", torch.float32), load_skeleton(config, "lm", torch.float32)
+    assert shell.generation_config.eos_token_id == model.generation_config.eos_token_id, "of processes without weights"
+    assert ("transformers rejects it" in caplog.text) == is_rejected
+    FolderParts.of(model, "lm", None).write(tmp_path / "card")
+    FolderParts.read(tmp_path / "card", "lm", False).write_with_weights(tmp_path / "export", model.state_dict())
+    for folder in ("card", "export"):
+        assert kept.items() <= json.loads((tmp_path / folder / "generation_config.json").read_text()).items()
 
 
 def test_processes_that_share_sequences_divide_the_heads(folders):

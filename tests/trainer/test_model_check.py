@@ -133,3 +133,19 @@ def test_the_check_finds_what_would_end_the_run_at_its_start(model, tmp_path, ca
     harm(model)
     assert main(command) == 2
     assert told in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize("path", ["builtin:tiny", None])
+def test_the_check_tries_every_answer_with_the_reward(model, tmp_path, capsys, path):
+    """A folder of a model, and the built-in one; row 1 alone would not show it."""
+    truths = [*("1", "2") * 600, "N/A", ["6"], ""]
+    row = {"data_source": "openai/gsm8k", "prompt": [{"role": "user", "content": "1"}]}
+    rows = [row | {"reward_model": {"style": "rule", "ground_truth": truth}} for truth in truths]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))
+    command = ["--check", f"{KEY}={path or model}", f"data.train_files={tmp_path}/rows.jsonl", "trainer.device=cpu"]
+    command += ["actor_rollout_ref.rollout.name=hf", "trainer.val_before_train=False", "trainer.test_freq=-1"]
+    assert main(command) == 2
+    told = " ".join(capsys.readouterr().err.split())
+    for line, truth in zip((1201, 1202, 1203), truths[-3:], strict=True):
+        assert f"line {line}: the answer cannot be scored: raised ValueError: ground_truth is {truth!r}" in told
+    assert main([*command, "reward.on_error=zero"]) == 0

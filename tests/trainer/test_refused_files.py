@@ -18,6 +18,7 @@ from rlx.models.loading import ModelError, load_tokenizer
 
 Row = dict[str, Any]
 SURROGATE = "\ud800"
+HALF = r"half a surrogate pair, '\ud800', such as half an emoji"
 
 
 def row(**changes: Any) -> Row:
@@ -88,8 +89,14 @@ FAULTS = {
     "a message without role": Fault(second(prompt=[{"content": "a"}]), "line 2: prompt is [{"),
     "a message of parts": Fault(second(prompt=[{"role": "user", "content": ["a"]}]), "line 2: prompt is [{"),
     "a message of null": Fault(second(prompt=[{"role": "user", "content": None}]), "line 2: prompt is [{"),
-    "half a surrogate pair": Fault(second(prompt=SURROGATE), "line 2: the tokenizer"),
-    "half a pair in a chat": Fault(second(prompt=[{"role": "user", "content": SURROGATE}]), "line 2: the tokenizer"),
+    "half a surrogate pair": Fault(second(prompt=SURROGATE), f"line 2: prompt holds {HALF}"),
+    "half a pair in a chat": Fault(
+        second(prompt=[{"role": "user", "content": SURROGATE}]), f"line 2: prompt holds {HALF}"
+    ),
+    "half a pair in a data source": Fault(second(data_source=SURROGATE), f"line 2: data_source holds {HALF}"),
+    "half a pair in a tool": Fault(
+        second(prompt=[{"role": "user", "content": "a"}], tools=[{"name": SURROGATE}]), f"line 2: tools holds {HALF}"
+    ),
     "a role that the template refuses": Fault(second(prompt=[{"role": "critic", "content": "a"}]), "no role critic"),
     "a template without end": Fault(second(prompt=[{"role": "endless", "content": "a"}]), "line 2: the tokenizer"),
     "a long prompt": Fault(second(prompt="a" * 65), "line 2: the prompt has 65 tokens"),
