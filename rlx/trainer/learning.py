@@ -14,8 +14,7 @@ from rlx.algorithms.advantages import ESTIMATORS, token_rewards
 from rlx.algorithms.kl import KLController, kl_estimate
 from rlx.algorithms.rollout_correction import accepted, importance_weights, not_vetoed
 from rlx.cluster.placement import share_ranges
-from rlx.config.check.rules_correction import rejections
-from rlx.config.schema import ActorConfig, AlgorithmConfig, CriticConfig, RolloutCorrectionConfig
+from rlx.config.schema import ActorConfig, AlgorithmConfig, CriticConfig, RolloutCorrectionConfig, rejections
 from rlx.config.schema.keys import read_bounds
 from rlx.config.schema.roles import has_reference, has_reference_model
 from rlx.data.batch import EXPERTS, SAMPLE_TOKENS, SEQUENCE, Batch, partition

@@ -1,14 +1,13 @@
-"""What keys declare about others: when they have no effect, their limits, and what they need."""
+"""The argument of every rule, and what keys declare about others: when they have no effect, their limits, and their needs."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import is_dataclass, replace
+from dataclasses import dataclass, is_dataclass, replace
 from functools import cache, partial
 from typing import Any, NamedTuple
 
-from rlx.config.check.context import CheckContext, Faults
 from rlx.config.faults import Fault
-from rlx.config.machine import processes
+from rlx.config.machine import Machine, on_accelerator, processes
 from rlx.config.schema import ARITHMETIC, LOSS_MODES, PPOConfig
 from rlx.config.schema.keys import Need, Unused
 from rlx.config.schema.roles import (
@@ -25,11 +24,41 @@ from rlx.config.schema.roles import (
     sharded_roles,
     validates,
 )
-from rlx.config.schema.tree import LEAVES, as_text, children
+from rlx.config.schema.tree import LEAVES, as_text, children, value_at
+from rlx.config.secrets import without_secrets
 from rlx.offload.runtime.options import UNREAD_OPTIONS, OffloadOptions
 
 ACTOR, MODEL, OWN = "actor_rollout_ref.actor", "actor_rollout_ref.model", "custom_reward_function"
 PROCESSES = ("trainer.n_gpus_per_node", "trainer.nnodes")
+
+
+Faults = Iterator[Fault]
+
+
+@dataclass(frozen=True)
+class CheckContext:
+    """A configuration on a machine."""
+
+    config: PPOConfig
+    set_keys: frozenset[str]  # dotted names of the keys that the user set
+    machine: Machine
+
+    def value(self, key: str) -> Any:
+        return value_at(self.config, key)
+
+    @property
+    def changed_keys(self) -> list[str]:
+        """Return the keys that the user set to another value than the default, in the tree's order."""
+        return [key for key, leaf in LEAVES.items() if key in self.set_keys and self.value(key) != leaf.default]
+
+    @property
+    def on_accelerator(self) -> bool:
+        return on_accelerator(self.config, self.machine)
+
+    def fault(self, what: str, expected: str, remedy: str, *keys: str, got: str = "") -> Fault:
+        """Return a fault of these keys; it shows their values unless `got` says more."""
+        got = got or ", ".join(f"{key}={as_text(without_secrets(self.value(key)))}" for key in keys)
+        return Fault(what, got, expected, remedy, keys)
 
 
 class Condition(NamedTuple):

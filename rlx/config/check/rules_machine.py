@@ -1,10 +1,9 @@
 """Rules about the machine's devices, packages and files."""
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
-from rlx.config.check.context import CheckContext, Faults
+from rlx.config.check.declared import CheckContext, Faults
 from rlx.config.check.folders import (
     correct_path,
     is_hub_name,
@@ -20,34 +19,24 @@ from rlx.program import program
 from rlx.row_files import DATA_KINDS, SAVED, data_kind, data_parts
 from rlx.step_folders import step_of
 
-GPUS, NODES = "trainer.n_gpus_per_node", "trainer.nnodes"
-DEVICE = "trainer.device"
+GPUS, NODES, DEVICE = "trainer.n_gpus_per_node", "trainer.nnodes", "trainer.device"
 MODEL = "actor_rollout_ref.model.path"
 FOR_GPUS = ("flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention")
 LONGEST_RAY_FOLDER = 26
 
 
-# Devices and cluster
-
-
-def cluster_answers(s: CheckContext) -> Faults:
-    """The driver can join the named cluster."""
-    cluster = s.machine.cluster
+def cluster_can_be_joined(s: CheckContext) -> Faults:
+    """The driver can join the named cluster; a run on several machines names one."""
+    cluster, nodes = s.machine.cluster, s.config.trainer.nnodes
     if cluster is not None and cluster.error is not None:
         remedy = "start the cluster (docs/cluster.md), or unset RAY_ADDRESS to run on this machine alone"
         expected = "the head of a running cluster, <host>:<port> (port 6379 by default)"
         got = f"{cluster.address}: {cluster.error}"
         yield s.fault("the Ray cluster cannot be joined", expected, remedy, got=got)
-
-
-def nodes_need_a_cluster(s: CheckContext) -> Faults:
-    """A run on several machines needs a cluster to join."""
-    nodes = s.config.trainer.nnodes
-    if nodes > 1 and s.machine.cluster is None and s.machine.name is None:
+    if nodes > 1 and cluster is None and s.machine.name is None:
         remedy = f"start Ray on each machine and set RAY_ADDRESS (docs/cluster.md), or set {NODES}=1"
-        got = f"{NODES}={nodes}, RAY_ADDRESS not set"
-        expected = "RAY_ADDRESS=<host>:<port>"
-        yield s.fault("several machines need a Ray cluster to join", expected, remedy, NODES, got=got)
+        what, got = "several machines need a Ray cluster to join", f"{NODES}={nodes}, RAY_ADDRESS not set"
+        yield s.fault(what, "RAY_ADDRESS=<host>:<port>", remedy, NODES, got=got)
 
 
 def gpus_suffice(s: CheckContext) -> Faults:
@@ -55,14 +44,13 @@ def gpus_suffice(s: CheckContext) -> Faults:
     trainer, cluster = s.config.trainer, s.machine.cluster
     if not s.on_accelerator or (cluster is not None and cluster.error):
         return
-    nodes, per_node, offered = trainer.nnodes, trainer.n_gpus_per_node, s.machine.node_gpus
-    if nodes > 1 and cluster is None:
-        nodes = 1  # all machines are like one that is named; `nodes_need_a_cluster` reports the missing cluster
+    per_node, offered = trainer.n_gpus_per_node, s.machine.node_gpus
+    # All machines are like one that is named; another rule reports a missing cluster.
+    nodes = 1 if cluster is None else trainer.nnodes
     if sum(gpus >= per_node for gpus in offered) >= nodes:
         return
-    best = max(offered, default=0)
     remedy = f"set {DEVICE}=cpu"
-    if best:
+    if best := max(offered, default=0):
         remedy = f"set {GPUS}={best}" if nodes == 1 else f"lower {GPUS} or {NODES}, or {remedy}"
     if s.machine.name is not None:
         kind = s.machine.name.partition("x")[2]  # of 4xh100: h100
@@ -79,82 +67,60 @@ def ray_has_a_short_folder(s: CheckContext) -> Faults:
         return
     given = s.config.ray_kwargs.ray_init.get("_temp_dir")
     name = "RAY_TMPDIR" if given is None else "ray_kwargs.ray_init._temp_dir"
-    folder = str(Path(str(given or os.environ.get("RAY_TMPDIR") or "/tmp")).absolute())
-    if len(os.fsencode(folder)) > LONGEST_RAY_FOLDER:
-        got = f"{name} of {len(os.fsencode(folder))} bytes"
+    length = len(os.fsencode(Path(str(given or os.environ.get("RAY_TMPDIR") or "/tmp")).absolute()))
+    if length > LONGEST_RAY_FOLDER:
         expected = f"at most {LONGEST_RAY_FOLDER} bytes: Ray adds 81 for its sockets, whose path has at most 107"
-        yield s.fault(
-            "the path of Ray's folder is too long", expected, f"set {name} to a short path, such as /tmp", got=got
-        )
-
-
-# Packages
-
-
-def _kernels(s: CheckContext) -> dict[str, str]:
-    """Return the attention kernel of each model by its key; actor and reference share one."""
-    keys = (f"{role.model_key}.attn_implementation" for role in sharded_roles(s.config))
-    return {key: s.value(key) for key in keys}
+        what, remedy = "the path of Ray's folder is too long", f"set {name} to a short path, such as /tmp"
+        yield s.fault(what, expected, remedy, got=f"{name} of {length} bytes")
 
 
 def kernels_have_an_accelerator(s: CheckContext) -> Faults:
     """liger's and flash-attn's kernels run on GPUs only, and flex_attention has no backward on CPU."""
     if s.on_accelerator:
         return
-    for role in trained_roles(s.config):
-        if role.model.use_liger:
-            key = f"{role.model_key}.use_liger"
-            yield s.fault("liger's kernels need a GPU", "a CUDA device", f"set {key}=False", key, DEVICE)
-    for key, kernel in _kernels(s).items():
+    for key in (f"{role.model_key}.use_liger" for role in trained_roles(s.config) if role.model.use_liger):
+        yield s.fault("liger's kernels need a GPU", "a CUDA device", f"set {key}=False", key, DEVICE)
+    # Actor and reference share a key.
+    for key in dict.fromkeys(f"{role.model_key}.attn_implementation" for role in sharded_roles(s.config)):
+        kernel = s.value(key)
         is_missing = kernel == "flash_attention_2" and "flash_attn" not in s.machine.packages  # another rule reports it
         if kernel in FOR_GPUS and not is_missing:
             yield s.fault("this kernel of attention needs a GPU", "a CUDA device", f"set {key}=sdpa", key, DEVICE)
 
 
-# Files
-
-
 def models_exist(s: CheckContext) -> Faults:
-    """Every role names a model, and a model folder exists."""
-    paths = {MODEL: s.config.actor_rollout_ref.model.path}
-    if has_critic(s.config) and s.config.critic.model.path is not None:
-        paths["critic.model.path"] = s.config.critic.model.path
-    for key, path in paths.items():
-        expected = f"a Hugging Face folder, a hub name such as Qwen/Qwen2.5-0.5B-Instruct, or {TINY}"
+    """Every role names a model, and a model folder exists; the hub is not asked."""
+    expected = f"a Hugging Face folder, a hub name such as Qwen/Qwen2.5-0.5B-Instruct, or {TINY}"
+    for key in (MODEL, "critic.model.path"):
+        path = s.value(key)
+        if key != MODEL and (path is None or not has_critic(s.config)):
+            continue
         if path is None:
             yield s.fault("there is no model", expected, f"set {key}", key)
-        elif path.startswith("builtin:") and path != TINY:
-            yield s.fault("there is no such built-in model", expected, f"set {key}={TINY}", key)
         elif path == TINY and not is_tiny(s.config):
             remedy = f"set {key}=null: the critic starts from the actor's model"
             alone = f"null, or a model of its own; {TINY} if {MODEL} is {TINY} too"
             yield s.fault("the built-in critic judges the built-in policy only", alone, remedy, key)
-        elif path != TINY and not _is_model(path):
-            yield s.fault("the model folder does not exist or has no config.json", expected, correct_path(key), key)
-
-
-def _is_model(path: str) -> bool:
-    """Whether this is a model folder or has the form of a hub name; the hub is not asked."""
-    folder = Path(path).expanduser()
-    return (folder / "config.json").is_file() if folder.exists() else is_hub_name(path)
+        elif path.startswith("builtin:") and path != TINY:
+            yield s.fault("there is no such built-in model", expected, f"set {key}={TINY}", key)
+        elif path != TINY:
+            folder = Path(path).expanduser()
+            if not ((folder / "config.json").is_file() if folder.exists() else is_hub_name(path)):
+                what = "the model folder does not exist or has no config.json"
+                yield s.fault(what, expected, correct_path(key), key)
 
 
 def data_files_exist(s: CheckContext) -> Faults:
     """Prompts are there."""
-    for name in ("train_files", "val_files"):
-        key = f"data.{name}"
-        files: tuple[str, ...] = s.value(key)
+    for key in ("data.train_files", "data.val_files"):
         expected = f"files ending in {', '.join(DATA_KINDS)}, a folder or pattern of them, a URL, or {ARITHMETIC}"
-        if not files:
+        if not s.value(key):
             yield s.fault(f"{key} is empty", expected, f"name at least one file in {key}", key)
-        for file in files:
-            if file == ARITHMETIC:
-                continue
+        for file in (each for each in s.value(key) if each != ARITHMETIC):
             if file.startswith("builtin:"):
                 what, remedy = "there is no such built-in task", f"set {key}={ARITHMETIC}"
             elif not (parts := data_parts(file)):
-                what, remedy = "a data file does not exist", correct_path(key)
-                folder = Path(file).parent
+                what, remedy, folder = "a data file does not exist", correct_path(key), Path(file).parent
                 if folder.name == "gsm8k":
                     remedy = f"run `{program('gsm8k')} --out {folder}`, or {remedy}"
                 if (Path(file) / "dataset_dict.json").is_file():
@@ -170,8 +136,7 @@ def user_code_exists(s: CheckContext) -> Faults:
     """The files of a user's dataset class, reward function, environment and policy loss exist."""
     own = ("data.custom_cls", "custom_reward_function", "environment", "actor_rollout_ref.actor.policy_loss")
     for key in (f"{each}.path" for each in own):
-        path = s.value(key)
-        if path is not None and not is_python_file(path):
+        if s.value(key) is not None and not is_python_file(s.value(key)):
             yield s.fault("a file of your own does not exist", "a Python file", correct_path(key), key)
 
 
@@ -183,47 +148,33 @@ def checkpoint_exists(s: CheckContext) -> Faults:
         folder = Path(named).expanduser()
         if step_of(folder) is None or not (folder / "driver.json").is_file():
             remedy = f"correct {key}; checkpoints are in <run folder>/checkpoints"
-            expected = "a folder named global_step_N with a driver.json"
             what = "does not exist" if not folder.is_dir() else "is none, or not finished"
+            expected = "a folder named global_step_N with a driver.json"
             yield s.fault(f"the checkpoint to resume from {what}", expected, remedy, key)
 
 
 def folders_can_be_written(s: CheckContext) -> Faults:
     """The driver can write to its folders, or make them."""
-    for key, folder in _written_folders(s):
-        wrong = why_not_writable(folder)
-        if wrong is not None:
+    trainer, keys = s.config.trainer, ("trainer.rollout_data_dir", "trainer.validation_data_dir")
+    written = [(key, Path(s.value(key)).expanduser().absolute()) for key in keys if s.value(key) is not None]
+    checkpoint = Path(trainer.resume_from_path or "").expanduser().absolute()
+    if trainer.resume_mode != "resume_path":
+        written.append(("trainer.default_local_dir", runs_folder(s.config)))
+    elif checkpoint.is_dir():  # the resumed run continues in its own folder
+        written.append(("trainer.resume_from_path", checkpoint.parent.parent))
+    made = warm_starts_folder(s.config)
+    # A read-only cache is enough if it has a warm start; only the warm start itself can tell whether it is the right one.
+    if is_tiny(s.config) and not any(made.glob("warm_start_*")):
+        written.append(("warm_start.cache_dir", made))
+    for key, folder in written:
+        if (wrong := why_not_writable(folder)) is not None:
             value = s.value(key) or f"null, which means {folder}"
             got, expected = f"{key}={value}: {wrong}", "a folder that is writable, or can be made"
             remedy = f"change {key}, or let this user write there"
             yield s.fault("the run cannot write to this folder", expected, remedy, key, got=got)
 
 
-def _written_folders(s: CheckContext) -> Iterator[tuple[str, Path]]:
-    trainer = s.config.trainer
-    for name in ("rollout_data_dir", "validation_data_dir"):
-        if s.value(f"trainer.{name}") is not None:
-            yield f"trainer.{name}", Path(s.value(f"trainer.{name}")).expanduser().absolute()
-    checkpoint = Path(trainer.resume_from_path or "").expanduser().absolute()
-    if trainer.resume_mode != "resume_path":
-        yield "trainer.default_local_dir", runs_folder(s.config)
-    elif checkpoint.is_dir():  # the resumed run continues in its own folder
-        yield "trainer.resume_from_path", checkpoint.parent.parent
-    made = warm_starts_folder(s.config)
-    # A read-only cache is enough if it has a warm start; only the warm start itself can tell whether it is the right one.
-    if is_tiny(s.config) and not any(made.glob("warm_start_*")):
-        yield "warm_start.cache_dir", made
-
-
 MACHINE_RULES = (
-    cluster_answers,
-    nodes_need_a_cluster,
-    gpus_suffice,
-    ray_has_a_short_folder,
-    kernels_have_an_accelerator,
-    models_exist,
-    data_files_exist,
-    user_code_exists,
-    checkpoint_exists,
-    folders_can_be_written,
+    *(cluster_can_be_joined, gpus_suffice, ray_has_a_short_folder, kernels_have_an_accelerator, models_exist),
+    *(data_files_exist, user_code_exists, checkpoint_exists, folders_can_be_written),
 )

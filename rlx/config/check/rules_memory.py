@@ -1,14 +1,18 @@
-"""Faults and warnings of runs whose forecast exceeds memory, with keys that would make them fit."""
+"""Faults and warnings of runs whose forecast exceeds memory or disk, with keys that would make them fit."""
 
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
-from rlx.config.check.context import CheckContext
+from rlx.config.check.declared import CheckContext
+from rlx.config.check.rules import offload_options, offloading_roles
 from rlx.config.faults import Fault
 from rlx.config.forecast.fitting import remedies
 from rlx.config.forecast.forecast_text import gb
 from rlx.config.forecast.memory_forecast import REFUSED_FROM, MemoryForecast
 from rlx.offload.plan.run_memory import Phase
+from rlx.offload.runtime.options import folder_problem
 
 CHECK = "trainer.memory_check"
 SMALLER = 0.7  # times a run's memory, for which remedies are sought after memory was full
@@ -56,6 +60,32 @@ def memory_warnings(s: CheckContext) -> Iterator[str]:
             f"host memory may run out: {count} process(es) hold {gb(most.host * count)} GB there in {most.name}, and this "
             f"machine has {gb(s.machine.host_bytes or 0)}; to be safe: {remedies(forecast)}"
         )
+
+
+def disk_warnings(s: CheckContext) -> Iterator[str]:
+    """Warn of folders with less room than this machine's processes will write. Call it only if every key could be read."""
+    if s.machine.cluster is not None or s.machine.name is not None:
+        return
+    forecast, count = MemoryForecast.of(s.config, s.machine), s.config.trainer.n_gpus_per_node
+    written = []
+    for role, memory in forecast.streaming:
+        key = f"{role.model_key}.layer_offload_directory"
+        written.append((key, role.model.layer_offload_directory, memory.streamed, "the machine's processes are"))
+    for role in offloading_roles(s):
+        if offload_options(role.model).uses_disk and role.name not in forecast.unknown:
+            key, nbytes = f"{role.model_key}.activation_offload.directory", forecast.phase(f"update_{role.name}").disk
+            written.append(
+                (key, role.model.activation_offload.directory, nbytes * count, f"the {count} process(es) are")
+            )
+    for key, folder, needed, who in written:
+        if folder is None or folder_problem(folder):
+            continue
+        free = shutil.disk_usage(Path(folder).expanduser()).free
+        if needed > free:
+            yield (
+                f"{key}={folder} has {free / 1e9:.1f} GB free, and {who} estimated to write {needed / 1e9:.1f} GB to it; a full "
+                "disk ends the run"
+            )
 
 
 def after_full_memory(forecast: MemoryForecast) -> str:

@@ -3,40 +3,33 @@
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from rlx.config.check.context import CheckContext
-from rlx.config.check.declared import declared_limits_hold, declared_needs_are_met, unused_keys
-from rlx.config.check.rules_algorithm import ALGORITHM_RULES, algorithm_warnings
-from rlx.config.check.rules_correction import CORRECTION_RULES
-from rlx.config.check.rules_machine import MACHINE_RULES
-from rlx.config.check.rules_memory import memory_suffices, memory_warnings
-from rlx.config.check.rules_offload import OFFLOAD_RULES, disk_warnings, offload_warnings
-from rlx.config.check.rules_reward import REWARD_RULES
-from rlx.config.check.rules_rollout import ROLLOUT_RULES, rollout_warnings
-from rlx.config.check.rules_training import (
-    TRAINING_RULES,
-    checkpoint_warnings,
-    context_warnings,
-    moment_warnings,
-    validation_warnings,
+from rlx.config.check.declared import CheckContext, declared_limits_hold, declared_needs_are_met, unused_keys
+from rlx.config.check.rules import (
+    ACTOR,
+    COMBINATION_RULES,
+    METRIC,
+    OTHER_TASKS,
+    OTHER_TASKS_REMEDY,
+    ROLLOUT,
+    offload_options,
+    offloading_roles,
+    own_function_scores_them,
+    validates_on_other_tasks,
 )
+from rlx.config.check.rules_machine import MACHINE_RULES
+from rlx.config.check.rules_memory import disk_warnings, memory_suffices, memory_warnings
 from rlx.config.compose.command_line import Composed
 from rlx.config.faults import Fault
-from rlx.config.machine import Machine, on_accelerator
-from rlx.config.schema.roles import has_critic
+from rlx.config.forecast.decoders import positions_of
+from rlx.config.machine import Machine
+from rlx.config.schema import NORM_BY_STD
+from rlx.config.schema.roles import has_critic, may_save, model_scores_alone, sharded_roles, trained_roles
 from rlx.config.schema.tree import as_text
 from rlx.config.secrets import without_secrets
 
-RULES = (
-    *(
-        declared_limits_hold,
-        declared_needs_are_met,
-        *TRAINING_RULES,
-        *ALGORITHM_RULES,
-        *CORRECTION_RULES,
-        *OFFLOAD_RULES,
-    ),
-    *(*ROLLOUT_RULES, *REWARD_RULES, *MACHINE_RULES),
-)
+RULES = (declared_limits_hold, declared_needs_are_met, *COMBINATION_RULES, *MACHINE_RULES)
+# Half the distance between two bf16 numbers is at most 2^-8 of them; smaller decays may be rounded away.
+LARGEST_BF16_BETA = 1 - 2.0**-8
 
 
 class Verdict(NamedTuple):
@@ -53,7 +46,7 @@ def check(composed: Composed, machine: Machine, has_memory: bool = True) -> Verd
     """
     context, broken = CheckContext(composed.partial, composed.set_keys, machine), composed.broken
     faults = [fault for rule in RULES for fault in rule(context) if broken.isdisjoint(fault.keys)]
-    warnings = [*_warnings(context, broken, composed.repeated)]
+    warnings = [*_without_effect(context, broken, composed.repeated), *_surprises(context), *_of_trained_roles(context)]
     if has_memory and not composed.faults:
         # A prediction needs every value.
         faults += memory_suffices(context)
@@ -61,7 +54,7 @@ def check(composed: Composed, machine: Machine, has_memory: bool = True) -> Verd
     return Verdict((*composed.faults, *faults), tuple(warnings))
 
 
-def _warnings(s: CheckContext, broken: frozenset[str], repeated: Mapping[str, str]) -> Iterator[str]:
+def _without_effect(s: CheckContext, broken: frozenset[str], repeated: Mapping[str, str]) -> Iterator[str]:
     unused = {
         f"{key}={as_text(without_secrets(s.value(key)))}": why
         for key, why in unused_keys(s).items()
@@ -70,20 +63,83 @@ def _warnings(s: CheckContext, broken: frozenset[str], repeated: Mapping[str, st
     unused |= {text: f"{later} comes after it" for text, later in repeated.items()}
     if unused:
         yield "set without effect:" + "".join(f"\n    {text}: {why}" for text, why in unused.items())
-    yield from algorithm_warnings(s)
-    yield from offload_warnings(s)
-    yield from rollout_warnings(s)
-    yield from context_warnings(s)
-    yield from moment_warnings(s)
-    yield from checkpoint_warnings(s)
-    yield from validation_warnings(s)
-    if not s.config.actor_rollout_ref.rollout.calculate_log_probs:
-        yield "the sampler's mismatch with the trainer is not measured: actor_rollout_ref.rollout.calculate_log_probs=False"
-    if s.config.actor_rollout_ref.actor.use_kl_loss and s.config.algorithm.use_kl_in_reward:
+
+
+def _surprises(s: CheckContext) -> Iterator[str]:
+    """Warn of what works, but differs from its paper or from a user's likely intent."""
+    actor, algorithm, trainer = s.config.actor_rollout_ref.actor, s.config.algorithm, s.config.trainer
+    rollout, mode = s.config.actor_rollout_ref.rollout, actor.policy_loss.loss_mode
+    is_of_sequences = mode in ("gspo", "geo_mean", "sapo") and actor.policy_loss.path is None
+    if is_of_sequences and actor.loss_agg_mode != "seq-mean-token-mean":
+        yield f"{mode} is defined as a mean over sequences: {ACTOR}.loss_agg_mode={actor.loss_agg_mode}, not seq-mean-token-mean"
+    if algorithm.use_kl_in_reward and algorithm.needs(NORM_BY_STD) and algorithm.norm_adv_by_std_in_grpo:
+        yield (
+            f"{algorithm.adv_estimator} divides by the standard deviation of rewards with the KL in them: if a prompt's "
+            "scores are equal, differences of the KL count as much as right and wrong for other prompts; use "
+            "actor.use_kl_loss, or algorithm.norm_adv_by_std_in_grpo=False"
+        )
+    control = algorithm.kl_ctrl
+    if algorithm.use_kl_in_reward and control.type == "adaptive" and control.kl_coef == 0:
+        yield "algorithm.kl_ctrl.kl_coef=0 stays 0 with type=adaptive, which multiplies it: set a first coefficient"
+    if actor.use_kl_loss and actor.kl_loss_type in ("kl", "k1"):
+        yield f"the gradient of kl_loss_type={actor.kl_loss_type} is 0 on average: use {actor.kl_loss_type}+, k2 or k3"
+    if actor.use_kl_loss and algorithm.use_kl_in_reward:
         yield "the KL to the reference counts twice: actor.use_kl_loss and algorithm.use_kl_in_reward are both set"
-    warmup, steps = s.config.trainer.critic_warmup, s.config.trainer.total_training_steps
+    if algorithm.filter_groups.enable and algorithm.filter_groups.metric == "acc" and model_scores_alone(s.config):
+        yield (
+            f"{METRIC}=acc tests whether a score is at least 1, which means little for a reward model: let a function score "
+            "too with reward_model.rule_weight"
+        )
+    if algorithm.filter_groups.enable and trainer.total_training_steps is None:
+        yield (
+            "with algorithm.filter_groups a step may take several batches of prompts, so the run makes more passes over them "
+            f"than trainer.total_epochs={trainer.total_epochs}: set trainer.total_training_steps to choose its end"
+        )
+    if rollout.name == "vllm" and rollout.dtype == "fp32" and s.on_accelerator:
+        yield f"{ROLLOUT}.dtype=fp32: vLLM decodes at a fraction of its speed in bf16"
+    if not rollout.calculate_log_probs:
+        yield f"the sampler's mismatch with the trainer is not measured: {ROLLOUT}.calculate_log_probs=False"
+    if validates_on_other_tasks(s) and not own_function_scores_them(s):
+        yield f"{OTHER_TASKS}: {OTHER_TASKS_REMEDY}"
+    warmup, steps = trainer.critic_warmup, trainer.total_training_steps
     if has_critic(s.config) and steps is not None and warmup >= steps:
         yield f"the actor never learns: trainer.critic_warmup={warmup} of trainer.total_training_steps={steps} steps"
-    per_machine = s.config.trainer.n_gpus_per_node
-    if not on_accelerator(s.config, s.machine) and per_machine > s.machine.cpus:
+    per_machine = trainer.n_gpus_per_node
+    if not s.on_accelerator and per_machine > s.machine.cpus:
         yield f"trainer.n_gpus_per_node={per_machine} processes share {s.machine.cpus} CPU cores: the run will be slow"
+
+
+def _of_trained_roles(s: CheckContext) -> Iterator[str]:
+    """Warn of offloading that does less than it seems to, of long sequences, lost moments, and checkpoints without a model."""
+    for role in sharded_roles(s.config):
+        if role.model.layer_offload_directory is not None and not role.model.layer_offload:
+            yield f"{role.model_key}.layer_offload_directory has no effect without {role.model_key}.layer_offload=True"
+    for role in offloading_roles(s):
+        options, prefix = offload_options(role.model), f"{role.model_key}.activation_offload"
+        if options.save == "attention" and role.model.attn_implementation == "eager":
+            yield (
+                f"{prefix}.save=attention finds nothing to keep in {role.model_key}.attn_implementation=eager, which is no "
+                "fused kernel: its layers are offloaded as with boundary; use sdpa or flash_attention_2"
+            )
+        if options.max_host_bytes == 0 and not options.uses_disk:
+            yield f"{prefix}.max_host_bytes=0 keeps every activation on the device: nothing is offloaded"
+    longest, told = s.config.data.max_prompt_length + s.config.data.max_response_length, set()
+    for role in trained_roles(s.config):
+        known, optim, saved = positions_of(role.model), f"{role.key}.optim", f"{role.key}.checkpoint.save_contents"
+        model = role.model.path, known  # actor and critic often share it
+        # A table of positions ends there, and rotary embeddings were not trained beyond.
+        if known is not None and known < longest and model not in told:
+            told.add(model)
+            yield (
+                f"sequences of up to {longest:,} tokens are longer than the {known:,} positions of the {role.name}'s model "
+                "(max_position_embeddings in its config.json): lower data.max_response_length, or stretch its rotary embeddings by "
+                f"{role.model_key}.override_config (rope_parameters with rope_type yarn, say)"
+            )
+        decay = s.value(f"{optim}.betas")[1]
+        if s.value(f"{optim}.optimizer") == "_AdamW" and decay > LARGEST_BF16_BETA:  # the moment would never shrink
+            yield (
+                f"{optim}.optimizer=_AdamW keeps its second moment in bf16, which a decay of {1 - decay:.1%} a step cannot make "
+                f"smaller: once gradients shrink, steps are too short. Set {optim}.betas=[0.9,0.99], say"
+            )
+        if may_save(s.config) and "model" not in (contents := s.value(saved)) and "hf_model" in contents:
+            yield f"{saved}={as_text(contents)} has no model: no run can be resumed from these checkpoints"

@@ -25,6 +25,7 @@ from rlx.config.schema.algorithm import (
     OverlongBufferConfig,
     PolicyLossConfig,
     RolloutCorrectionConfig,
+    rejections,
 )
 from rlx.config.schema.data import (
     ARITHMETIC,

@@ -2,9 +2,21 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from rlx.config.schema.keys import Need, beside, group, in_state, is_above, key, needs, while_is, without
+from rlx.config.schema.keys import (
+    Bounds,
+    Need,
+    beside,
+    group,
+    in_state,
+    is_above,
+    key,
+    needs,
+    read_bounds,
+    while_is,
+    without,
+)
 
 KL_ESTIMATORS = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
 KL_LOSS_ESTIMATORS = (*KL_ESTIMATORS, "kl+", "k1+", "abs+", "low_var_kl+", "k3+")
@@ -65,6 +77,20 @@ class RolloutCorrectionConfig:
     def rejects(self) -> bool:
         """Whether any token may be left out of the loss."""
         return bool(self.rollout_rs) or self.rollout_token_veto_threshold is not None
+
+
+class Rejection(NamedTuple):
+    """One test of rollout_rs and its bounds."""
+
+    criterion: str
+    bounds: Bounds
+
+
+def rejections(correction: RolloutCorrectionConfig) -> list[Rejection]:
+    """Return the tests that a token or its sequence must pass. Raises ValueError if the numbers of bounds and tests differ."""
+    criteria, texts = correction.rollout_rs or (), correction.rollout_rs_threshold or ()
+    shared = texts * len(criteria) if len(texts) == 1 else texts
+    return [Rejection(*pair) for pair in zip(criteria, map(read_bounds, shared), strict=True)]
 
 
 def two_samples(what: str, when: Callable[[Any], bool], example: int) -> Need:

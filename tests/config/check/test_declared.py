@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from rlx.config.check.context import CheckContext
-from rlx.config.check.declared import conditions, unused_keys
+from rlx.config.check.declared import CheckContext, conditions, unused_keys
 from rlx.config.compose.command_line import compose
 from rlx.config.machine import Machine
 from rlx.config.schema.tree import LEAVES

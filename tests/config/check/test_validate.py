@@ -12,8 +12,8 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from rlx.config.check.context import CheckContext
-from rlx.config.check.rules_rollout import vllm_has_kernels_for_the_heads
+from rlx.config.check.declared import CheckContext
+from rlx.config.check.rules import vllm_can_run_the_model
 from rlx.config.check.validate import RULES, Verdict, check
 from rlx.config.compose.build import build
 from rlx.config.compose.command_line import Composed, compose
@@ -519,7 +519,7 @@ def test_every_rule_and_every_declared_need_has_a_case(cpu_machine: Machine):
         faults = {rule: [*rule(s)] for rule in RULES}
         reached |= {rule.__name__ for rule, found in faults.items() if found}
         reached |= {fault.what for found in faults.values() for fault in found}
-    assert {rule.__name__ for rule in RULES} - reached == {"cluster_answers"}
+    assert {rule.__name__ for rule in RULES} - reached == set()
     assert {need.what for leaf in LEAVES.values() for need in leaf.info.needs} - reached == set()
 
 
@@ -790,7 +790,7 @@ def test_heads_that_vllm_has_no_kernel_for_are_refused_on_the_cpu_alone(tmp_path
     def faults(gpus: int, *overrides: str):
         composed = compose([f"{ROLLOUT}.name=vllm", f"{MODEL}.path={tmp_path}", *overrides])
         where = CheckContext(composed.partial, composed.set_keys, replace(machine(gpus), vllm="0.32.0"))
-        return list(vllm_has_kernels_for_the_heads(where))
+        return list(vllm_can_run_the_model(where))
 
     narrow = {**SHAPES["qwen2-7b"], "head_dim": 16}
     (tmp_path / "config.json").write_text(json.dumps(narrow))
