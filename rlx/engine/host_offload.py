@@ -11,8 +11,7 @@ own streams wait for the current one before they read a parameter.
 
 Note [a checkpoint reads the block]
 A save in the background writes offloaded bytes from their block (`rlx/engine/saving.py`). `keep_until` keeps the block allocated
-and unchanged until they are read, even if `fetch` gives its bytes back to the device before. `begin_parts`, in the optimizer's
-step, leaves such a block as it is and writes to another one. Only if the host has no room for that, it waits.
+until they are read, even if `fetch` gives its bytes back to the device before. The optimizer's step, which changes them, waits.
 
 Note [host memory between updates]
 After an update the offloading engine's arena stays reserved but holds no activations. Offloaded parameters and optimizer states
@@ -23,10 +22,9 @@ before the rollout, once all roles are offloaded, and only if little memory is l
 """
 
 import logging
-import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from contextlib import nullcontext
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -34,12 +32,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rlx.config.host_memory import SHORT_SHARE, HostMemory, host_memory
+from rlx.config.host_memory import HostMemory, host_memory
 from rlx.engine.fsdp_units import local
 from rlx.errors import ExplainedError
-from rlx.offload import Account, Block, HostArena, host_arena, trim
+from rlx.offload import Block, HostArena, host_arena, trim
 
-NOTICEABLE_S = 1.0
 logger = logging.getLogger(__name__)
 
 
@@ -65,7 +62,6 @@ class TensorOffload:
     def __init__(self, arena: HostArena, name: str) -> None:
         self._offloaded: OffloadedStorages | None = None
         self._kept_until: Future[Any] | None = None
-        self._next: Block | None = None  # gets the bytes that are written by parts
         self._account = arena.account(name=name)
 
     @property
@@ -131,7 +127,7 @@ class TensorOffload:
         return list(range_of(self._offloaded.block, start, start + nbytes))
 
     def keep_until(self, until: Future[Any]) -> None:
-        """Keep the block allocated and its bytes unchanged until `until` is done. See Note [a checkpoint reads the block]."""
+        """Keep the block allocated until `until` is done. See Note [a checkpoint reads the block]."""
         self._kept_until = until
 
     def _free(self, block: Block, after: torch.Event | None) -> None:
@@ -141,43 +137,14 @@ class TensorOffload:
         else:
             until.add_done_callback(lambda _: account.free(block, after=after))
 
-    def begin_parts(self) -> None:
-        """Prepare to read and write offloaded bytes by parts, all of them once. See Note [a checkpoint reads the block]."""
-        self._next = self._writable()
-
     def read_parts(self, target: Tensor, first: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield pairs to copy, target before source, that fill a tensor with the bytes from `first` on as they were before."""
+        """Yield pairs to copy, target before source, that fill a tensor with the offloaded bytes from `first` on."""
         assert self._offloaded is not None
         return _with_block(target, self._offloaded.block, first)
 
     def written_parts(self, source: Tensor, first: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield pairs to copy, target before source, that write a tensor to the bytes from `first` on."""
-        assert self._next is not None
-        return ((there, here) for here, there in _with_block(source, self._next, first))
-
-    def end_parts(self) -> None:
-        """End what `begin_parts` began, after the current stream has waited for the copies of all parts."""
-        assert self._next is not None and self._offloaded is not None
-        storages, _, before = self._offloaded
-        if self._next is not before:
-            self._free(before, _event(storages[0].device))
-            self._offloaded = self._offloaded._replace(block=self._next)
-        self._next = None
-
-    def _writable(self) -> Block:
-        """Return the block, or another one while a checkpoint reads it; without room for another one wait for the checkpoint."""
-        assert self._offloaded is not None
-        block, until = self._offloaded.block, self._kept_until
-        if until is None or until.done():
-            return block
-        if (other := spare_block(self._account, block.nbytes)) is not None:
-            return other
-        began = time.monotonic()
-        wait([until])
-        if (seconds := time.monotonic() - began) > NOTICEABLE_S:
-            text = "%s: the optimizer's step waited %.1f s for a checkpoint: the host has no %.2f GB to go on with"
-            logger.info(text, self._account.name, seconds, block.nbytes / 1e9)
-        return block
+        """Yield pairs to copy, target before source, that write a tensor to the offloaded bytes from `first` on."""
+        return ((there, here) for here, there in self.read_parts(source, first))
 
     def _room(self, nbytes: int) -> Block:
         arena = self._account.arena
@@ -199,16 +166,6 @@ class TensorOffload:
     def __del__(self) -> None:
         if self._offloaded is not None:
             self._free(self._offloaded.block, None)
-
-
-def spare_block(account: Account, nbytes: int) -> Block | None:
-    """Return a block beside those in use, or None if that would make host memory short."""
-    arena, memory = account.arena, host_memory()
-    spare_bytes = memory.available_bytes - SHORT_SHARE * memory.total_bytes
-    if arena.max_bytes is not None:
-        spare_bytes = min(spare_bytes, arena.max_bytes - arena.reserved_bytes)
-    has_room = nbytes <= arena.reserved_bytes - arena.held_bytes + max(0, spare_bytes)
-    return account.allocate(nbytes) if has_room else None
 
 
 def obtainable_bytes(arena: HostArena) -> int:

@@ -107,8 +107,6 @@ class _Slice:
         """Yield the copies that bring the state to the device."""
         for name, (tensor, offload) in self.state.tensors.items():
             if offload.is_offloaded:
-                if self.is_first:
-                    offload.begin_parts()
                 device = local(self.state.parameter).device
                 self._parts[name] = torch.empty(self.end - self.start, dtype=tensor.dtype, device=device)
                 yield from offload.read_parts(self._parts[name], self._first_byte(tensor))
@@ -140,9 +138,6 @@ class _Slice:
 
     def release(self) -> None:
         if self._parts and self.is_last:
-            for _, offload in self.state.tensors.values():
-                if offload.is_offloaded:
-                    offload.end_parts()
             with suppress(HandOverError):
                 self.state.to_host()  # what the host had no room for
         self._parts.clear()

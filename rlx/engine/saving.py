@@ -1,14 +1,10 @@
 """Write an engine's state to a checkpoint while training goes on: a thread writes bytes that do not change meanwhile.
 
 Note [who waits for a save]
-`begin` copies device memory to staging in the arena, and waits for these copies. Bytes that are in host memory already are written
-from where they are, before all others: these are the *live* bytes. A step waits until they are read, not until they are on disk.
-
-- Each `TensorOffload` keeps its block of parameters or states until its own bytes are read. The file has them in the order of the
-  optimizer's pieces, so the step follows the write. A piece whose bytes are not read yet goes to another block
-  (`rlx/engine/host_offload.py`, Note [a checkpoint reads the block]).
-- The optimizer changes tensors of FSDP's own CPU offload where they are. Its step waits until all of them are read.
-- Frozen weights that stream from host memory never change. They are neither copied nor waited for.
+`begin` copies device memory to staging in the arena, and waits for these copies. Bytes that are in host memory already, of a
+`TensorOffload` or FSDP's own CPU offload, are written from where they are, before all others: these are the *live* bytes. The
+optimizer's step, which changes them, waits until they are read, not until they are on disk. Frozen weights that stream from host
+memory never change. They are neither copied nor waited for.
 
 If the host has no room for staging, `begin` writes before it returns, one tensor at a time.
 """
@@ -29,7 +25,7 @@ from torch import Tensor
 from rlx.checkpoint import folders
 from rlx.checkpoint.manifest import FileEntry, seal
 from rlx.checkpoint.tensors import Piece, Source, pieces_of, shard_name, write_safetensors
-from rlx.engine.host_offload import NOTICEABLE_S, TensorOffload, obtainable_bytes, range_of
+from rlx.engine.host_offload import TensorOffload, obtainable_bytes, range_of
 from rlx.errors import ExplainedError, StorageError, storing
 from rlx.offload import Block, HostArena, trim
 
@@ -38,32 +34,31 @@ Parts = Mapping[str, Mapping[str, Tensor]]
 logger = logging.getLogger(__name__)
 
 
-class _HostRead:
-    """Host memory that a save reads in place: as many sources as were counted. `read` is done when the save needs it no more."""
+NOTICEABLE_S = 1.0
+
+
+class _LiveBytes:
+    """Host memory that a save reads in place, as so many pieces; `read` is done when all are read or the save has failed."""
 
     def __init__(self) -> None:
         self.read: Future[None] = Future()
-        self._left = 0
-
-    def count(self) -> None:
-        self._left += 1
+        self.pieces = 0
 
     def let_go(self) -> None:
-        self._left -= 1
-        if not self._left:
+        self.pieces -= 1
+        if not self.pieces:
             self.give_up()
 
     def give_up(self, *_: object) -> None:
-        """The save reads nothing more, because it has read all or has failed."""
         if not self.read.done():
             self.read.set_result(None)
 
 
 class _PendingSave(NamedTuple):
-    """A save on its way: its folder, tensors that the optimizer changes in place, all jobs, and how to start another one."""
+    """A save on its way: its folder, when its live bytes are read, all jobs, and how to start another one."""
 
     folder: Path
-    in_place: _HostRead | None
+    live_read: Future[None]
     jobs: list[Future[Entries]]
     submit: Callable[..., Future[Entries]]
 
@@ -73,7 +68,7 @@ class _LocatedPiece(NamedTuple):
 
     piece: Piece
     on_host: list[Tensor] | None
-    live: _HostRead | None = None
+    live: _LiveBytes | None = None
 
     def source(self) -> Source:
         if (parts := self.on_host) is not None:
@@ -124,17 +119,14 @@ class CheckpointWriter:
         in_background = in_background and all(f.on_host is not None for each in found.values() for f in each)
         submit: Callable[..., Future[Entries]] = self._thread.submit if in_background else _at_once
         for offload in offloads:
-            if (host_read := live.get(offload)) is not None:
-                offload.keep_until(host_read.read)
-        # The optimizer's part comes first: its step may wait for that.
-        first = {part: each for part, each in reversed(found.items()) if any(f.live for f in each)}
+            offload.keep_until(live.read)
+        first = {part: each for part, each in found.items() if any(f.live for f in each)}
         write_live = submit(_write, partial, first)
-        for each in live.values():
-            write_live.add_done_callback(each.give_up)
+        write_live.add_done_callback(live.give_up)
         write_rest = submit(_write, partial, {part: each for part, each in found.items() if part not in first})
         if block is not None:
             write_rest.add_done_callback(lambda _: self._account.free(block))
-        self._pending = _PendingSave(folder, live.get(None), [write_live, write_rest], submit)
+        self._pending = _PendingSave(folder, live.read, [write_live, write_rest], submit)
         return partial
 
     def write_extra_files(self, write: Callable[[], Entries]) -> None:
@@ -147,11 +139,11 @@ class CheckpointWriter:
         return self._pending is None or all(job.done() for job in self._pending.jobs)
 
     def before_step(self) -> None:
-        """Wait until the tensors that the optimizer changes in host memory, where they are, have been read."""
-        if self._pending is None or self._pending.in_place is None or self._pending.in_place.read.done():
+        """Wait until live bytes, which the optimizer may change, have been read."""
+        if self._pending is None:
             return
         began = time.monotonic()
-        wait([self._pending.in_place.read])
+        wait([self._pending.live_read])
         if (seconds := time.monotonic() - began) > NOTICEABLE_S:
             text = "%s: the optimizer's step waited %.1f s until its state in host memory was in the checkpoint"
             logger.info(text, self._name, seconds)
@@ -214,30 +206,27 @@ def _find_all(
     offloads: Sequence[TensorOffload],
     device: torch.device,
     frozen: Set[torch.UntypedStorage],
-) -> tuple[dict[str, list[_LocatedPiece]], dict[TensorOffload | None, _HostRead]]:
-    """Find each part's pieces, live ones in order of the offloads; return also what is live by its offload, None for no offload."""
-    place = {storage: (n, start) for n, each in enumerate(offloads) for storage, start in each.starts().items()}
-    last, live = (len(offloads), 0), dict[TensorOffload | None, _HostRead]()
-    found: dict[str, list[_LocatedPiece]] = {}
-    for part, each in pieces.items():
-        found[part] = []
-        for piece in sorted(each, key=lambda piece: place.get(piece.tensor.untyped_storage(), last)):
-            tensor, offload = piece.tensor, None
-            if tensor.untyped_storage() in frozen:
-                found[part].append(_LocatedPiece(piece, [_bytes(tensor)]))
-                continue
-            if (where := place.get(tensor.untyped_storage())) is not None:
-                assert tensor.is_contiguous(), f"{piece.name}: an offloaded shard is contiguous"
-                offload, first = offloads[where[0]], where[1] + tensor.storage_offset() * tensor.itemsize
-                on_host = offload.host_bytes(first, tensor.nbytes)
-            elif tensor.device.type == "cpu" != device.type:
-                on_host = [_bytes(tensor)]
-            else:
-                found[part].append(_LocatedPiece(piece, None))
-                continue
-            here = live.setdefault(offload, _HostRead())
-            here.count()
-            found[part].append(_LocatedPiece(piece, on_host, here))
+) -> tuple[dict[str, list[_LocatedPiece]], _LiveBytes]:
+    """Find each part's pieces, live ones first."""
+    place = {storage: (offload, start) for offload in offloads for storage, start in offload.starts().items()}
+    live = _LiveBytes()
+
+    def located(piece: Piece) -> _LocatedPiece:
+        tensor, storage = piece.tensor, piece.tensor.untyped_storage()
+        if storage in frozen:
+            return _LocatedPiece(piece, [_bytes(tensor)])
+        if storage in place:
+            assert tensor.is_contiguous(), f"{piece.name}: an offloaded shard is contiguous"
+            offload, start = place[storage]
+            on_host = offload.host_bytes(start + tensor.storage_offset() * tensor.itemsize, tensor.nbytes)
+        elif tensor.device.type == "cpu" != device.type:
+            on_host = [_bytes(tensor)]
+        else:
+            return _LocatedPiece(piece, None)
+        live.pieces += 1
+        return _LocatedPiece(piece, on_host, live)
+
+    found = {part: sorted(map(located, each), key=lambda f: f.live is None) for part, each in pieces.items()}
     return found, live
 
 

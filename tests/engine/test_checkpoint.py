@@ -208,4 +208,4 @@ def test_frozen_memory_is_read_in_place_and_nobody_waits_for_it(device):
         assert in_place[name].live is None
         assert in_place[name].on_host[0].data_ptr() == tensor.data_ptr()
     assert (in_place["b"].on_host is None) == (device == "cpu")
-    assert len(live) == (device != "cpu")
+    assert live.pieces == (device != "cpu")

@@ -30,7 +30,6 @@ class RoleCheckpoint(NamedTuple):
 
     nbytes: float  # of one
     staged: float  # of it, copied to the host memory of all processes while a thread writes it
-    spare: float  # further host memory of all processes, if they have it, in which the optimizer goes on meanwhile
     kept: int | None  # number; None: all
 
 
@@ -58,14 +57,14 @@ def _role_checkpoint(
     weights = own.update.weights * shards * ("model" in saved.save_contents)
     state = own.update.optimizer * shards * ("optimizer" in saved.save_contents and with_state)
     exported = own.decoder.parameters * own.stored * ("hf_model" in saved.save_contents)
-    staged = moving = 0.0
+    staged = 0.0
     if saved.async_save:
         in_place = role.strategy == "fsdp2" and not exported
         weights_on_host = in_place and (own.steps_on_host or own.weights_rest_on_host)
         moving = in_place * min(state, own.moving_state * shards)
         state_on_host = state if in_place and own.steps_on_host else moving
         staged = weights * (not weights_on_host) + state - state_on_host
-    return RoleCheckpoint(weights + state + exported, staged, moving, kept)
+    return RoleCheckpoint(weights + state + exported, staged, kept)
 
 
 def checkpoint_text(forecast: MemoryForecast, folder: Path | None) -> list[str]:
@@ -98,7 +97,4 @@ def checkpoint_text(forecast: MemoryForecast, folder: Path | None) -> list[str]:
     if staged := on_machine * sum(role.staged for role in roles.values()):
         where = "the host memory of each machine, from where a thread writes them"
         lines.append(f"a save copies {gb(staged)} GB to {where}")
-    if spare := on_machine * sum(role.spare for role in roles.values()):
-        more = f"up to {gb(spare)} GB more of each machine's host memory"
-        lines.append(f"beside a save the optimizer takes {more}, if it has them")
     return lines
