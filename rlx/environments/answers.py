@@ -122,23 +122,23 @@ def as_json(value: Any) -> Any:
     return found
 
 
-def decode(record: Any, expected: dict[int, str]) -> tuple[int, Answer]:
+def decode(record: Any, asked: dict[int, Any]) -> tuple[int, Answer]:
     """Read an answer.
 
     Args:
         record: from a process.
-        expected: by number of conversation "reset" or "step".
+        asked: conversations by number; one that has `taken` no answer awaits that of its reset.
 
     Raises:
         BadAnswer: another form, or an answer to a question that was not asked.
     """
     try:
         match record:
-            case [int(number), "reset", messages, tools] if expected.get(number) == "reset":
+            case [int(number), "reset", messages, tools] if number in asked and not asked[number].taken:
                 return number, checked_reset(messages, tools)
-            case [int(number), "step", dict(fields)] if expected.get(number) == "step":
+            case [int(number), "step", dict(fields)] if number in asked and asked[number].taken:
                 return number, checked_observation(fields)
-            case [int(number), "failure", str(reason), str(kind), str(trace)] if number in expected and kind in KINDS:
+            case [int(number), "failure", str(reason), str(kind), str(trace)] if number in asked and kind in KINDS:
                 return number, Failure(reason, kind, trace)  # type: ignore[arg-type]
     except Nonsense as fault:
         raise BadAnswer(f"sent an answer of another form than rlx's: {fault}") from None

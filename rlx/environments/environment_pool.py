@@ -28,7 +28,7 @@ MOST_LOSSES = 8
 """Restarts of a conversation that others cause. Each repeats its turns so far."""
 
 
-@dataclass
+@dataclass(eq=False)
 class _Conversation:
     """The requests and answers of a conversation, so that it can restart.
 
@@ -57,10 +57,8 @@ class _Conversation:
     has_failed: bool = False
 
 
-class EnvironmentPool:
-    """Conversations' environments. A context; processes start when they are needed and live as long as the pool.
-
-    They end with the thread that makes them, so one thread uses the pool and lives longer than it.
+class EnvironmentPool(WorkerPool):
+    """Conversations' environments. Processes start when they are needed and live as long as the pool.
 
     Args:
         spec: of the environments.
@@ -69,24 +67,13 @@ class EnvironmentPool:
     """
 
     def __init__(self, spec: EnvironmentSpec, processes: int, memory_limit_gb: float | None = None):
+        module, memory_key = "rlx.environments.environment_process", "environment.memory_limit_gb"
+        super().__init__(module, memory_limit_gb, memory_key, SLACK_S, decode)
         self._spec, self._size = spec, processes
-        self._workers = WorkerPool(
-            "rlx.environments.environment_process", memory_limit_gb, "environment.memory_limit_gb", SLACK_S, decode
-        )
-        self._lives: dict[IsolatedProcess, set[int]] = {}  # numbers of the conversations in each process
-        self._retiring: set[IsolatedProcess] = (
-            set()
-        )  # get no further conversations, because they ran out of memory once
+        self._retiring: set[IsolatedProcess] = set()  # get no further conversations: they ran out of memory once
         self._numbers = itertools.count(1)
-        self._of_number: dict[int, _Conversation] = {}
         self._of_key: dict[int, _Conversation] = {}
         self._ready: list[tuple[int, Answer]] = []
-
-    def __enter__(self) -> "EnvironmentPool":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def reset(self, key: int, row: dict[str, Any]) -> None:
         """Begin a conversation, in the process with the fewest; return at once.
@@ -96,8 +83,7 @@ class EnvironmentPool:
             row: see Environment.reset; numpy's values are sent as Python's.
         """
         self.end(key)
-        own = _Conversation(next(self._numbers), key)
-        self._of_number[own.number] = self._of_key[key] = own
+        own = self._of_key[key] = _Conversation(next(self._numbers), key)
         try:
             own.lines.append(json.dumps(["reset", own.number, row], default=as_json))
         except (TypeError, ValueError) as fault:
@@ -116,7 +102,7 @@ class EnvironmentPool:
         elif own.home is None:
             self._begin(own)
         else:
-            own.home.ask({own.number: "step"}, own.lines[-1], self._spec.limit_s)
+            self._ask(own, own.home)
 
     def poll(self, timeout_s: float = 0.0) -> list[tuple[int, Answer]]:
         """Return the answers that are there by key; wait for the first one at most this long [seconds].
@@ -127,61 +113,54 @@ class EnvironmentPool:
         until = time.monotonic() + timeout_s
         while True:
             wait_s = 0.0 if self._ready else max(0.0, until - time.monotonic())
-            for event in self._workers.exchange(wait_s):
+            for event in self.exchange(wait_s):
                 self._take(*event)
             if self._ready or time.monotonic() >= until:
                 ready, self._ready = self._ready, []
                 return ready
 
-    def flush(self) -> None:
-        """Write the requests that wait, so that environments work before the next `poll`; return at once."""
-        self._workers.flush()
-
     def end(self, key: int) -> None:
         """Forget a conversation, in whatever state it is; its environment is closed."""
         own = self._of_key.pop(key, None)
-        if own is None:
-            return
-        del self._of_number[own.number]
-        self._ready = [(each, answer) for each, answer in self._ready if each != key]
-        self._leave_home(own)
+        if own is not None:
+            self._ready = [(each, answer) for each, answer in self._ready if each != key]
+            self._leave_home(own)
 
-    def close(self) -> None:
+    def close(self, patience_s: float = FAREWELL_S) -> None:
         """End all conversations and processes."""
         for key in list(self._of_key):
             self.end(key)
-        self._workers.close(FAREWELL_S)
-        self._lives.clear()
+        super().close(patience_s)
 
     def _begin(self, own: _Conversation) -> None:
         """Send the reset; the other requests follow when it is answered."""
-        open_ones = self._lives.keys() - self._retiring
-        home = min(open_ones, key=lambda worker: len(self._lives[worker]), default=None)
-        if home is None or (self._lives[home] and len(open_ones) < self._size):
-            home = self._workers.start()
-            self._lives[home] = set()
+        open_ones = self.workers - self._retiring
+        home = min(open_ones, key=lambda worker: len(worker.guests), default=None)
+        if home is None or (home.guests and len(open_ones) < self._size):
+            home = self.start()
             home.load(self._spec)
         own.home, own.taken = home, 0
-        self._lives[home].add(own.number)
-        home.ask({own.number: "reset"}, own.lines[0], self._spec.limit_s)
+        home.guests.add(own)
+        self._ask(own, home)
+
+    def _ask(self, own: _Conversation, home: IsolatedProcess) -> None:
+        home.ask({own.number: own}, own.lines[own.taken], self._spec.limit_s)
 
     def _leave_home(self, own: _Conversation) -> None:
         home, own.home = own.home, None
-        if home is None or own.number not in self._lives.get(home, ()):
-            return
-        self._lives[home].discard(own.number)
-        home.send(json.dumps(["end", own.number, None]))
-        if not self._lives[home]:  # the owner may poll again only after a training step
-            home.flush()
-        self._retire(home)
+        if home in self.workers:
+            home.guests.discard(own)
+            home.send(["end", own.number, None])
+            if not home.guests:  # the owner may poll again only after a training step
+                home.flush()
+            self._retire(home)
 
     def _retire(self, worker: IsolatedProcess) -> None:
-        if worker in self._retiring & self._workers.workers and not self._lives[worker]:
+        if worker in self._retiring & self.workers and not worker.guests:
             self._retiring.discard(worker)
-            del self._lives[worker]
-            self._workers.end(worker)
+            self.stop(worker)
 
-    def _take(self, worker: IsolatedProcess, number: int, what: Answer | Loaded | Lost) -> None:
+    def _take(self, worker: IsolatedProcess, own: _Conversation, what: Answer | Loaded | Lost) -> None:
         """Handle what came from a process."""
         if isinstance(what, Loaded | Lost):
             if what.fault is not None:
@@ -193,8 +172,7 @@ class EnvironmentPool:
         if isinstance(what, Failure) and what.kind == "memory":
             self._retiring.add(worker)
             self._retire(worker)
-        own = self._of_number.get(number)
-        if own is None:
+        if self._of_key.get(own.key) is not own:  # it has been ended
             return
         if isinstance(what, Failure):
             self._finish(own, what)
@@ -208,7 +186,7 @@ class EnvironmentPool:
             return
         own.taken += 1
         if own.taken < len(own.lines):
-            worker.ask({own.number: "step"}, own.lines[own.taken], self._spec.limit_s)
+            self._ask(own, worker)
 
     def _finish(self, own: _Conversation, failure: Failure) -> None:
         own.has_failed = True
@@ -219,23 +197,21 @@ class EnvironmentPool:
         """Answer for a process that has ended, or begin again. See Note [whose fault it is]."""
         failure = Failure(lost.how, lost.kind)
         beside = Failure(f"another conversation's call {failure.reason}, in the same process, too often", "crash")
-        is_known = lost.at_work != 0  # whose fault it is
         self._retiring.discard(worker)
-        for number in sorted(self._lives.pop(worker, ())):
-            own = self._of_number[number]
-            own.home, is_open, fault = None, number in worker.open, None
-            if number == lost.at_work or (own.is_suspect and not is_known):
+        for own in sorted(worker.guests, key=lambda guest: guest.number):
+            own.home, fault = None, None
+            if own.number == lost.at_work or (own.is_suspect and not lost.at_work):
                 fault = failure
-            elif is_known:
+            elif lost.at_work:  # it is known whose fault it is
                 own.losses += 1
                 fault = beside if own.losses > MOST_LOSSES else None
             else:
                 own.is_suspect = True
-            if fault is not None and is_open:
-                self._finish(own, fault)
-            elif fault is not None:
+            if own.number not in worker.open:
                 own.failure = fault
-            elif is_open:
+            elif fault is not None:
+                self._finish(own, fault)
+            else:
                 self._begin(own)
 
 

@@ -22,9 +22,9 @@ from rlx.user_code import line_in
 LONGEST_REQUEST = 2**40  # bytes; asyncio wants a limit, and the worker is trusted
 
 
-def serve(descriptor: int) -> None:
+def serve(connection: socket.socket) -> None:
     """Handle requests until the worker closes the connection."""
-    asyncio.run(_serve(socket.socket(fileno=descriptor)))
+    asyncio.run(_serve(connection))
 
 
 async def _serve(connection: socket.socket) -> None:
@@ -40,48 +40,47 @@ async def _serve(connection: socket.socket) -> None:
         task = asyncio.ensure_future(server.reply(*json.loads(line)))
         running.add(task)
         task.add_done_callback(running.discard)
-    await server.close()
+    for number in list(server.environments):
+        await server.end(number)
 
 
 class _Server:
-    """The environments of a process.
-
-    Args:
-        writer: to the worker.
-        spec: of the environments.
-        make: makes one.
-    """
+    """The environments of a process by the numbers of their conversations; `make` makes one."""
 
     def __init__(self, writer: asyncio.StreamWriter, spec: EnvironmentSpec, make: Factory):
         self._writer, self._spec, self._make = writer, spec, make
-        self._environments: dict[int, Environment] = {}
+        self.environments: dict[int, Environment] = {}
 
     async def reply(self, kind: str, number: int, content: Any) -> None:
         """Handle one request and write its answer at once."""
         number_at_work.set(number)
         if kind == "end":
-            await self._end(number)
+            await self.end(number)
             return
         try:
             answer = await (self._reset(number, content) if kind == "reset" else self._step(number, content))
             self._writer.write(encode(number, answer))
         except BaseException as fault:
             self._writer.write(encode(number, self._failure(fault)))  # before `close`, which may take long
-            await self._end(number)
+            await self.end(number)
 
-    async def close(self) -> None:
-        for number in list(self._environments):
-            await self._end(number)
+    async def end(self, number: int) -> None:
+        """Close a conversation's environment."""
+        close = getattr(self.environments.pop(number, None), "close", None)
+        if close is not None:
+            try:
+                await limited(self._spec.limit_s, True, close)
+            except BaseException as fault:  # the conversation has its answer
+                traceback.print_exception(fault)
 
     async def _reset(self, number: int, row: dict[str, Any]) -> Reset:
         until = time.monotonic() + self._spec.limit_s  # for both: the worker waits no longer
-        environment = await limited(self._spec.limit_s, True, self._make)
-        self._environments[number] = environment
+        environment = self.environments[number] = await limited(self._spec.limit_s, True, self._make)
         messages = await limited(max(until - time.monotonic(), 0.01), True, environment.reset, row)
         return checked_reset(messages, list(getattr(environment, "tools", None) or []))
 
     async def _step(self, number: int, turn: list[Any]) -> Observation:
-        step = self._environments[number].step
+        step = self.environments[number].step
         return checked_observation(await limited(self._spec.limit_s, True, step, Turn(*turn)))
 
     def _failure(self, fault: BaseException) -> Failure:
@@ -97,11 +96,3 @@ class _Server:
         line = line_in(self._spec.path, fault) if self._spec.path else None
         where = f" ({Path(self._spec.path or '').name}:{line})" if line else ""
         return Failure(f"raised {type(fault).__name__}{where}: {fault}", "error", trace)
-
-    async def _end(self, number: int) -> None:
-        close = getattr(self._environments.pop(number, None), "close", None)
-        if close is not None:
-            try:
-                await limited(self._spec.limit_s, True, close)
-            except BaseException as fault:  # the conversation has its answer
-                traceback.print_exception(fault)

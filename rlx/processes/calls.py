@@ -22,28 +22,23 @@ USER_FILES = "RLX_USER_FILES"
 """Environment variable: the loaded files, which processes started by multiprocessing need; see `rlx.processes.main`."""
 number_at_work: ContextVar[int] = ContextVar("number_at_work", default=0)
 """Number of the request that a task works for; 0: none."""
-_note = -1  # descriptor of the file in which the owner reads whose code was at work when this process ended
-
-
-def keep_note_in(descriptor: int) -> None:
-    """Write the number of the request at work to this file."""
-    global _note  # set once, before any user code runs
-    _note = descriptor
+note_descriptor = -1
+"""Of the file in which the owner reads whose code was at work when this process ended; `rlx.processes.main` sets it."""
 
 
 def loaded(number: int, content: str) -> tuple[Any, Any, list[Any]]:
-    """Load what the owner's `IsolatedProcess.load` sent; return its name, the code (None if it cannot be loaded) and the reply."""
+    """Load what the owner's `IsolatedProcess.load` sent; return it, the code (None if it cannot be loaded) and the reply."""
     code = pickle.loads(base64.b64decode(content))
     try:
         made = code.load()
     except UserCodeError as fault:
         trace = own_traceback(fault.__cause__, IMPORTING) if fault.__cause__ else ""
-        return code, None, ["loaded", number, False, [type(fault).__name__, str(fault)], trace]
+        return code, None, ["loaded", number, False, type(fault).__name__, str(fault), trace]
     file = Path(code.source).expanduser().absolute()
     if file.is_file():
         known = filter(None, os.environ.get(USER_FILES, "").split(os.pathsep))
         os.environ[USER_FILES] = os.pathsep.join(dict.fromkeys((*known, str(file))))
-    return code, made, ["loaded", number, is_async(made), None, ""]
+    return code, made, ["loaded", number, is_async(made), "", "", ""]
 
 
 def is_async(function: Any) -> bool:
@@ -63,12 +58,10 @@ def at_work(limit_s: float = 0.0, waiting_counts: bool = False) -> Iterator[None
     returns to Python is not interrupted. The limit works in the main thread alone.
     """
     _write(number_at_work.get())
-    signal_number, timer = (
-        (signal.SIGALRM, signal.ITIMER_REAL) if waiting_counts else (signal.SIGPROF, signal.ITIMER_PROF)
-    )
+    timer = signal.ITIMER_REAL if waiting_counts else signal.ITIMER_PROF
     try:
         if limit_s:
-            signal.signal(signal_number, _interrupt)
+            signal.signal(signal.SIGALRM if waiting_counts else signal.SIGPROF, _interrupt)
             signal.setitimer(timer, limit_s, 0.1)
         yield
     finally:
@@ -82,9 +75,8 @@ def _interrupt(*_: object) -> None:
 
 
 def _write(number: int) -> None:
-    if _note >= 0:
-        with suppress(OSError):  # a full disk; without a note no call is to blame
-            os.pwrite(_note, number.to_bytes(8, "little"), 0)
+    with suppress(OSError):  # a full disk, or no owner; without a note no call is to blame
+        os.pwrite(note_descriptor, number.to_bytes(8, "little"), 0)
 
 
 class Raised(Exception):

@@ -21,18 +21,11 @@ def line_of(message: Any) -> bytes:
     return json.dumps(message).encode() + b"\n"
 
 
-def send(descriptor: int, lines: bytes) -> None:
-    """Write lines. Blocks while the other side does not read."""
-    left = memoryview(lines)
-    while left:
-        left = left[os.write(descriptor, left) :]
-
-
 class Lines:
-    """Collects the messages from a descriptor; lines may be `longest` bytes."""
+    """Collects a process's messages from a descriptor."""
 
-    def __init__(self, descriptor: int, longest: float = LONGEST_LINE):
-        self._descriptor, self._longest, self._rest = descriptor, longest, bytearray()
+    def __init__(self, descriptor: int):
+        self._descriptor, self._rest = descriptor, bytearray()
 
     def read(self) -> list[Any]:
         """Return the messages that are complete now; wait only until there is anything to read.
@@ -44,12 +37,12 @@ class Lines:
         if not data:
             raise EOFError
         self._rest += data
-        if b"\n" not in data and len(self._rest) <= self._longest:
+        if b"\n" not in data and len(self._rest) <= LONGEST_LINE:
             return []
         *whole, rest = self._rest.split(b"\n")
         self._rest = bytearray(rest)
         try:
-            if any(len(each) > self._longest for each in (*whole, rest)):
+            if any(len(each) > LONGEST_LINE for each in (*whole, rest)):
                 raise ValueError
             return [json.loads(each) for each in whole]
         except (ValueError, RecursionError):

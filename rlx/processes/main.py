@@ -1,28 +1,29 @@
 """What an isolated process runs: `python -m rlx.processes.main DESCRIPTOR OWNER MEMORY_BYTES NOTE MODULE NUMBERS…`.
 
-`MODULE.serve(DESCRIPTOR, *NUMBERS)` handles the owner's requests until the owner closes the connection.
+`MODULE.serve(connection, *NUMBERS)` handles the owner's requests until the owner closes the connection.
 """
 
 import contextlib
 import importlib
 import os
+import socket
 import sys
 
-from rlx.processes.calls import USER_FILES, keep_note_in
+from rlx.processes import calls
 from rlx.processes.child import OUT_OF_MEMORY, end_with, limit_memory
 from rlx.user_code import load_module
 
 
 def main() -> None:
     """Run with the arguments above."""
-    descriptor, owner, memory_bytes, note = map(int, sys.argv[1:5])
+    descriptor, owner, memory_bytes, calls.note_descriptor = map(int, sys.argv[1:5])
     end_with(owner)
     limit_memory(memory_bytes)
-    keep_note_in(note)
     code = 0
     try:
         with contextlib.suppress(ConnectionError):  # the owner has ended the pool
-            importlib.import_module(sys.argv[5]).serve(descriptor, *map(int, sys.argv[6:]))
+            serve = importlib.import_module(sys.argv[5]).serve
+            serve(socket.socket(fileno=descriptor), *map(int, sys.argv[6:]))
     except MemoryError:
         code = OUT_OF_MEMORY
     os._exit(code)  # even if the code has left threads running
@@ -33,5 +34,5 @@ if __name__ == "__main__":
 elif __name__ == "__mp_main__":
     # A process that user code started by multiprocessing (`spawn` or `forkserver`). It unpickles functions by the name of their
     # module, which only `load_module` can import.
-    for _path in filter(None, os.environ.get(USER_FILES, "").split(os.pathsep)):
+    for _path in filter(None, os.environ.get(calls.USER_FILES, "").split(os.pathsep)):
         load_module(_path, "multiprocessing")

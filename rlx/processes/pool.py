@@ -18,8 +18,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
-from typing import Any, BinaryIO, Literal, NamedTuple, Protocol
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, BinaryIO, Literal, NamedTuple, Protocol, Self
 
 from rlx.errors import cause_of
 from rlx.processes.child import OUT_OF_MEMORY
@@ -27,8 +27,6 @@ from rlx.processes.lines import BadAnswer, Lines
 from rlx.user_code import ImportFailed, UserCodeError
 
 LOAD_LIMIT_S = 300.0  # to import a user's code
-WRITE_BYTES = 1 << 15
-"""Requests wait for each other up to this size, or until `flush`: one write for many lines costs as much as one for each."""
 _ERRORS = {each.__name__: each for each in (UserCodeError, ImportFailed)}
 
 
@@ -68,16 +66,17 @@ class IsolatedProcess:
         open: what was asked, by the numbers of requests without a reply.
         loading: code that is being imported, by its number.
         unsent: lines that wait for `flush`.
+        guests: what the pool keeps in this process.
     """
 
     def __init__(self, pool: "WorkerPool"):
         self.connection, theirs = socket.socketpair()
         self.connection.setblocking(False)  # nothing that a process does holds the owner
         self._note = _note_file()
+        inherited = theirs.fileno(), self._note.fileno()
         # The process gets the owner's whole import path. Processes share the cores, so each uses one thread.
         path = os.pathsep.join(folder or os.getcwd() for folder in sys.path)
         environment = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
-        inherited = theirs.fileno(), self._note.fileno()
         arguments = (inherited[0], os.getpid(), pool.memory_bytes, inherited[1], pool.module, *pool.arguments)
         with theirs:
             self._process = subprocess.Popen(
@@ -89,18 +88,19 @@ class IsolatedProcess:
                 start_new_session=True,  # the owner handles Ctrl-C, and processes that it starts can be killed too
             )
         self._lines, self.unsent = Lines(self.connection.fileno()), bytearray()
-        self.open: dict[int, Any] = {}
         self._limit_s, self._heard = math.inf, time.monotonic()
         self._codes: dict[Loadable, int] = {}
+        self._pool = pool
+        self.open: dict[int, Any] = {}
         self.loading: dict[int, Loadable] = {}
-        self._slack_s, self._memory_key = pool.slack_s, pool.memory_key
+        self.guests: set[Any] = set()
 
     @property
     def deadline(self) -> float:
         """The time at which it has been silent for too long."""
         if self.loading:
             return self._heard + LOAD_LIMIT_S
-        return self._heard + self._limit_s + self._slack_s if self.open else math.inf
+        return self._heard + self._limit_s + self._pool.slack_s if self.open else math.inf
 
     def load(self, code: Loadable) -> int:
         """Request the import of code that is not there or on its way; return its number."""
@@ -108,25 +108,23 @@ class IsolatedProcess:
             self._begin()
             number = self._codes[code] = len(self._codes) + 1
             self.loading[number] = code
-            self.send(json.dumps(["load", number, base64.b64encode(pickle.dumps(code)).decode()]))
+            self.send(["load", number, base64.b64encode(pickle.dumps(code)).decode()])
         return self._codes[code]
 
-    def ask(self, asked: Mapping[int, Any], line: str, limit_s: float) -> None:
+    def ask(self, asked: Mapping[int, Any], request: str | list[Any], limit_s: float) -> None:
         """Send requests that get replies, in one line; each call has a limit."""
         self._begin()
         self._limit_s = limit_s
         self.open |= asked
-        self.send(line)
+        self.send(request)
 
     def _begin(self) -> None:
         if not self.loading and not self.open:
             self._heard = time.monotonic()
 
-    def send(self, line: str) -> None:
-        """Write a line, at the latest with the next `flush`."""
-        self.unsent += line.encode() + b"\n"
-        if len(self.unsent) > WRITE_BYTES:
-            self.flush()
+    def send(self, message: str | list[Any]) -> None:
+        """Write a message, JSON or what becomes JSON, with the next `flush`."""
+        self.unsent += (message if isinstance(message, str) else json.dumps(message)).encode() + b"\n"
 
     def flush(self) -> None:
         """Write what waits, or as much of it as the process takes now."""
@@ -137,24 +135,26 @@ class IsolatedProcess:
                 del self.unsent[:sent]
                 self._heard = time.monotonic()  # it reads, so it lives
 
-    def receive(self) -> list[Any]:
-        """Return the messages that are there. Raises EOFError or OSError if it has ended, or sent no JSON."""
+    def receive(self) -> Iterator[tuple[Any, Any]]:
+        """Yield what was asked (None: to load code) and the reply, of each message that is there.
+
+        Raises EOFError or OSError if it has ended, or BadAnswer.
+        """
         messages = self._lines.read()
         self._heard = time.monotonic()
-        return messages
-
-    def loaded(self, message: list[Any]) -> Loaded:
-        """Read the reply to `load`. Raises BadAnswer."""
-        match message:
-            case [_, int(number), bool(is_async), None, str()] if number in self.loading:
-                del self.loading[number]
-                return Loaded(is_async)
-            case [_, int(number), False, [str(name), str(text)], str(trace)] if number in self.loading:
-                del self.loading[number]
-                fault = _ERRORS.get(name, UserCodeError)(text)
-                fault.__cause__ = cause_of(trace)
-                return Loaded(False, fault)
-        raise BadAnswer("sent a wrong answer to a request to load")
+        for message in messages:
+            match message:
+                case ["loaded", int(number), bool(is_async), str(name), str(text), str(trace)] if (
+                    number in self.loading
+                ):
+                    del self.loading[number]
+                    fault = _ERRORS.get(name, UserCodeError)(text) if name else None
+                    if fault is not None:
+                        fault.__cause__ = cause_of(trace)
+                    yield None, Loaded(is_async, fault)
+                case _:
+                    number, reply = self._pool.decode(message, self.open)
+                    yield self.open.pop(number), reply
 
     def let_go(self) -> None:
         """Say that no more requests come."""
@@ -176,21 +176,15 @@ class IsolatedProcess:
             self._note.seek(0)
             at_work = int.from_bytes(self._note.read(8), "little")
         if code == OUT_OF_MEMORY:
-            return Lost("memory", f"ran out of memory ({self._memory_key})", at_work)
+            return Lost("memory", f"ran out of memory ({self._pool.memory_key})", at_work)
         how = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
         return Lost("crash", f"ended its process ({how})", at_work)
 
-    def while_loading(self, lost: Lost) -> Lost:
-        """Return it with the fault if code was being imported."""
-        if not self.loading:
-            return lost
-        source = next(iter(self.loading.values())).source
-        how = f"takes longer than {LOAD_LIMIT_S:g} s" if lost.kind == "timeout" else lost.how
-        return lost._replace(fault=UserCodeError(f"the import of {source} {how}; expected one that comes to its end"))
-
 
 class WorkerPool:
-    """Processes that serve one kind of requests. They end with the thread that starts them, so one thread uses the pool.
+    """Processes that serve one kind of requests. A context that ends them.
+
+    They end with the thread that starts them, too, so one thread uses the pool.
 
     Args:
         module: its `serve` handles requests, see `rlx.processes.main`.
@@ -211,8 +205,14 @@ class WorkerPool:
         arguments: tuple[int, ...] = (),
     ):
         self.module, self.memory_bytes, self.memory_key = module, int((memory_limit_gb or 0) * 1e9), memory_key
-        self.slack_s, self.arguments, self._decode = slack_s, arguments, decode
+        self.slack_s, self.arguments, self.decode = slack_s, arguments, decode
         self.workers: set[IsolatedProcess] = set()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def start(self) -> IsolatedProcess:
         worker = IsolatedProcess(self)
@@ -220,57 +220,54 @@ class WorkerPool:
         return worker
 
     def flush(self) -> None:
-        """Write the requests that wait; return at once."""
+        """Write the requests that wait, so that processes work before the next `exchange`; return at once."""
         for worker in self.workers:
-            if worker.unsent:
-                worker.flush()
+            worker.flush()
 
-    def exchange(self, wait_s: float = math.inf) -> list[tuple[IsolatedProcess, int, Any]]:
+    def exchange(self, wait_s: float = math.inf) -> list[tuple[IsolatedProcess, Any, Any]]:
         """Write and read what can be; wait for the first message or a deadline at most this long.
 
         Returns:
-            Per event its process, the number of the request, and the reply; or 0, and `Loaded` or `Lost`. Nothing comes from a
-            lost process after that.
+            Per event its process, what was asked, and the reply; or None, and `Loaded` or `Lost`. Nothing comes from a lost
+            process after that.
         """
         self.flush()
         earliest = min((worker.deadline for worker in self.workers), default=math.inf) - time.monotonic()
         wait_s = max(0.0, min(wait_s, earliest))
-        if not self.workers:
-            time.sleep(wait_s)
-            return []
-        found: list[tuple[IsolatedProcess, int, Any]] = []
+        found: list[tuple[IsolatedProcess, Any, Any]] = []
         with selectors.DefaultSelector() as selector:
             for worker in self.workers:
                 writes = selectors.EVENT_WRITE if worker.unsent else 0
                 selector.register(worker.connection, selectors.EVENT_READ | writes, worker)
-            events = selector.select(None if wait_s == math.inf else wait_s)
-        for entry, event in events:
+            ready = selector.select(None if wait_s == math.inf else wait_s)
+        for entry, event in ready:
+            worker = entry.data
             if event & selectors.EVENT_WRITE:
-                entry.data.flush()
+                worker.flush()
             if event & selectors.EVENT_READ:
-                self._receive(entry.data, found)
+                try:
+                    for asked, reply in worker.receive():
+                        found.append((worker, asked, reply))
+                except (EOFError, OSError) as fault:
+                    found.append((worker, None, self._gone(worker, str(fault) if isinstance(fault, BadAnswer) else "")))
         for worker in [each for each in self.workers if time.monotonic() > each.deadline]:
-            at_work = self.end(worker).at_work
-            lost = Lost("timeout", "hung in code that cannot be interrupted; its process was ended", at_work)
-            found.append((worker, 0, worker.while_loading(lost)))
+            how = "hung in code that cannot be interrupted; its process was ended"
+            found.append((worker, None, self._gone(worker, how, "timeout")))
         return found
 
-    def _receive(self, worker: IsolatedProcess, found: list[tuple[IsolatedProcess, int, Any]]) -> None:
-        try:
-            for message in worker.receive():
-                if isinstance(message, list) and message[:1] == ["loaded"]:
-                    found.append((worker, 0, worker.loaded(message)))
-                else:
-                    number, reply = self._decode(message, worker.open)
-                    del worker.open[number]
-                    found.append((worker, number, reply))
-        except (EOFError, OSError) as fault:
-            lost = self.end(worker)
-            if isinstance(fault, BadAnswer):
-                lost = Lost("crash", str(fault), lost.at_work)
-            found.append((worker, 0, worker.while_loading(lost)))
+    def _gone(self, worker: IsolatedProcess, how: str, kind: Literal["timeout", "crash"] = "crash") -> Lost:
+        """End a process; `how`, in place of its own end, is why."""
+        lost = self.stop(worker)
+        if how:
+            lost = Lost(kind, how, lost.at_work)
+        if worker.loading:
+            source = next(iter(worker.loading.values())).source
+            how = f"takes longer than {LOAD_LIMIT_S:g} s" if kind == "timeout" else lost.how
+            fault = UserCodeError(f"the import of {source} {how}; expected one that comes to its end")
+            lost = lost._replace(fault=fault)
+        return lost
 
-    def end(self, worker: IsolatedProcess, patience_s: float = 0.0) -> Lost:
+    def stop(self, worker: IsolatedProcess, patience_s: float = 0.0) -> Lost:
         """End a process of the pool, see `IsolatedProcess.end`."""
         self.workers.remove(worker)
         return worker.end(patience_s)
@@ -281,7 +278,7 @@ class WorkerPool:
             worker.let_go()
         until = time.monotonic() + patience_s
         for worker in list(self.workers):
-            self.end(worker, until - time.monotonic())
+            self.stop(worker, until - time.monotonic())
 
 
 def _note_file() -> BinaryIO:

@@ -10,7 +10,6 @@ was at work, as when a thread crashes, each is sent again alone.
 """
 
 import base64
-import json
 import math
 import pickle
 from collections import deque
@@ -22,7 +21,7 @@ from rlx.processes.pool import IsolatedProcess, Loadable, Loaded, Lost, WorkerPo
 from rlx.rewards.function import LARGEST_SCORE, Function, Kind, Outcome
 
 SLACK_S = 1.0
-"""Longer than a scoring process's FLUSH_S and than the delay of a message on a busy machine [s]."""
+"""Longer than the delay of a message on a busy machine [s]."""
 MESSAGES_PER_PROCESS = 4
 """The driver sends a process's calls in about this many messages, so that all processes end together."""
 CALLS_PER_MESSAGE = 256
@@ -49,8 +48,8 @@ class Counts(NamedTuple):
     processes: int = 0
 
 
-class ScoringPool:
-    """Calls reward functions in processes. A context; processes start when they are needed and are reused.
+class ScoringPool(WorkerPool):
+    """Calls reward functions in processes, which start when they are needed and are reused.
 
     Args:
         size: largest number of processes.
@@ -59,20 +58,10 @@ class ScoringPool:
     """
 
     def __init__(self, size: int, memory_limit_gb: float | None, at_once: int):
+        module, memory_key = "rlx.rewards.scoring_process", "reward.memory_limit_gb"
+        super().__init__(module, memory_limit_gb, memory_key, SLACK_S, to_outcome, (at_once,))
         self.size = size
-        self._workers = WorkerPool(
-            "rlx.rewards.scoring_process", memory_limit_gb, "reward.memory_limit_gb", SLACK_S, to_outcome, (at_once,)
-        )
         self._async: set[Loadable] = set()
-
-    def __enter__(self) -> "ScoringPool":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        self._workers.close()
 
     def check(self, function: Loadable) -> None:
         """Load a function, or other user code, in one process, so that errors show before the first call.
@@ -80,12 +69,12 @@ class ScoringPool:
         Raises:
             UserCodeError: it cannot be loaded.
         """
-        worker = next(iter(self._workers.workers), None) or self._workers.start()
+        worker = next(iter(self.workers), None) or self.start()
         worker.load(function)
         while worker.loading:
-            for _, _, what in self._workers.exchange():
+            for _, _, what in self.exchange():
                 if isinstance(what, Loaded | Lost) and what.fault is not None:
-                    self._workers.close()
+                    self.close()
                     raise what.fault
                 if isinstance(what, Loaded) and what.is_async:
                     self._async.add(function)
@@ -96,12 +85,12 @@ class ScoringPool:
         Raises:
             NotSendable: pickle rejects the arguments.
         """
-        run = _Run(self._workers, calls, deque(self._parts(calls)), self.size)
+        run = _Run(self, calls, deque(self._parts(calls)))
         try:
             run.to_the_end()
         finally:
-            for worker in run.busy.keys() & self._workers.workers:
-                self._workers.end(worker)
+            for worker in run.busy & self.workers:
+                self.stop(worker)
         return [run.outcomes[place] for place in range(len(calls))], Counts(run.retries, run.processes)
 
     def _parts(self, calls: Sequence[RewardCall]) -> list[list[int]]:
@@ -122,9 +111,9 @@ class ScoringPool:
 class _Run:
     """The calls of one batch: waiting ones, those in processes, and outcomes by index. A request's number is its index + 1."""
 
-    def __init__(self, workers: WorkerPool, calls: Sequence[RewardCall], waiting: deque[list[int]], size: int):
-        self._workers, self._calls, self._waiting, self._size = workers, calls, waiting, size
-        self.busy: dict[IsolatedProcess, Function] = {}
+    def __init__(self, pool: ScoringPool, calls: Sequence[RewardCall], waiting: deque[list[int]]):
+        self._pool, self._calls, self._waiting = pool, calls, waiting
+        self.busy: set[IsolatedProcess] = set()
         self.outcomes: dict[int, Outcome] = {}
         self.retries = self.processes = 0
         self._ended_with = [0] * len(calls)
@@ -133,51 +122,50 @@ class _Run:
     def to_the_end(self) -> None:
         """Run until each call has its outcome."""
         while self._waiting or self.busy:
-            while self._waiting and len(self.busy) < self._size:
+            while self._waiting and len(self.busy) < self._pool.size:
                 self._start(self._waiting.popleft())
-            for worker, number, what in self._workers.exchange():
+            for worker, asked, what in self._pool.exchange():
                 if worker in self.busy:
-                    self._take(worker, number, what)
-            for worker in [each for each in self.busy if not each.open]:
-                del self.busy[worker]
-            if not self._answered and len(self.outcomes) >= HOPELESS * self._size:
+                    self._take(worker, asked, what)
+            self.busy = {worker for worker in self.busy if worker.open}
+            if not self._answered and len(self.outcomes) >= HOPELESS * self._pool.size:
                 example = next(iter(self.outcomes.values()))
                 self.outcomes = dict.fromkeys(range(len(self._calls)), example) | self.outcomes
                 return
 
     def _start(self, places: list[int]) -> None:
         chosen = [self._calls[place] for place in places]
-        function = chosen[0].function
         try:
-            arguments = pickle.dumps([call.arguments for call in chosen], pickle.HIGHEST_PROTOCOL)
+            content = pickle.dumps([call.arguments for call in chosen], pickle.HIGHEST_PROTOCOL)
         except (TypeError, AttributeError, pickle.PicklingError) as fault:
             raise NotSendable(str(fault)) from fault
-        idle = self._workers.workers - self.busy.keys()
-        worker = idle.pop() if idle else self._workers.start()
-        self.busy[worker] = function
-        asked = {place + 1: call.samples for place, call in zip(places, chosen, strict=True)}
-        request = [worker.load(function), [*asked], [*asked.values()], base64.b64encode(arguments).decode()]
-        worker.ask(asked, json.dumps(["call", *request]), function.limit_s)
+        worker = next(iter(self._pool.workers - self.busy), None) or self._pool.start()
+        self.busy.add(worker)
+        numbers, samples = [place + 1 for place in places], [call.samples for call in chosen]
+        asked = {number: (number - 1, count) for number, count in zip(numbers, samples, strict=True)}
+        number = worker.load(chosen[0].function)
+        request = ["call", number, numbers, samples, base64.b64encode(content).decode()]
+        worker.ask(asked, request, chosen[0].function.limit_s)
 
-    def _take(self, worker: IsolatedProcess, number: int, what: Any) -> None:
-        if isinstance(what, Lost):
-            del self.busy[worker]
-            self._lose(worker, what)
-        elif isinstance(what, Outcome):
-            self.outcomes[number - 1] = what
+    def _take(self, worker: IsolatedProcess, asked: tuple[int, int], what: Outcome | Loaded | Lost) -> None:
+        if isinstance(what, Outcome):
+            self.outcomes[asked[0]] = what
             self._answered |= what.kind in ("", "error")
+        elif isinstance(what, Lost):
+            self.busy.remove(worker)
+            self._lose(worker, what)
         elif what.fault is not None:
             failed = Outcome([], "error", str(what.fault), str(what.fault.__cause__ or "").lstrip())
-            self.outcomes |= {number - 1: failed for number in worker.open}
+            self.outcomes |= {place: failed for place, _ in worker.open.values()}
             self._answered = True
             worker.open.clear()
-            self._workers.end(worker)
+            self._pool.stop(worker)
 
     def _lose(self, worker: IsolatedProcess, lost: Lost) -> None:
         """Handle the end of a process, see Note [once more]."""
         self.processes += 1
         kind = "timeout" if lost.kind == "timeout" else "crash"
-        places = sorted(number - 1 for number in worker.open)
+        places = sorted(place for place, _ in worker.open.values())
         blamed = [place for place in places if place == lost.at_work - 1 or len(places) == 1]
         again = [[place for place in places if place not in blamed]] if blamed else [[place] for place in places]
         for place in blamed or places:
@@ -192,12 +180,12 @@ class _Run:
             self._waiting.appendleft(part)
 
 
-def to_outcome(message: Any, asked: dict[int, int]) -> tuple[int, Outcome]:
+def to_outcome(message: Any, asked: dict[int, tuple[int, int]]) -> tuple[int, Outcome]:
     """Read [number of the call, *Outcome].
 
     Args:
         message: from a process.
-        asked: number of samples of each call without a reply.
+        asked: index and number of samples of each call without a reply.
 
     Raises:
         BadAnswer: another form; or a reply to a call that was not made or has one already.
@@ -206,7 +194,7 @@ def to_outcome(message: Any, asked: dict[int, int]) -> tuple[int, Outcome]:
         case [int(number), list(answers), str(kind), str(fault), str(traceback)] if (
             number in asked
             and kind in get_args(Kind)
-            and len(answers) == (0 if kind else asked[number])
+            and len(answers) == (0 if kind else asked[number][1])
             and all(map(_is_answer, answers))
         ):
             return number, Outcome(answers, kind, fault, traceback)  # type: ignore[arg-type]

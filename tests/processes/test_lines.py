@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 
-from rlx.processes.lines import BadAnswer, Lines, line_of, send
+from rlx.processes.lines import LONGEST_LINE, BadAnswer, Lines, line_of
 
 MESSAGE = [0, [{"score": 1.0, "acc": math.nan}], "", "", ""]
 
@@ -22,8 +22,8 @@ def pipe():
 def test_messages_arrive_whole_in_pieces_and_several_at_once(pipe):
     reader, writer = pipe
     lines = Lines(reader)
-    send(writer, line_of(MESSAGE))
-    send(writer, line_of([1, "\ud800 half a pair"]))
+    os.write(writer, line_of(MESSAGE))
+    os.write(writer, line_of([1, "\ud800 half a pair"]))
     first, second = lines.read()
     assert math.isnan(first[1][0]["acc"]) and second == [1, "\ud800 half a pair"]
     os.write(writer, b'{"a"')
@@ -38,6 +38,8 @@ def test_the_end_and_nonsense_are_errors(pipe):
         os.write(writer, nonsense[:60_000] + b"\n")
         with pytest.raises(BadAnswer):
             Lines(reader).read()
-    os.write(writer, b"x" * 11)
+    lines = Lines(reader)
     with pytest.raises(BadAnswer):
-        Lines(reader, longest=10).read()
+        for _ in range(LONGEST_LINE // 2**16 + 2):
+            os.write(writer, b"x" * 2**16)
+            assert lines.read() == []
