@@ -184,7 +184,7 @@ def _belonging_together(folder: Path) -> Iterator[None]:
 
 
 def _adapters(weights: dict[str, Tensor], description: Description) -> tuple[dict[str, Tensor], AdapterKind]:
-    found = dict(adapter_weights(weights, description.adapters))
+    found = dict(adapter_weights(weights))
     layer, adapter = next(iter(description.adapters.items()))
     rank = len(found[f"{layer}.lora_A.{ADAPTER}.weight"]) // max(1, adapter.experts)
     alpha = adapter.scale * (rank**0.5 if adapter.is_rank_stabilised else rank)

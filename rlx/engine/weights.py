@@ -31,7 +31,7 @@ from rlx.engine.saving import CheckpointWriter
 from rlx.engine.sharding import Sharded
 from rlx.models.hf_folder import FolderParts
 from rlx.models.loading import ModelError
-from rlx.models.lora import Adapter, adapter_weights, base_weights, merged_weights
+from rlx.models.lora import Adapter, adapter_weights, merged_weights
 from rlx.offload.streaming.nf4 import in_full
 
 WRAPPED = "_fsdp_wrapped_module."  # what FSDP1 adds to names
@@ -61,11 +61,11 @@ class Weights:
 
         Adapters are merged in, quantised weights dequantised. All processes iterate to the end. The receiver may keep the tensors.
         """
-        return self._gathered(merged_weights)
+        return self._gathered(lambda tensors, get: merged_weights(tensors, self.adapted, get))
 
     def base(self) -> Named:
         """Yield the weights of the model with its adapters off, as `full` does."""
-        return self._gathered(base_weights)
+        return self._gathered(lambda tensors, get: merged_weights(tensors, {}, get))
 
     def adapters(self) -> Named:
         """Yield the parameters of the adapters alone, as `full` does."""
@@ -77,7 +77,7 @@ class Weights:
         in_type = in_full if self.model.quantization is not None else lambda tensor, dtype: tensor
         for unit in self._sharded.units:
             with self._sharded.gathering(unit) as gather:
-                yield from chosen(unit.tensors(), self.adapted, lambda t, get=gather: in_type(get(t), self._stored))
+                yield from chosen(unit.tensors(), lambda t, get=gather: in_type(get(t), self._stored))
 
     def save(self, folder: str | Path, contents: tuple[str, ...]) -> None:
         self.begin_save(folder, contents)

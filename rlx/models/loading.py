@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import nn
@@ -21,70 +21,6 @@ from rlx.errors import ExplainedError, did_you_mean
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
-
-
-class NoValueClassError(ExplainedError, ValueError):
-    """An architecture has no model with a number per token, and none can be made."""
-
-
-def ensure_value_class(config: "PreTrainedConfig") -> None:
-    """Register a class for an architecture with `AutoModelForTokenClassification`, in this process.
-
-    Most decoders of transformers have none. The new class is the base model with a linear layer, made from the same mixin as
-    transformers' own classes. Its weights have the same names, so a checkpoint of one loads into the other. Raises
-    NoValueClassError if the model is an encoder with a decoder, or its type has no base model.
-    """
-    from transformers import (
-        MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
-        MODEL_MAPPING,
-        AutoModelForTokenClassification,
-        PreTrainedModel,
-    )
-    from transformers.modeling_layers import GenericForTokenClassification
-
-    kind = type(config)
-    auto_map = getattr(config, "auto_map", None) or {}
-    if kind in MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING or "AutoModelForTokenClassification" in auto_map:
-        return
-    # The layer's width is read from hidden_size, which BLT's config lacks.
-    if config.is_encoder_decoder or kind not in MODEL_MAPPING or not hasattr(config.get_text_config(), "hidden_size"):
-        raise NoValueClassError(
-            f"critic: got a model of type {config.model_type}, expected a decoder with a base model in transformers and a "
-            "hidden_size in its config; set critic.model.path to a model of another type with the same tokenizer, or an algorithm.adv_estimator "
-            "without critic, such as grpo or reinforce_plus_plus"
-        )
-    base = MODEL_MAPPING[kind]
-    base = base[0] if isinstance(base, tuple | list) else base
-    # The base class of all heads of the architecture: names of weights, attention kernels, the classes that FSDP shards.
-    parent = next(ancestor for ancestor in base.__mro__[1:] if issubclass(ancestor, PreTrainedModel))
-    name = f"{base.__name__.removesuffix('Model')}ForTokenClassification"
-    # From another module transformers would not set buffers of layers that the base model sets, such as Falcon-H1's mup_vector.
-    own = {"config_class": kind, "base_model_prefix": _backbone(config, base), "__module__": base.__module__}
-    made = type(name, (GenericForTokenClassification, parent), own)
-    # exist_ok: without it transformers silently ignores a class for one of its own architectures.
-    AutoModelForTokenClassification.register(kind, made, exist_ok=True)
-    if kind not in MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING:
-        raise NoValueClassError(
-            f"critic: this version of transformers has no class with a number per token for {config.model_type}, and takes "
-            "none for its own types; install a newer one (5.19 does), or set an algorithm.adv_estimator without critic, such "
-            "as grpo or reinforce_plus_plus"
-        )
-
-
-def _backbone(config: "PreTrainedConfig", base: type) -> str:
-    """Return the name of the base model in the language model, whose weights the critic loads; NoValueClassError without one, as in BART."""
-    from transformers import AutoModelForCausalLM
-
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(copy.deepcopy(config))
-    name = next((name for name, child in model.named_children() if isinstance(child, base)), None)
-    if name is None:
-        raise NoValueClassError(
-            f"critic: got a {type(model).__name__}, which has no {base.__name__} inside, expected a language model on a base "
-            "model with the same weights; set critic.model.path to a model of another type with the same tokenizer, or an "
-            "algorithm.adv_estimator without critic, such as grpo or reinforce_plus_plus"
-        )
-    return name
 
 
 # transformers takes seconds to import. The driver only needs a tokenizer, and planning tools need nothing of it.
@@ -107,6 +43,62 @@ Head = Literal["lm", "value", "score"]
 
 class ModelError(ExplainedError, ValueError):
     """A model, its tokenizer or its adapters cannot be loaded as configured."""
+
+
+NO_CRITIC = "an algorithm.adv_estimator without critic, such as grpo or reinforce_plus_plus"
+OTHER_CRITIC = f"set critic.model.path to a model of another type with the same tokenizer, or {NO_CRITIC}"
+
+
+def ensure_value_class(config: "PreTrainedConfig") -> None:
+    """Register a class for an architecture with `AutoModelForTokenClassification`, in this process.
+
+    Most decoders of transformers have none. The new class is the base model with a linear layer, made from the same mixin as
+    transformers' own classes. Its weights have the same names, so a checkpoint of one loads into the other. Raises ModelError if
+    the model is an encoder with a decoder, or its type has no base model.
+    """
+    from transformers import (
+        MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
+        MODEL_MAPPING,
+        AutoModelForCausalLM,
+        AutoModelForTokenClassification,
+        PreTrainedModel,
+    )
+    from transformers.modeling_layers import GenericForTokenClassification
+
+    kind = type(config)
+    auto_map = getattr(config, "auto_map", None) or {}
+    if kind in MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING or "AutoModelForTokenClassification" in auto_map:
+        return
+    # The layer's width is read from hidden_size, which BLT's config lacks.
+    if config.is_encoder_decoder or kind not in MODEL_MAPPING or not hasattr(config.get_text_config(), "hidden_size"):
+        raise ModelError(
+            f"critic: got a model of type {config.model_type}, expected a decoder with a base model in transformers and a "
+            f"hidden_size in its config; {OTHER_CRITIC}"
+        )
+    base = MODEL_MAPPING[kind]
+    base = base[0] if isinstance(base, tuple | list) else base
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(copy.deepcopy(config))
+    # The language model's base model, whose weights the critic loads; BART, for example, has none.
+    backbone = next((name for name, child in model.named_children() if isinstance(child, base)), None)
+    if backbone is None:
+        raise ModelError(
+            f"critic: got a {type(model).__name__}, which has no {base.__name__} inside, expected a language model on a base "
+            f"model with the same weights; {OTHER_CRITIC}"
+        )
+    # The base class of all heads of the architecture: names of weights, attention kernels, the classes that FSDP shards.
+    parent = next(ancestor for ancestor in base.__mro__[1:] if issubclass(ancestor, PreTrainedModel))
+    name = f"{base.__name__.removesuffix('Model')}ForTokenClassification"
+    # From another module transformers would not set buffers of layers that the base model sets, such as Falcon-H1's mup_vector.
+    own = {"config_class": kind, "base_model_prefix": backbone, "__module__": base.__module__}
+    made = type(name, (GenericForTokenClassification, parent), own)
+    # exist_ok: without it transformers silently ignores a class for one of its own architectures.
+    AutoModelForTokenClassification.register(kind, made, exist_ok=True)
+    if kind not in MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING:
+        raise ModelError(
+            f"critic: this version of transformers has no class with a number per token for {config.model_type}, and takes "
+            f"none for its own types; install a newer one (5.19 does), or set {NO_CRITIC}"
+        )
 
 
 def load_tokenizer(path: str, trust_remote_code: bool) -> "PreTrainedTokenizerBase":
@@ -215,13 +207,10 @@ def load_model(config: ModelConfig, head: Head, dtype: torch.dtype, seed: int = 
         model, report = auto_class.from_pretrained(
             _source(config.path),
             config=loaded_config,
-            dtype=dtype,
-            attn_implementation=config.attn_implementation,
-            experts_implementation=experts_kernel(config, dtype),
-            trust_remote_code=config.trust_remote_code,
             generation_config=GenerationConfig() if why_rejected else None,
             ignore_mismatched_sizes=True,  # reported below, with the shapes
             output_loading_info=True,
+            **_options(config, dtype),
         )
     if why_rejected:
         model.generation_config = generation
@@ -244,16 +233,21 @@ def load_skeleton(config: ModelConfig, head: Head, dtype: torch.dtype) -> "PreTr
     generation = generation_of(config.path)[0] if head == "lm" else None
     auto_class, loaded_config = class_and_config(config, head)
     with explained(f"{config.path} as {head} model"), torch.device("meta"):
-        model = auto_class.from_config(
-            loaded_config,
-            dtype=dtype,
-            attn_implementation=config.attn_implementation,
-            experts_implementation=experts_kernel(config, dtype),
-            trust_remote_code=config.trust_remote_code,
-        )
+        model = auto_class.from_config(loaded_config, **_options(config, dtype))
     if generation is not None:  # else transformers has made one from config.json
         model.generation_config = generation
     return model.eval()
+
+
+def _options(config: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
+    # Without a kernel transformers chooses one for experts.
+    eager = "eager" if config.experts_implementation is None and dtype == torch.float64 else None
+    return {
+        "dtype": dtype,
+        "attn_implementation": config.attn_implementation,
+        "experts_implementation": config.experts_implementation or eager,
+        "trust_remote_code": config.trust_remote_code,
+    }
 
 
 def fault_of_ties(config: ModelConfig, skeleton: "PreTrainedModel") -> str | None:
@@ -267,19 +261,18 @@ def fault_of_ties(config: ModelConfig, skeleton: "PreTrainedModel") -> str | Non
     index = folder / "model.safetensors.index.json"
     names = json.loads(index.read_bytes())["weight_map"].values() if index.exists() else ["model.safetensors"]
     files = [folder / name for name in sorted(set(names)) if (folder / name).exists()]
+    ties = skeleton.all_tied_weights_keys
     with ExitStack() as opened, explained(f"the weights of {config.path}"):
         tensors: dict[str, Any] = {}
-        for file in files if skeleton.all_tied_weights_keys else ():
+        for file in files if ties else ():
             found = opened.enter_context(safe_open(file, "pt"))
-            tensors |= {name: found for name in found.keys()}  # noqa: SIM118, it is no dict
-        for target, source in skeleton.all_tied_weights_keys.items():
+            tensors |= {name: found.get_slice(name) for name in {*ties, *ties.values()}.intersection(found.keys())}
+        for target, source in ties.items():
             if target in tensors and source in tensors:
-                one, other = (tensors[name].get_slice(name) for name in (target, source))
-                rows = one.get_shape()[0]
-                parts = (slice(start, start + ROWS_AT_ONCE) for start in range(0, rows, ROWS_AT_ONCE))
-                if one.get_shape() != other.get_shape() or not all(
-                    torch.equal(one[part], other[part]) for part in parts
-                ):
+                one, other = tensors[target], tensors[source]
+                parts = (slice(start, start + ROWS_AT_ONCE) for start in range(0, one.get_shape()[0], ROWS_AT_ONCE))
+                same_shape = one.get_shape() == other.get_shape()
+                if not same_shape or not all(torch.equal(one[part], other[part]) for part in parts):
                     return _unlike(target, source)
     return None
 
@@ -293,11 +286,7 @@ def _unlike(target: str, source: str) -> str:
 
 def class_and_config(config: ModelConfig, head: Head) -> tuple[Any, "PreTrainedConfig"]:
     """Return the auto class that makes the model, and its config; reads no weights. Raises ModelError if the model has no such head."""
-    from transformers import (
-        AutoModelForCausalLM,
-        AutoModelForSequenceClassification,
-        AutoModelForTokenClassification,
-    )
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModelForTokenClassification
 
     loaded = load_config(config)
     if head == "value":
@@ -305,23 +294,12 @@ def class_and_config(config: ModelConfig, head: Head) -> tuple[Any, "PreTrainedC
         loaded.classifier_dropout = 0.0
         try:
             ensure_value_class(loaded)
-        except NoValueClassError as error:
+        except ModelError as error:
             raise ModelError(f"{config.path}: {error}") from None
     if head == "score":
         _check_labels(config.path, loaded)
-    classes = {
-        "lm": AutoModelForCausalLM,
-        "value": AutoModelForTokenClassification,
-        "score": AutoModelForSequenceClassification,
-    }
-    return classes[head], loaded
-
-
-def experts_kernel(config: ModelConfig, dtype: torch.dtype) -> str | None:
-    """Return the kernel of a mixture of experts, as transformers names it; None: transformers chooses."""
-    return (
-        "eager" if config.experts_implementation is None and dtype == torch.float64 else config.experts_implementation
-    )
+    classes = AutoModelForCausalLM, AutoModelForTokenClassification, AutoModelForSequenceClassification
+    return dict(zip(get_args(Head), classes, strict=True))[head], loaded
 
 
 def rope_by_length(config: "PreTrainedConfig") -> str | None:
@@ -337,8 +315,7 @@ def why_not_shared(size: int, processes: int, config: "PreTrainedConfig") -> str
     if kind := rope_by_length(config):
         return (
             f"ulysses_sequence_parallel_size: got {size} for a model with rope_type {kind}, expected 1: its frequencies depend "
-            "on the longest sequence, of which each process has only a part. Set "
-            "ulysses_sequence_parallel_size=1"
+            "on the longest sequence, of which each process has only a part. Set ulysses_sequence_parallel_size=1"
         )
     heads = getattr(config, "num_attention_heads", None)
     if heads is None:
@@ -347,13 +324,13 @@ def why_not_shared(size: int, processes: int, config: "PreTrainedConfig") -> str
             "num_attention_heads, expected 1: processes share the heads of attention. Set ulysses_sequence_parallel_size=1"
         )
     common = math.gcd(processes, heads)
-    if common % size:
-        allowed = " or ".join(str(number) for number in range(1, common + 1) if common % number == 0)
-        return (
-            f"ulysses_sequence_parallel_size: got {size} with {processes} processes and {heads} attention heads, expected a "
-            f"divisor of both numbers: set it to {allowed}"
-        )
-    return None
+    if common % size == 0:
+        return None
+    allowed = " or ".join(str(number) for number in range(1, common + 1) if common % number == 0)
+    return (
+        f"ulysses_sequence_parallel_size: got {size} with {processes} processes and {heads} attention heads, expected a "
+        f"divisor of both numbers: set it to {allowed}"
+    )
 
 
 def _check_labels(path: str | None, loaded: "PreTrainedConfig") -> None:
@@ -448,7 +425,7 @@ def without_progress_bar() -> Iterator[None]:
 
 @contextmanager
 def _load_report(show: bool) -> Iterator[None]:
-    """Hide transformers' table of missing and unexpected weights from the log, unless `show`, and its progress bar.
+    """Hide transformers' progress bar and, unless `show`, its table of missing and unexpected weights.
 
     For a value model the table only shows an unused language-model head and a fresh value head, both intended.
     """

@@ -165,8 +165,8 @@ def require_called_adapters(model: nn.Module, run: Callable[[], object]) -> None
     `run` is a forward of the model as in training. The model may be sharded.
     """
     called: set[nn.Module] = set()
-    inside = [(parent, name, child) for parent in model.modules() for name, child in parent.named_children()]
-    adapted = [(parent, name, child) for parent, name, child in inside if hasattr(child, "lora_A")]
+    inside = ((parent, name, child) for parent in model.modules() for name, child in parent.named_children())
+    adapted = [each for each in inside if hasattr(each[2], "lora_A")]
     hooks = [
         module.register_forward_hook(lambda own, inputs, output: called.add(own))
         for module in {part for parent, _, _ in adapted for part in parent.modules()}
@@ -196,7 +196,7 @@ def merged_weights(
 
     Args:
         parameters: by their names in the adapted model: all of them, or any part that includes the adapters of its layers.
-        adapters: the result of `add_lora`.
+        adapters: the result of `add_lora`; empty for the weights of the model with its adapters off.
         gather: returns the full tensor of a parameter; called once for each, in the same order on every process.
 
     Yields the name as in the model before `add_lora`, and the full tensor in the dtype of the parameter. The adapter's product
@@ -204,50 +204,31 @@ def merged_weights(
     """
     layers = {f"{plain_name(layer)}.{adapter.parameter}": layer for layer, adapter in adapters.items()}
     for name, parameter in parameters.items():
-        if _part_of(name, adapters):
+        if is_adapter(name):
             continue
         plain, full = plain_name(name), gather(parameter)
         if (layer := layers.get(plain)) is not None:
-            names = [_name(layer, part) for part in ADAPTER_PARTS]
+            names = [f"{layer}.{part}.{ADAPTER}.weight" for part in ADAPTER_PARTS]
             parts = [gather(parameters[each]) for each in names if each in parameters]
             full = _merge(full, adapters[layer], *parts)
         yield plain, full
 
 
-def base_weights(
-    parameters: Mapping[str, Tensor],
-    adapters: Mapping[str, Adapter],
-    gather: Callable[[Tensor], Tensor] = Tensor.detach,
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights of the model as it is with adapters off, by their names before `add_lora`; arguments as above."""
-    for name, parameter in parameters.items():
-        if not _part_of(name, adapters):
-            yield plain_name(name), gather(parameter)
-
-
 def adapter_weights(
-    parameters: Mapping[str, Tensor],
-    adapters: Mapping[str, Adapter],
-    gather: Callable[[Tensor], Tensor] = Tensor.detach,
+    parameters: Mapping[str, Tensor], gather: Callable[[Tensor], Tensor] = Tensor.detach
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the parameters of the adapters, by their names in the adapted model; arguments as of `merged_weights`."""
-    for name, parameter in parameters.items():
-        if _part_of(name, adapters):
-            yield name, gather(parameter)
+    return ((name, gather(parameter)) for name, parameter in parameters.items() if is_adapter(name))
 
 
-def _name(layer: str, part: str) -> str:
-    return f"{layer}.{part}.{ADAPTER}.weight"
+def is_adapter(name: str) -> bool:
+    """Whether a parameter of a model, by its name, is one of an adapter."""
+    return name.endswith(f".{ADAPTER}.weight") and name.split(".")[-3] in ADAPTER_PARTS
 
 
 def plain_name(name: str) -> str:
     """Return the name of a parameter or layer before `add_lora`."""
     return ".".join(part for part in name.split(".") if part != "base_layer")
-
-
-def _part_of(name: str, adapters: Mapping[str, Adapter]) -> bool:
-    layer, _, end = name.removesuffix(f".{ADAPTER}.weight").rpartition(".")
-    return end in ADAPTER_PARTS and layer in adapters
 
 
 def _merge(weight: Tensor, adapter: Adapter, a: Tensor, b: Tensor, magnitude: Tensor | None = None) -> Tensor:
@@ -282,9 +263,9 @@ def _names(text: str) -> list[str]:
     return [name.strip() for name in text.split(",")]
 
 
-def _named(model: nn.Module, wanted: str) -> list[str]:
-    """Return the modules that a target means: those whose names end so."""
-    return [name for name, _ in model.named_modules() if name and (name == wanted or name.endswith(f".{wanted}"))]
+def _named(wanted: str, names: Iterable[str]) -> list[str]:
+    """Return the names that a target means: those that end so."""
+    return [name for name in names if name == wanted or name.endswith(f".{wanted}")]
 
 
 def _experts_named(model: nn.Module, wanted: str) -> list[str]:
@@ -294,9 +275,9 @@ def _experts_named(model: nn.Module, wanted: str) -> list[str]:
         for name, parameter in module.named_parameters(recurse=False):
             if parameter.dim() == 3 and len(parameter) == getattr(module, "num_experts", None):
                 stacked[f"{owner}.{name}"] = owner
-    if matches := _named(model, wanted):
-        return [name for name, owner in stacked.items() if owner in matches]
-    return [name for name in stacked if name == wanted or name.endswith(f".{wanted}")]
+    if owners := _named(wanted, [name for name, _ in model.named_modules()]):
+        return [name for name, owner in stacked.items() if owner in owners]
+    return _named(wanted, stacked)
 
 
 def expert_targets(model: nn.Module, text: str) -> list[str]:
@@ -310,18 +291,22 @@ def adapter_targets(model: "PreTrainedModel", text: str) -> list[str]:
 
     The model may be on the meta device; the text is `all-linear` or names joined by commas. Raises ModelError as `add_lora`.
     """
-    head = _value_head(model)
-    modules = {name: module for name, module in model.named_modules() if name}
+    head, output = _value_head(model), model.get_output_embeddings()
+    modules = {name: cast(Any, module) for name, module in model.named_modules() if name}
     uses = Counter(parameter for _, parameter in model.named_parameters(remove_duplicate=False))
     found: dict[str, None] = {}
     for wanted in _names(text):
         if wanted == "all-linear":
-            found.update(dict.fromkeys(_all_linear(model, head, uses)))
+            linear = {n: m for n, m in modules.items() if is_linear(m) and m is not output and n not in head}
+            matches = [name for name, module in linear.items() if uses[module.weight] == 1]
+            if not matches:
+                raise ModelError(
+                    f"target_modules: got all-linear for a {type(model).__name__}, whose linear layers have a forward of their "
+                    "own or share weights, expected at least one plain linear layer; set lora_rank=0 to train all weights"
+                )
+        elif _experts_named(model, wanted):
             continue
-        if _experts_named(model, wanted):
-            continue
-        matches = _named(model, wanted)
-        if not matches:
+        elif not (matches := _named(wanted, modules)):
             names = {name.rpartition(".")[2] for name in modules}
             hint = did_you_mean(wanted, names, "expected `all-linear` or names joined by commas", most=3)
             raise ModelError(f"target_modules: the model has no module {wanted!r}; {hint}")
@@ -336,17 +321,6 @@ def adapter_targets(model: "PreTrainedModel", text: str) -> list[str]:
                 f"target_modules: {name} shares its weight with another module; an adapter would make them differ"
             )
     return list(found)
-
-
-def _all_linear(model: "PreTrainedModel", head: list[str], uses: Counter[nn.Parameter]) -> list[str]:
-    output = model.get_output_embeddings()
-    linear = {n: cast(Any, m) for n, m in model.named_modules() if is_linear(m) and m is not output and n not in head}
-    if own := [name for name, module in linear.items() if uses[module.weight] == 1]:
-        return own
-    raise ModelError(
-        f"target_modules: got all-linear for a {type(model).__name__}, whose linear layers have a forward of their own or "
-        "share weights, expected at least one plain linear layer; set lora_rank=0 to train all weights"
-    )
 
 
 def expert_product(a: Tensor, b: Tensor, experts: int, transposed: bool) -> tuple[Tensor, Tensor]:
@@ -382,7 +356,7 @@ def _forward(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 class AdapterKind(NamedTuple):
-    """What the parameters of an adapter mean; `experts` are the names of experts' weights with adapters."""
+    """The options of adapters; `experts` are the names of experts' weights that have some."""
 
     rank: int
     alpha: float
@@ -470,12 +444,24 @@ def load_adapters(model: "PreTrainedModel", config: ModelConfig) -> None:
         raise ModelError("; ".join(faults))
     from safetensors import safe_open
 
-    own = {peft_name(name): parameter for name, parameter in model.named_parameters() if _is_part(name)}
+    own = {peft_name(name): parameter for name, parameter in model.named_parameters() if is_adapter(name)}
     with explained(f"the adapters of {path}"):
         file: Any = safe_open(Path(path) / WEIGHTS, framework="pt")
         theirs = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
     _require_equal_experts(path, {name for name, _ in adapted_experts(model)})
-    _require_equal_layers(path, own, theirs)
+    for what, names in (("lacks", own.keys() - theirs.keys()), ("has in excess", theirs.keys() - own.keys())):
+        if names:
+            targets = ",".join(sorted({name.rpartition(".lora_")[0].rpartition(".")[2] for name in theirs}))
+            raise ModelError(
+                f"lora_adapter_path: {path} {what} {len(names)} parameters of adapters, such as {', '.join(sorted(names)[:3])}; "
+                f"expected those of the layers in target_modules. Set target_modules={targets}, or take adapters of this model"
+            )
+    for name, parameter in own.items():
+        if tuple(parameter.shape) != theirs[name]:
+            raise ModelError(
+                f"lora_adapter_path: {name} of {path} has shape {theirs[name]}, expected {tuple(parameter.shape)}; the "
+                "adapters belong to another model"
+            )
     with torch.no_grad():
         for name, parameter in own.items():
             if not parameter.is_meta:
@@ -485,7 +471,7 @@ def load_adapters(model: "PreTrainedModel", config: ModelConfig) -> None:
 def _require_equal_experts(path: str, own: set[str]) -> None:
     """Compare the experts' weights by name endings in peft's configuration: its parameter names lack them."""
     theirs = json.loads((Path(path) / CONFIG).read_text()).get("target_parameters") or []
-    pairs = {(name, end) for name in own for end in theirs if name == end or name.endswith(f".{end}")}
+    pairs = {(name, end) for end in theirs for name in _named(end, own)}
     if ({name for name, _ in pairs}, {end for _, end in pairs}) != (own, set(theirs)):
         raise ModelError(
             f"lora_adapter_path: {path} has target_parameters={theirs}, but target_modules means the experts' weights "
@@ -493,32 +479,7 @@ def _require_equal_experts(path: str, own: set[str]) -> None:
         )
 
 
-def _require_equal_layers(path: str, own: Mapping[str, nn.Parameter], theirs: Mapping[str, tuple[int, ...]]) -> None:
-    for what, names in (("lacks", own.keys() - theirs.keys()), ("has in excess", theirs.keys() - own.keys())):
-        if names:
-            some = ", ".join(sorted(names)[:3])
-            targets = ",".join(sorted({_leaf(name) for name in theirs}))
-            raise ModelError(
-                f"lora_adapter_path: {path} {what} {len(names)} parameters of adapters, such as {some}; expected those of the "
-                f"layers in target_modules. Set target_modules={targets}, or take adapters of this model"
-            )
-    for name, parameter in own.items():
-        if tuple(parameter.shape) != theirs[name]:
-            raise ModelError(
-                f"lora_adapter_path: {name} of {path} has shape {theirs[name]}, expected {tuple(parameter.shape)}; the "
-                "adapters belong to another model"
-            )
-
-
-def _is_part(name: str) -> bool:
-    return name.endswith(f".{ADAPTER}.weight") and name.split(".")[-3] in ADAPTER_PARTS
-
-
 def peft_name(name: str) -> str:
     """Return peft's name in a file for a parameter of an adapted model: without the adapter's name."""
     layer, part = name.removesuffix(f".{ADAPTER}.weight").rsplit(".", 1)
     return f"{_PREFIX}{layer}.{part}" + (".weight" if part in ("lora_A", "lora_B") else "")
-
-
-def _leaf(name: str) -> str:
-    return name.rpartition(".lora_")[0].rpartition(".")[2]

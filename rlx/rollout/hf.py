@@ -121,7 +121,7 @@ class HFRollout(Rollout):
     def _targets(self) -> dict[str, Tensor]:
         """Return the weights that an update replaces, by name."""
         weights = self._model.state_dict(keep_vars=True)
-        return dict(adapter_weights(weights, self._adapters, lambda tensor: tensor)) if self._adapters else weights
+        return dict(adapter_weights(weights, lambda tensor: tensor)) if self._adapters else weights
 
     def probe(self) -> Tensor:
         return on_cpu([evenly_spaced(each) for each in self._targets().values()])

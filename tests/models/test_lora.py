@@ -216,7 +216,7 @@ def test_adapters_of_experts_compute_what_the_merged_model_does(row, targets):
     require_called_adapters(model, lambda: model(IDS))
     model(input_ids=IDS).logits.sum().backward()
     assert {n for n, p in parameters(model).items() if p.grad is not None} == set(
-        dict(adapter_weights(parameters(model), adapters))
+        dict(adapter_weights(parameters(model)))
     )
 
 
@@ -225,12 +225,12 @@ def test_adapters_of_experts_are_those_of_peft(tmp_path):
     plain = tiny_model(config_of("qwen3_moe"), torch.float32)
     model, theirs = copy.deepcopy(plain), copy.deepcopy(plain)
     config = ModelConfig(lora_rank=3, lora_alpha=6, target_modules="q_proj,experts", lora_adapter_path=str(tmp_path))
-    adapters = add_lora(model, config)
-    for _, parameter in adapter_weights(parameters(model), adapters, lambda parameter: parameter):
+    add_lora(model, config)
+    for _, parameter in adapter_weights(parameters(model), lambda parameter: parameter):
         nn.init.normal_(parameter, std=0.1)
     names = tuple(name for name, _ in adapted_experts(model))
     kind = AdapterKind.of(config)._replace(experts=names)
-    write_adapters(tmp_path, dict(adapter_weights(parameters(model), adapters)), kind)
+    write_adapters(tmp_path, dict(adapter_weights(parameters(model))), kind)
     theirs = peft.PeftModel.from_pretrained(theirs, tmp_path)
     torch.testing.assert_close(theirs(input_ids=IDS).logits, model(input_ids=IDS).logits, rtol=0, atol=1e-4)
     again = copy.deepcopy(plain)
@@ -279,11 +279,11 @@ def lora_config(folder, kind="LoRA", **changed):
 
 def started(config, seed):
     model = load_model(config, "lm", torch.float32)
-    adapters = add_lora(model, config, seed)
+    add_lora(model, config, seed)
     for i, (name, parameter) in enumerate(model.named_parameters()):
         if ".lora_" in name:
             nn.init.uniform_(parameter, 0.1, 0.9, generator=torch.Generator().manual_seed(seed + i))
-    return model, dict(adapter_weights(dict(model.named_parameters()), adapters))
+    return model, dict(adapter_weights(dict(model.named_parameters())))
 
 
 @pytest.fixture

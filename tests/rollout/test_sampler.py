@@ -27,10 +27,10 @@ def test_hf_keeps_the_base_and_takes_adapters(folder, lora, dtype):
     rollout = build_rollout(RolloutConfig(name="hf", dtype=dtype), model, torch.device("cpu"), 64)
     assert rollout.version is None
     own = load_model(model, "lm", torch.float32)
-    adapters = add_lora(own, model)
+    add_lora(own, model)
     for parameter in (p for name, p in own.named_parameters() if "lora_B" in name):
         torch.nn.init.normal_(parameter, std=0.3)
-    sent = dict(adapter_weights(dict(own.named_parameters()), adapters))
+    sent = dict(adapter_weights(dict(own.named_parameters())))
     rollout.update_weights(sent.items(), version=3)
     request = Request((3, 4, 5), 0, Sampling(8, temperature=0.0))
     (completion,) = rollout.generate([request])
