@@ -19,7 +19,7 @@ _CAUSES = _FULL | {
     errno.EPERM: "this user may not write there",
     errno.ENOENT: "the folder is gone",
     errno.ESTALE: "the folder is gone",
-    errno.ENOTDIR: "a part of the path is no folder",
+    errno.ENOTDIR: "a part of the path is not a folder",
     errno.EIO: "the device reports an error",
     errno.EFBIG: "the file would be larger than this process may write (ulimit -f)",
 }

@@ -85,7 +85,7 @@ def require_finite(source: str, named: Iterable[tuple[str, torch.Tensor]]) -> No
         if own.is_floating_point() and not (right := own.isfinite()).all():
             faults.append(f"{name} ({int((~right).sum())} of {own.numel()} numbers of a process)")
     if faults := everywhere(faults):
-        raise ModelError(f"{source} holds NaN or infinite weights: {few(faults)}; take a copy that is whole")
+        raise ModelError(f"{source} holds NaN or infinite weights: {few(faults)}; use an intact copy")
 
 
 def everywhere(faults: list[str]) -> list[str]:

@@ -114,7 +114,7 @@ def _given(part: MicroBatch) -> Tensor | None:
 def _weights(part: MicroBatch) -> Tensor:
     """Return how many rows hold each token, (N,) int64; rows do not count their last tokens, which predict nothing."""
     if part.packed is not None:
-        assert part.packed.copies is not None, "processes that share rows have no balance of experts"
+        assert part.packed.copies is not None, "expert balancing does not support processes that share rows"
         weights = part.packed.copies
     else:
         weights = part.batch["attention_mask"][:, 1:].flatten().long()

@@ -105,7 +105,7 @@ class CheckpointWriter:
 
         Raises StorageError if the disk has no room.
         """
-        assert self._pending is None, "the save before has not been finished"
+        assert self._pending is None, "the previous save has not finished"
         partial = folders.partial_of(folder)
         pieces = {part: pieces_of(state) for part, state in parts.items()}
         needed_bytes = sum(_gather(sum(piece.tensor.nbytes for each in pieces.values() for piece in each)))

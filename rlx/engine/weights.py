@@ -118,7 +118,7 @@ class Weights:
     def load(self, folder: str | Path) -> None:
         """Continue from a checkpoint of any number of processes and either strategy; its digests are not checked.
 
-        If it lacks the optimizer's state or the position in the schedule, these start anew, with a warning. Raises CheckpointError
+        If it lacks the optimizer's state or the position in the schedule, these start from zero, with a warning. Raises CheckpointError
         if it is no checkpoint, has no model, its model has another head, or its tensors do not fit.
         """
         folder, sharded, stepper = Path(folder), self._sharded, self._stepper
@@ -148,10 +148,10 @@ class Weights:
             make() if on_host is None else on_host.replace(make)
             stepper.updates, stepper.steps = description.updates, description.steps
             if not saved.is_dir() and description.steps:
-                logger.warning("%s holds no optimizer state: AdamW's moments start anew", folder)
+                logger.warning("%s holds no optimizer state: AdamW's moments start from zero", folder)
                 stepper.steps = 0
             if "extra" not in description.contents and description.updates:
-                logger.warning("%s holds no extra: the learning rate's schedule starts anew", folder)
+                logger.warning("%s holds no extra: the learning-rate schedule restarts", folder)
                 stepper.updates = 0
         try:
             require_finite(str(folder), sharded.root.named_parameters())
@@ -203,7 +203,7 @@ def _read_optimizer(folder: Path, sharded: Sharded, optimizer: AdamW) -> None:
     except CheckpointError as error:
         raise CheckpointError(
             f"{error}. Continue with optim.optimizer, optim.master_weights and fsdp_config.model_dtype of the run that saved it, or "
-            "save without the optimizer to begin with new moments"
+            "save without the optimizer to start with new moments"
         ) from None
     set_optimizer_state_dict(sharded.root, optimizer, state, options=_flat(sharded))
     for name, parameter in sharded.root.named_parameters():
@@ -214,7 +214,7 @@ def _read_optimizer(folder: Path, sharded: Sharded, optimizer: AdamW) -> None:
     if faults := everywhere(faults):
         raise CheckpointError(
             f"{folder} holds a state that AdamW cannot have: {few(faults)}; take another checkpoint, or remove this folder and save "
-            "without the optimizer to begin with new moments"
+            "without the optimizer to start with new moments"
         )
 
 

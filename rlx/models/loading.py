@@ -358,7 +358,7 @@ def _source(path: str | None) -> str:
     looks_local = path.startswith(("/", "~", ".")) or path.count("/") > 1
     if looks_local and not folder.is_dir():
         raise ModelError(
-            f"model.path: got {folder}, which is no folder; expected a folder with config.json and weights, or a hub name"
+            f"model.path: got {folder}, which is not a folder; expected a folder with config.json and weights, or a hub name"
         )
     if not folder.is_dir():
         return path

@@ -73,8 +73,8 @@ class LayerRunner:
                 )
         elif isinstance(policy, PlannedPolicy) and policy.is_off_plan and self._session.is_first("off plan"):
             logger.info(
-                f"activation offloading: layer {layer.name} calls other attention or linear maps than when it was measured: "
-                "from there on it is recomputed. Logged once",
+                f"activation offloading: layer {layer.name} calls other attention or linear maps than when it was measured, "
+                "so from there on it is recomputed. Logged once",
             )
         return outputs
 
@@ -302,7 +302,7 @@ class ActivationOffloading:
         """Switch off transformers' gradient checkpointing of the layers, even if it was switched on after `_wrap`."""
         if self.is_enabled and self._flags.switch_off() and self.session.is_first("checkpointing is switched off"):
             recomputes = SAVE_MODES[self.session.save].recomputes
-            why = "rlx recomputes the layers instead" if recomputes else "enable_ckpt=False asks for no recomputation"
+            why = "rlx recomputes the layers instead" if recomputes else "enable_ckpt=False turns recomputation off"
             logger.warning(
                 f"activation offloading: gradient checkpointing of transformers is switched off; {why}. "
                 "disable() switches it on again"
@@ -379,7 +379,7 @@ def enable_activation_offloading(
     for name, module in found:
         _check_layer(name, module, SAVE_MODES[save].recomputes)
     if len(found) < 3:
-        text = "activation offloading: %s has %d layers only; little is gained"
+        text = "activation offloading: %s has only %d layers, so offloading saves little"
         logger.warning(text, type(model).__name__, len(found))
     handle = ActivationOffloading(options, save)
     handle._wrap(model, found)
@@ -395,7 +395,7 @@ def _check_layer(name: str, module: nn.Module, recomputes: bool) -> None:
     if any(isinstance(part, nn.RReLU) for part in module.modules()):
         raise ValueError(
             f"layer {name} has an RReLU, whose noise torch saves for backward before it is drawn, so that its gradients would be "
-            "wrong; take another activation, or leave the layer out of layers="
+            "wrong; use another activation, or leave the layer out of layers="
         )
     if recomputes and isinstance(module, torch.jit.ScriptModule):
         raise ValueError(

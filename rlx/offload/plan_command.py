@@ -1,8 +1,8 @@
-"""Plan activations for a model and a machine that need not be at hand: what to keep, offload and recompute, time and memory.
+"""Plan which activations to keep, offload and recompute, with time and memory, for any model and machine.
 
 Times and sizes come from formulas (docs/planning.md). Communication between accelerators is assumed to be hidden behind
 compute. The head is assumed to compute log-probs in chunks of 3 GiB of logits; whole logits need more. Rows are values of
-`OffloadOptions.save`, beside plain training and transformers' gradient checkpointing. Examples:
+`OffloadOptions.save`, plus plain training and transformers' gradient checkpointing. Examples:
 
     python -m rlx.offload.plan --model qwen2-7b --tokens 32768 --hardware h100 --weight-bytes 2 --lora-rank 16
     python -m rlx.offload.plan --model qwen2-7b --tokens 32768 --gpus 8
@@ -112,7 +112,8 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog=_called_as(), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    description = (__doc__ or "").replace("python -m rlx.offload.plan", _called_as())
+    parser = _Parser(prog=_called_as(), description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--model", required=True, help=f"{', '.join(SHAPES)}, or the path or hub name of a model of transformers")
     tokens = "tokens of a micro-batch on one GPU, or on all that share it; default: the longest that fits"
@@ -137,9 +138,9 @@ def _add_machine(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--gpus", type=positive, default=1, help="GPUs that FSDP shards the model over; default 1")
     add("--shared-by", type=positive, default=1, help="GPUs that share each sequence (Ulysses); default 1")
-    on_host = "the optimizer's states are in host memory except during its step (optimizer_offload)"
+    on_host = "optimizer state is in host memory except during the step (optimizer_offload)"
     add("--optimizer-on-host", action="store_true", help=on_host)
-    states = "size of weights, gradients and states on a GPU, if some are frozen or on the host [10^9 bytes]"
+    states = "size of weights, gradients and optimizer state on a GPU, if some are frozen or on the host [10^9 bytes]"
     add("--states-gb", type=_number, help=states)
     add("--hardware", type=_card, choices=PROFILES, default="h200", help="default h200")
     add("--device-gb", type=_number, help="memory of a GPU instead of the profile's [10^9 bytes]")

@@ -111,7 +111,7 @@ class HFRollout(Rollout):
                 written.add(id(target))
             elif not torch.equal(target, value):
                 raise ValueError(
-                    f"weight {name!r}: got other values than the weight it is tied to; untie them in the model's config"
+                    f"weight {name!r}: got values that differ from those of the weight it is tied to; untie them in the model's config"
                 )
         missing = [name for name, target in targets.items() if id(target) not in written]
         if missing:

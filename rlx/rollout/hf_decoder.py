@@ -311,7 +311,7 @@ def inputs_of(model: PreTrainedModel) -> ForwardInputs:
     taken = inspect.signature(model.forward).parameters
     cache = next((argument for argument in ("past_key_values", "cache_params") if argument in taken), None)
     if cache is None:
-        raise EngineError(refused % "its forward takes no cache, expected past_key_values or cache_params")
+        raise EngineError(refused % "its forward accepts no cache, expected past_key_values or cache_params")
     padding = getattr(config, "pad_token_id", None)
     ids = torch.tensor([[token for token in range(4) if token != padding][:3]], device=model.device)
     first = None
@@ -323,7 +323,7 @@ def inputs_of(model: PreTrainedModel) -> ForwardInputs:
             if (placed - own).abs().max() <= _LOGITS_TOLERANCE[own.element_size()] * own.std():
                 break
         else:
-            raise EngineError(refused % "its positions begin neither at 0 nor behind the padding index")
+            raise EngineError(refused % "its positions begin neither at 0 nor after the padding index")
     inputs = ForwardInputs(cache, first, _has_window(model, ids))
     try:
         decoder = BatchDecoder(model, inputs, [tuple(ids[0].tolist()), tuple(ids[0, :1].tolist())], 3, model.device)
@@ -335,9 +335,7 @@ def inputs_of(model: PreTrainedModel) -> ForwardInputs:
     expected, found = model(input_ids=ids[:, [0, 1, 2, 1]], use_cache=False).logits[:, -1], decoder.logits_BV
     tolerance = _LOGITS_TOLERANCE[expected.element_size()] * expected.std()
     if (found - expected).abs().max() > max(tolerance, _rounding(model, ids[:, [0, 1, 2, 1]])):
-        raise EngineError(
-            refused % "a row that was padded and decoded with a cache has other logits than one that was not"
-        )
+        raise EngineError(refused % "padding and decoding with a cache changes its logits")
     return inputs
 
 

@@ -194,6 +194,6 @@ class ChangeCheck:
         if share * len(found) >= SURE and torch.equal(before[1], found):
             raise StaleSamplerError(
                 f"sync of version {version}: {share:.1%} of the policy's sampled weights changed, but none of {len(found):,} "
-                "of the sampler's; expected new weights there. It would go on with old ones. Update vLLM or set "
+                "of the sampler's; expected new weights there. It would keep sampling from old weights. Update vLLM or set "
                 "actor_rollout_ref.rollout.name=hf; with adapters, actor_rollout_ref.model.lora.merge=True sends all weights"
             )

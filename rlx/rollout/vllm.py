@@ -62,7 +62,7 @@ def unknown_options(names: Iterable[str]) -> list[str]:
     """Return one line for each name that is no option of this version's engine."""
     known = sorted(field.name for field in dataclasses.fields(EngineArgs))
     return [
-        f"{name} is no option of vLLM {_version}; {did_you_mean(name, known, 'remove it', most=3)}"
+        f"{name} is not an option of vLLM {_version}; {did_you_mean(name, known, 'remove it', most=3)}"
         for name in names
         if name not in known
     ]
@@ -335,7 +335,9 @@ def _end(core: Any) -> None:
         try:
             part()
         except Exception as error:
-            logger.warning("vLLM: %s of an engine that ends: %s: %s", part.__qualname__, type(error).__name__, error)
+            logger.warning(
+                "vLLM: %s failed while the engine shut down: %s: %s", part.__qualname__, type(error).__name__, error
+            )
 
 
 def _give_back(worker: Any) -> None:
@@ -594,7 +596,7 @@ class VLLMRollout(Rollout):
         try:
             self._wake("weights", "kv_cache")  # memory that sleeps cannot be freed and would count as used
         except EngineError as error:
-            logger.warning("%s. The engine ends, and no other can be made in this process", error)
+            logger.warning("%s. The engine shuts down, and this process cannot start another", error)
         self._asleep.clear()
         self.engine.close()
 
@@ -607,7 +609,7 @@ class VLLMRollout(Rollout):
                     self.engine.wake(part)
                 except RuntimeError as error:
                     raise EngineError(
-                        f"vLLM could not take its {part} back ({error}); {DeviceMemory.of(self._device)}. Lower "
+                        f"vLLM could not allocate its {part} again ({error}); {DeviceMemory.of(self._device)}. Lower "
                         "actor_rollout_ref.rollout.gpu_memory_utilization, or set fsdp_config.param_offload and "
                         "optimizer_offload"
                     ) from error

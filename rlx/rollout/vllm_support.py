@@ -119,16 +119,16 @@ def fault_of(
     try:
         found = models_of(architectures)
     except ImportError as error:  # vLLM itself would only say that it failed
-        return f"vLLM {version} cannot import its model: {error}; install what it lacks, or {USE_HF}"
+        return f"vLLM {version} cannot import its model: {error}; install the missing package, or {USE_HF}"
     if architectures and not found:
         return f"vLLM {version} has no model {' or '.join(architectures)}; {USE_HF}"
     key, limit = _NORM_OVER_ALL_GROUPS.get(config.model_type), getattr(config, "time_step_limit", None)
     if key and (groups := getattr(config, key)) > 1:
-        return f"{key}: got {groups} groups, which vLLM normalises each alone and transformers together, expected 1; {USE_HF}"
+        return f"{key}: got {groups} groups, which vLLM normalises separately and transformers together, expected 1; {USE_HF}"
     if limit is not None and tuple(limit) != (0.0, math.inf):
         return f"time_step_limit: got {tuple(limit)}, which vLLM does not apply, expected (0.0, inf); {USE_HF}"
     if config.model_type in _JOINED_WEIGHTS:
-        return f"vLLM reads the joined weights of checkpoints, and the trainer's model has them apart; {USE_HF}"
+        return f"vLLM reads the checkpoints' fused weights, which the trainer's model keeps separate; {USE_HF}"
     if device.type == "cpu" and (kernel := _GPU_KERNELS.get(config.model_type)):
         return f"on CPU vLLM has no kernel for its {kernel}; {USE_HF}"
     return None
@@ -194,7 +194,7 @@ class DeviceMemory(NamedTuple):
     def __str__(self) -> str:
         others = self.total - self.free - self.held
         return (
-            f"of {self.total / 1e9:.1f} GB {self.free / 1e9:.1f} are free, models and optimizers of this process hold "
+            f"{self.free / 1e9:.1f} of {self.total / 1e9:.1f} GB are free, models and optimizers of this process hold "
             f"{self.held / 1e9:.1f}, and other processes and CUDA itself {others / 1e9:.1f}"
         )
 

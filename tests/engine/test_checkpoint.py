@@ -106,7 +106,7 @@ def test_contents_left_out_start_anew(model_folder, one_rank, tmp_path):
     same(saved, loaded)
     assert metrics[0]["lr"] == pytest.approx(1e-2 / 3), "the schedule begins again"
     ((moments, schedule),) = one_rank("checkpoint", "warnings_of_loading", model_folder, folder)
-    assert "no optimizer state" in moments and "schedule starts anew" in schedule
+    assert "no optimizer state" in moments and "schedule restarts" in schedule
 
 
 @pytest.mark.parametrize("offload", [False, True])

@@ -232,7 +232,7 @@ def test_skeleton_is_the_model_without_weights(folder, head):
 
 
 def test_model_errors(folders, tmp_path):
-    with pytest.raises(ModelError, match=f"model.path: got {tmp_path}/gone, which is no folder"):
+    with pytest.raises(ModelError, match=f"model.path: got {tmp_path}/gone, which is not a folder"):
         load_model(ModelConfig(path=f"{tmp_path}/gone"), "lm", torch.float32)
     with pytest.raises(ModelError, match="could not load the config of") as caught:
         load_model(ModelConfig(path=str(tmp_path)), "lm", torch.float32)

@@ -164,7 +164,7 @@ def _untied(weights):
         (_renamed, "'model.nothing': got a name that Qwen3ForCausalLM lacks"),
         (_missing, r"1 of \d+ weights did not arrive: 'model.norm.weight'"),
         (_reshaped, r"'model.norm.weight': got shape \(1,\), expected \(64,\)"),
-        (_untied, "'lm_head.weight': got other values than the weight it is tied to"),
+        (_untied, "'lm_head.weight': got values that differ from those of the weight it is tied to"),
     ],
 )
 def test_a_wrong_set_of_weights_is_refused_and_cannot_be_used(spoil, message, make_model, make_rollout, prompts):

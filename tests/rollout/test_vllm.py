@@ -293,7 +293,7 @@ def test_an_error_of_the_trainer_while_weights_are_gathered_stays_what_it_is(ran
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"block_sizes": 32}, ["engine_kwargs.vllm: block_sizes is no option of vLLM", "did you mean block_size"]),
+        ({"block_sizes": 32}, ["engine_kwargs.vllm: block_sizes is not an option of vLLM", "did you mean block_size"]),
         ({"kv_cache_dtype": "fp7"}, ["could not start", "kv_cache_dtype", "fp7", "'max_num_seqs': 1024"]),
     ],
 )
@@ -325,7 +325,7 @@ def test_options_that_vllm_does_not_take_are_named(ranks, folders, options, said
         ),
         (
             HrmTextConfig(architectures=["HrmTextForCausalLM"]),
-            "the joined weights of checkpoints, .*; set .*name=hf",
+            "the checkpoints' fused weights, .*; set .*name=hf",
         ),
     ],
     ids=["lacking", "experts", "norms of groups", "limited steps", "no kernel", "joined weights"],

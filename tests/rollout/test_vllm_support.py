@@ -49,7 +49,7 @@ def test_memory_is_counted_before_it_is_taken():
     memory.require(0.42)
     with pytest.raises(
         ValueError,
-        match=r"=0\.5 asks for 70\.0 GB .* of 140\.0 GB 60\.0 are free, .* hold 70\.0, and other processes and CUDA itself 10\.0\. "
+        match=r"=0\.5 asks for 70\.0 GB .* 60\.0 of 140\.0 GB are free, .* hold 70\.0, and other processes and CUDA itself 10\.0\. "
         r"Set it to at most 0\.42, .*param_offload",
     ):
         memory.require(0.5)

@@ -29,7 +29,7 @@ def why_not_writable(folder: Path) -> str | None:
     """Return why this process cannot write to a folder, or cannot make it; None if no reason is known."""
     nearest = next(each for each in (folder, *folder.parents) if os.path.lexists(each))
     if not nearest.is_dir():
-        return f"{nearest} is no folder"
+        return f"{nearest} is not a folder"
     try:
         # os.access grants root all that /proc and /sys refuse, so this makes a folder there and removes it.
         os.rmdir(tempfile.mkdtemp(prefix=".rlx-", dir=nearest))

@@ -114,7 +114,7 @@ def fetch_configs(config: PPOConfig) -> list[Fault]:
 
 def _fault_of_hub(key: str, path: str, reason: str, patience_s: float) -> Fault:
     return Fault(
-        what=f"{key} is no folder and no cached model of this machine, and the hub did not give its config.json within {patience_s:g} s",
+        what=f"{key} is neither a folder nor a cached model, and the hub did not return its config.json within {patience_s:g} s",
         got=f"{key}={path} ({reason})",
         expected="a folder with config.json, or a name of the hub",
         remedy=(

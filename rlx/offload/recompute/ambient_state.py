@@ -26,8 +26,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import has_torch_function
 
 _SEVERAL_THREADS = (
-    "a layer that is recomputed draws random numbers while another thread runs one: torch has one generator per device, so "
-    "that the numbers cannot be repeated. Let the threads run one after the other, switch dropout off, or use "
+    "a recomputed layer draws random numbers while another thread runs one: torch has one generator per device, so "
+    "that the numbers cannot be repeated. Run the threads one at a time, turn dropout off, or use "
     "enable_ckpt=False"
 )
 _SDPA_BACKENDS = (

@@ -237,7 +237,7 @@ class RecomputedCall(LayerCall):
         if not self._inputs.is_untouched:
             raise RuntimeError(
                 f"layer {self.layer.name} modifies one of its inputs by an inplace operation and can therefore not be "
-                "recomputed; write out of place in the layer, or use enable_ckpt=False"
+                "recomputed; use an out-of-place operation, or enable_ckpt=False"
             )
 
     def evict(self, needed_by: LayerCall | None = None) -> None:
@@ -305,7 +305,7 @@ class RecomputedCall(LayerCall):
         if self._repeatable.module.training != self._was_training:
             raise RecomputeError(
                 f"layer {self.layer.name} was in {'training' if self._was_training else 'evaluation'} mode in forward "
-                "and is not in backward, which has to recompute it; switch modes between steps only"
+                "and is not in backward, which has to recompute it; switch modes only between steps"
             )
         if change := self._state.changed():
             raise changed(self.layer.name, change)

@@ -239,7 +239,7 @@ class RecomputeError(RuntimeError):
 def changed(layer: str, change: str) -> RecomputeError:
     return RecomputeError(
         f"layer {layer} has to be recomputed, but since its forward {change}, so that gradients would be "
-        "wrong; change parameters and buffers only when no backward is left to do, or use enable_ckpt=False"
+        "wrong; change parameters and buffers only when no backward is pending, or use enable_ckpt=False"
     )
 
 

@@ -113,7 +113,7 @@ def why_not_cacheable(tensors: Sequence[Tensor]) -> str | None:
     if not all(map(is_plain, tensors)):
         return "works on subclasses of tensors"
     if not all(map(storage_address, tensors)):
-        return "works on tensors without memory"
+        return "works on tensors without storage"
     return None
 
 

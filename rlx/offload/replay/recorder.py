@@ -122,7 +122,7 @@ class Recorder(OpMode):
         results = tensors_in(result)
         refusal = why_not_cacheable((*arguments, *results))
         if not results or not all(map(is_plain, seen)):
-            refusal = "returns or saves something else than tensors"
+            refusal = "returns or saves something other than tensors"
         if versions != list(map(version_of, arguments)):
             refusal = "writes to its arguments"
         if refusal is None:

@@ -77,7 +77,7 @@ def register_attention(function: Any) -> None:
         if not callable(packet) or type(packet).__name__ == "CustomOpDef":
             raise ValueError(
                 f"register_attention: got {function!r}, expected a function that torch dispatches or a subclass of "
-                "torch.autograd.Function; a custom operator goes by torch.ops.<namespace>.<name>"
+                "torch.autograd.Function; pass a custom operator as torch.ops.<namespace>.<name>"
             )
         # A call of an operator shows as one of its overload or of the packet of all overloads.
         for seen in (packet, *(getattr(packet, name) for name in getattr(packet, "overloads", list)())):

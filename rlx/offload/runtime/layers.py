@@ -65,7 +65,7 @@ def _named_layers(model: nn.Module, layers: Iterable[LayerName]) -> list[NamedLa
             matches = [m for m in of_class if m is not model] or of_class
         if not matches:
             raise ValueError(
-                f"layers=: {_shown(layer)} is no module, module name, class or class name in {type(model).__name__}"
+                f"layers=: {_shown(layer)} is not a module, module name, class or class name in {type(model).__name__}"
             )
         wanted.update(map(id, matches))
     return [(name, module) for name, module in modules if id(module) in wanted]

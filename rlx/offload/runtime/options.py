@@ -57,7 +57,7 @@ def folder_problem(directory: str | os.PathLike[str]) -> str | None:
     folder = Path(directory).expanduser()
     if folder.is_dir():
         return None if os.access(folder, os.W_OK | os.X_OK) else "is not writable"
-    return "is no folder" if folder.exists() else "does not exist"
+    return "is not a folder" if folder.exists() else "does not exist"
 
 
 def _assignment(option: str, value: Any) -> str:

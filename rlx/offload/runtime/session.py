@@ -170,7 +170,7 @@ class OffloadSession:
                 f"{self.min_bytes:,}. Later passes with more tokens may differ; for a trial with a small model set "
                 "OffloadOptions(min_bytes=0)"
             )
-        return None if "host memory is full" in self._noted else "its layers got no tensor that wants a gradient"
+        return None if "host memory is full" in self._noted else "its layers got no tensor that requires a gradient"
 
     def is_first(self, topic: str) -> bool:
         is_first = topic not in self._noted
@@ -220,7 +220,7 @@ class OffloadSession:
         account = arena.account(options.max_host_bytes - staging.nbytes, "activations")
         warning = (
             f"activation offloading: host memory is full: max_host_bytes is {options.max_host_bytes}, of which "
-            f"{staging.nbytes} are buffers for the disk; what does not fit goes to {options.directory}"
+            f"{staging.nbytes} are buffers for the disk; the rest goes to {options.directory}"
         )
         return (HostTier(account), DiskTier(self._file, staging, warning))
 
@@ -228,6 +228,6 @@ class OffloadSession:
         held = sum(tier.held_bytes for tier in self._all_tiers())
         logger.warning(
             f"activation offloading: host memory is full: {held} bytes held, {nbytes} more wanted, max_host_bytes is "
-            f"{self.options.max_host_bytes}; what does not fit stays on the device. Raise max_host_bytes if it is set; "
+            f"{self.options.max_host_bytes}; the rest stays on the device. Raise max_host_bytes if it is set; "
             "otherwise the machine or the arena has no more"
         )

@@ -388,8 +388,8 @@ class ExtentFile:
     def _check_process(self) -> None:
         if os.getpid() != self._process:
             raise RuntimeError(
-                "offloading to disk was switched on before this process was forked, and threads do not survive a "
-                "fork; switch it on in the process that trains"
+                "offloading to disk was enabled before this process was forked, and threads do not survive a "
+                "fork; enable it in the process that trains"
             )
 
     def _settle(self) -> None:

@@ -60,7 +60,7 @@ class StreamedForward(ForwardOverride):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         raise TypeError(
-            "a model with layer offloading enabled cannot be copied, for its frozen weights are in host memory; copy it before, "
+            "a model with layer offloading enabled cannot be copied, because its frozen weights are in host memory; copy it before, "
             "or call disable() first"
         )
 

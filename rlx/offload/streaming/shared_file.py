@@ -121,7 +121,7 @@ def _shared(make: Callable[[], int], group: dist.ProcessGroup) -> Iterator[int]:
                 fault = error
         dist.broadcast_object_list(found, group_src=0, group=group)
         if found[0] is None:
-            raise fault or OSError("the first process of this machine could not make the file that all share")
+            raise fault or OSError("the first process of this machine could not create the shared file")
         if not is_first:
             file = os.open(*found[0])
         yield file

@@ -83,7 +83,7 @@ class TiledForward(ForwardOverride):
 
     def _dtype(self, tiled: TiledModule, hidden: Tensor, weights: Sequence[Tensor]) -> torch.dtype | str:
         if not all(map(is_plain, (hidden, *weights))) or any(map(is_fsdp1, tiled.module.modules())):
-            return "gets or holds other than plain tensors"
+            return "gets or holds tensors that are not plain"
         if not hidden.is_contiguous():
             return "gets a tensor that is not contiguous"
         key = hidden.dtype, hidden.shape[-1], autocast_dtype(hidden.device.type), tiled.module.training
@@ -165,8 +165,8 @@ def enable_tiling(
         "tiling: %d MLPs and %d norms in tiles of %s positions%s",
         len(tiling.mlps),
         len(tiling.norms),
-        positions_per_tile or "as many as length and width ask for",
-        "".join(f"; left alone: {name}, which {why}" for why, name in alone.items()),
+        positions_per_tile or "as many as length and width require",
+        "".join(f"; not tiled: {name}, which {why}" for why, name in alone.items()),
     )
     return tiling
 

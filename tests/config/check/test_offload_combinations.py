@@ -213,7 +213,7 @@ def test_a_fault_names_the_directory_and_what_is_wrong_with_it(validate, paths, 
     got = {name: found[0].got for name, found in faults.items()}
     assert got[None] == f"{MODEL}.activation_offload.directory=null"
     assert got["missing"].endswith("missing, which does not exist")
-    assert got["file"].endswith("file, which is no folder")
+    assert got["file"].endswith("file, which is not a folder")
     monkeypatch.setenv("HOME", str(Path(paths["folder"]).parent))
     assert said(validate({"tier": "disk", "directory": "~/folder"})) == FINE
 

@@ -100,7 +100,7 @@ def test_bad_layers_are_told(toys):
     for single in (nn.Linear, nn.Linear(1, 1)):
         with pytest.raises(ValueError, match=r"layers= is (class|module) Linear, expected a sequence of modules"):
             find_layers(toys.stack(), single)
-    with pytest.raises(ValueError, match="class Bilinear is no module, module name, class"):
+    with pytest.raises(ValueError, match="class Bilinear is not a module, module name, class"):
         find_layers(toys.stack(), [nn.Bilinear])
     with pytest.raises(ValueError, match="the model itself contains the layer '0'"):
         find_layers(mlp(), ["", "0"])
