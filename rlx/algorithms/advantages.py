@@ -218,9 +218,7 @@ class Columns(Protocol):
     """A batch: token_rewards (B, T), response_mask (B, T), group_id (B,), and values (B, T) or greedy_scores (B,) for the
     estimators that need them; outcomes (B,) if the sums of token_rewards are known."""
 
-    def __contains__(self, name: object, /) -> bool:
-        """Whether there is such a column."""
-        ...
+    def __contains__(self, name: object, /) -> bool: ...
 
     def __getitem__(self, name: str, /) -> Tensor: ...
 
@@ -229,24 +227,16 @@ class Options(Protocol):
     """The keys of the configuration's `algorithm` that estimators read."""
 
     @property
-    def gamma(self) -> float:
-        """Discount per step of time."""
-        ...
+    def gamma(self) -> float: ...
 
     @property
-    def lam(self) -> float:
-        """GAE's lambda."""
-        ...
+    def lam(self) -> float: ...
 
     @property
-    def time_step(self) -> str:
-        """Step of gamma and lam: token or turn."""
-        ...
+    def time_step(self) -> str: ...
 
     @property
-    def norm_adv_by_std_in_grpo(self) -> bool:
-        """Whether GRPO divides by the group's standard deviation."""
-        ...
+    def norm_adv_by_std_in_grpo(self) -> bool: ...
 
 
 def _outcome(batch: Columns) -> tuple[Tensor, Tensor, Tensor]:
@@ -265,46 +255,39 @@ def _outcome(batch: Columns) -> tuple[Tensor, Tensor, Tensor]:
     return outcomes.to(rewards.dtype), mask, groups
 
 
-def _ppo(batch: Columns, options: Options) -> dict[str, Tensor]:
+def _ppo(batch: Columns, options: Options) -> tuple[Tensor, Tensor]:
     mask = batch["response_mask"]
     estimate = gae_over_turns if options.time_step == "turn" else gae
     advantages, returns = estimate(batch["token_rewards"], batch["values"], mask, options.gamma, options.lam)
-    return {"advantages": masked_whiten(advantages, mask), "returns": returns}
+    return masked_whiten(advantages, mask), returns
 
 
 class Estimator(NamedTuple):
     """A function of `algorithm.adv_estimator` and the columns that it reads beside rewards, mask and groups."""
 
-    function: Callable[[Columns, Options], dict[str, Tensor]]
+    function: Callable[[Columns, Options], Tensor | tuple[Tensor, Tensor]]
     reads: tuple[str, ...] = ()
 
     def __call__(self, batch: Columns, options: Options) -> dict[str, Tensor]:
         """Return advantages (B, T), and with a critic returns (B, T)."""
-        return self.function(batch, options)
+        found = self.function(batch, options)
+        return {"advantages": found} if isinstance(found, Tensor) else {"advantages": found[0], "returns": found[1]}
 
 
 ESTIMATORS = {
     "gae": Estimator(_ppo, ("values",)),
-    "grpo": Estimator(lambda batch, o: {"advantages": grpo(*_outcome(batch), o.norm_adv_by_std_in_grpo)}),
-    "grpo_passk": Estimator(lambda batch, o: {"advantages": grpo_passk(*_outcome(batch), o.norm_adv_by_std_in_grpo)}),
-    "rloo": Estimator(lambda batch, o: {"advantages": rloo(*_outcome(batch))}),
-    "opo": Estimator(lambda batch, o: {"advantages": opo(*_outcome(batch))}),
+    "grpo": Estimator(lambda batch, o: grpo(*_outcome(batch), o.norm_adv_by_std_in_grpo)),
+    "grpo_passk": Estimator(lambda batch, o: grpo_passk(*_outcome(batch), o.norm_adv_by_std_in_grpo)),
+    "rloo": Estimator(lambda batch, o: rloo(*_outcome(batch))),
+    "opo": Estimator(lambda batch, o: opo(*_outcome(batch))),
     "reinforce_plus_plus": Estimator(
-        lambda batch, o: {
-            "advantages": reinforce_plus_plus(
-                batch["token_rewards"], batch["response_mask"], o.gamma, o.time_step == "turn"
-            )
-        }
+        lambda b, o: reinforce_plus_plus(b["token_rewards"], b["response_mask"], o.gamma, o.time_step == "turn")
     ),
-    "reinforce_plus_plus_baseline": Estimator(
-        lambda batch, o: {"advantages": reinforce_plus_plus_baseline(*_outcome(batch))}
-    ),
+    "reinforce_plus_plus_baseline": Estimator(lambda batch, o: reinforce_plus_plus_baseline(*_outcome(batch))),
     "remax": Estimator(
-        lambda batch, o: {"advantages": remax(batch["token_rewards"], batch["greedy_scores"], batch["response_mask"])},
-        ("greedy_scores",),
+        lambda b, o: remax(b["token_rewards"], b["greedy_scores"], b["response_mask"]), ("greedy_scores",)
     ),
 }
-
 
 BLOCK_STEPS = 128
 """Time steps that `gae` computes together: a block of a thousand rows in fp64 fits in a processor's cache."""
@@ -379,9 +362,6 @@ def gae_over_turns(
     A turn is one step: its reward is the sum over its tokens, and its value that of its first token, the state in which the turn
     is chosen. All its tokens have its advantage. They also share its return as target of the critic, since nothing is discounted
     within a turn.
-
-    Args:
-        token_rewards, values, mask, gamma, lam: as in `gae`.
 
     Source: the turn-level MDP of Turn-PPO, arXiv:2512.17008; equation 16 of arXiv:1506.02438 over its steps. The paper trains the
     critic on turns; here it has a target at every token, because its loss is over tokens.

@@ -78,7 +78,7 @@ def vanilla(
     most -A clip_c. A clamped log-ratio has no gradient. It would have none under the clip either, or a negligible one for
     r < 2e-9 and A > 0.
 
-    Args and returns: as PolicyLoss; `clip_fraction` is 1 where the clip is active, `clip_fraction_lower` where the dual clip is.
+    `clip_fraction` is 1 where the clip is active, `clip_fraction_lower` where the dual clip is.
 
     Raises:
         ValueError: clip_c is not above 1.
@@ -107,8 +107,6 @@ def gspo(
     averages over sequences: loss_agg_mode seq-mean-token-mean, which verl sets by itself and rlx leaves to the key. There is
     no dual clip.
 
-    Args and returns: as PolicyLoss; `clip_fraction`.
-
     Source: arXiv:2507.18071, equations 5 and 7, in the form of 13 and 14.
     """
     log_s = _mean_of_row(log_probs.detach() - old_log_probs.detach(), mask)
@@ -127,7 +125,7 @@ def cispo(
     loss = -sg(clip(r, 1 - clip_low, 1 + clip_high)) A log_probs, where sg stops the gradient. The paper has no lower bound,
     which clip_ratio_low=1 gives.
 
-    Args and returns: as PolicyLoss; `clip_fraction` 1 where the ratio is outside its bounds.
+    `clip_fraction` is 1 where the ratio is outside its bounds.
 
     Source: arXiv:2506.13585, equations 4 and 5.
     """
@@ -143,8 +141,6 @@ def sapo(
 
     loss = -A 4 / tau sigmoid(tau (r - 1)), with tau_pos for A > 0 and tau_neg otherwise. At r = 1 its gradient is the
     policy gradient. The paper averages over each sequence, then over sequences: loss_agg_mode seq-mean-token-mean.
-
-    Args and returns: as PolicyLoss; no statistics.
 
     Raises:
         ValueError: a temperature is not positive.
@@ -167,8 +163,6 @@ def geo_mean(
     With d = log_probs - old_log_probs clipped to [-clip_low, clip_high] on the side that PPO clips (above for A > 0, below
     for A < 0): loss = -A exp(mean of d over the row's mask), the same for all tokens of a row whose advantages are equal.
     The bounds apply to the log-ratio; the paper's are 0.4. Its mean over sequences is loss_agg_mode seq-mean-token-mean.
-
-    Args and returns: as PolicyLoss; `clip_fraction`.
 
     Source: arXiv:2507.20673; verl-project/verl@018f23b, `geo_mean`, which has no aggregation to choose.
     """

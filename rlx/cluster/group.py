@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Iterable, Mapping
 from math import inf
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.exceptions import OutOfMemoryError, RayActorError, RayError
@@ -14,7 +14,9 @@ from ray.exceptions import OutOfMemoryError, RayActorError, RayError
 from rlx.cluster.errors import RankFault, WorkerFailure, WorkerLocation, death_of, first_cause, one_line
 from rlx.cluster.placement import Mesh, Placement, share_ranges
 from rlx.cluster.process import LOOPBACK, WATCH, Standing, WorkerProcess, WorkerReply
-from rlx.data.batch import Batch, concat
+
+if TYPE_CHECKING:
+    from rlx.data.batch import Batch
 
 GRACE_S = 2.0  # after an error of a rank's own: time for an earlier error to arrive
 COLLECTIVE_GRACE_S = 20.0  # after a collective's error: time for Ray to notice the dead peer that caused it
@@ -138,7 +140,7 @@ class WorkerGroup:
         """Return the distribution of batches over the ranks for this role."""
         return self._meshes.get(role, self._default_mesh)
 
-    def call(self, role: str, method: str, *args: Any, batch: Batch | None = None) -> list[Any]:
+    def call(self, role: str, method: str, *args: Any, batch: "Batch | None" = None) -> list[Any]:
         """Call all ranks with the same arguments and return their results in the order of ranks.
 
         With a batch each rank gets its share of the rows as the first argument, and there is one result per share.
@@ -159,8 +161,10 @@ class WorkerGroup:
         results = self._collect(calls, role, method)
         return [results[rank] for rank in answering]
 
-    def split(self, role: str, method: str, batch: Batch, *args: Any) -> Batch:
+    def split(self, role: str, method: str, batch: "Batch", *args: Any) -> "Batch":
         """Send each share of the rows to its ranks; join the results, one row per row sent, in order."""
+        from rlx.data.batch import concat  # imports torch, and the workers start before this process has it
+
         answers = self.call(role, method, *args, batch=batch)
         for rows, answer in zip(share_ranges(len(batch), len(answers)), answers, strict=True):
             if len(answer) != len(rows):

@@ -102,9 +102,7 @@ class WorkerProcess:
         self._worker: Any = None
         self._thread = 0  # of all calls but `standing`
         self._beats_before = 0  # the call that runs
-        self._log: queue.SimpleQueue[logging.LogRecord] = (
-            queue.SimpleQueue()
-        )  # until the next reply takes it to the driver
+        self._log = queue.SimpleQueue[logging.LogRecord]()  # until the next reply takes it to the driver
         logger = logging.getLogger("rlx")
         logger.addHandler(logging.handlers.QueueHandler(self._log))
         logger.setLevel(logging.INFO)

@@ -55,10 +55,8 @@ def session(config: PPOConfig) -> Iterator[None]:
             folder = _private_folder(options.pop("_temp_dir", None))
             tell(scratch=str(folder))
             tell(ray="starts")  # the supervisor looks for Ray's processes, because `ray.init` may hold Python's lock
-            came: list[int] = []
-            with _handling(
-                [signal.SIGINT], lambda number, _: came.append(number)
-            ):  # half a start would leave processes
+            came: list[int] = []  # signals; half a start would leave processes
+            with _handling([signal.SIGINT], lambda number, _: came.append(number)):
                 _start_here(folder / "ray", {**quiet, **options})
             if came:
                 raise KeyboardInterrupt
@@ -76,9 +74,7 @@ def session(config: PPOConfig) -> Iterator[None]:
         raise
     finally:
         tell(ray=None, head=None)  # their end is no loss from now on
-        with _handling(
-            (signal.SIGINT, signal.SIGTERM), signal.SIG_IGN
-        ):  # a second signal does not interrupt the cleanup
+        with _handling((signal.SIGINT, signal.SIGTERM), signal.SIG_IGN):  # a second one does not interrupt the cleanup
             _shutdown()
             if folder:
                 shutil.rmtree(folder, ignore_errors=True)
@@ -93,12 +89,10 @@ def check_options(config: PPOConfig) -> None:
         ClusterError: Ray does not know an option.
     """
     known = [name for name, of in inspect.signature(ray.init).parameters.items() if of.kind is not of.VAR_KEYWORD]
-    faults = []
-    for name in config.ray_kwargs.ray_init:
-        if name not in known and not name.startswith("_"):
-            faults.append(f"{name!r} ({did_you_mean(name, known, 'remove it')})")
-    if faults:
-        raise ClusterError(f"ray_kwargs.ray_init: ray.init of Ray {ray.__version__} does not know {', '.join(faults)}")
+    unknown = [name for name in config.ray_kwargs.ray_init if name not in known and not name.startswith("_")]
+    if unknown:
+        found = ", ".join(f"{name!r} ({did_you_mean(name, known, 'remove it')})" for name in unknown)
+        raise ClusterError(f"ray_kwargs.ray_init: ray.init of Ray {ray.__version__} does not know {found}")
 
 
 def accelerator() -> str:
