@@ -16,11 +16,13 @@ from rlx.offload.storage.disk import extent_files
 
 sys.path.insert(0, str(Path(__file__).parent))  # for own_attention
 
-# What is kept for backward, and where: tests that take `saving` run for each of the first, those that take `mode` for all.
+# What is kept for backward, and where. Tests that take `saving` or `mode` run in attention mode, which recomputes layers and
+# replays results, and nightly in all modes; those that take `every_saving` or `every_mode` always run in all.
 SAVES = ("boundary", "attention", "all")
 MODES = [(save, "cpu") for save in SAVES] + [("attention", "disk")]
+USUAL_SAVES, USUAL_MODES = ["attention"], [("attention", "cpu")]
 if os.environ.get("RLX_NIGHTLY"):  # the cross product
-    MODES += [("boundary", "disk"), ("all", "disk")]
+    USUAL_SAVES, USUAL_MODES = SAVES, [*MODES, ("boundary", "disk"), ("all", "disk")]
 
 
 @dataclass
@@ -64,23 +66,40 @@ def graded(model, step):
     return Graded(loss.detach().clone(), grads, buffers, torch.rand(1, device=loss.device))
 
 
-@pytest.fixture(params=SAVES)
+def chosen(save):
+    return {"enable_ckpt": save != "all", "save": save}
+
+
+@pytest.fixture(params=USUAL_SAVES)
 def saving(request):
     """What to keep for backward, for `compare(model, step, **saving)` and `enable(model, **saving)`."""
-    return {"enable_ckpt": request.param != "all", "save": request.param}
+    return chosen(request.param)
+
+
+@pytest.fixture(params=SAVES)
+def every_saving(request):
+    return chosen(request.param)
+
+
+def chosen_tier(request):
+    save, tier = request.param
+    if tier != "disk":
+        yield {**chosen(save), "tier": tier}
+        return
+    folder = request.getfixturevalue("tmp_path")
+    yield {**chosen(save), "tier": tier, "directory": str(folder)}
+    assert os.listdir(folder) == []
+
+
+@pytest.fixture(params=USUAL_MODES, ids="-".join)
+def mode(request):
+    """What to keep and where; on the disk nothing is left in the folder."""
+    yield from chosen_tier(request)
 
 
 @pytest.fixture(params=MODES, ids="-".join)
-def mode(request):
-    """What to keep and where; on the disk nothing is left in the folder."""
-    save, tier = request.param
-    chosen = {"enable_ckpt": save != "all", "save": save, "tier": tier}
-    if tier != "disk":
-        yield chosen
-        return
-    folder = request.getfixturevalue("tmp_path")
-    yield {**chosen, "directory": str(folder)}
-    assert os.listdir(folder) == []
+def every_mode(request):
+    yield from chosen_tier(request)
 
 
 @pytest.fixture

@@ -134,14 +134,12 @@ def offloaded_bytes_unsharded(frozen, save):
 def trained_plainly(strategy, rank):
     """Gradients and number of all-gathers without the engine; once for all kinds of saving."""
     plain, gathers = train(shard(Model(), strategy), rank)
-    assert gathers >= 4 * 2 * BLOCKS or strategy in ("fsdp2_kept", "ddp", "ddp_late")
+    assert gathers >= 4 * 2 * BLOCKS or strategy in ("fsdp2_kept", "ddp")
     return plain, gathers
 
 
 def result_of(strategy, save, rank, folder):
     options = {"tier": "disk", "directory": folder} if "disk" in strategy else {}
-    if "roomy" in strategy:
-        options = {"max_device_bytes": (1 << 40) * rank}  # one rank keeps all layers, the other recomputes them
     plain, gathers = trained_plainly(strategy, rank)
     if "late" in strategy:
         handle = enable(model := Model(), save, **options)

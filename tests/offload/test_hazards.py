@@ -6,56 +6,46 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 
-def test_gradients_are_equal(compare, toys, mode):
-    stats = compare(toys.decoder(), toys.read, **mode)
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_gradients_are_equal(compare, toys, every_mode, dropout):
+    stats = compare(toys.decoder(dropout=dropout, attention_dropout=dropout), toys.read, **every_mode)
     assert stats.offloaded_bytes > 0
 
 
-def test_randomness_is_repeated(compare, toys, mode):
-    compare(toys.decoder(dropout=0.3, attention_dropout=0.3), toys.read, **mode)
-
-
-@pytest.mark.parametrize("prefetch", [0, 1, 2, 100])
+@pytest.mark.parametrize("prefetch", [0, 2, 100])
 def test_any_prefetch_is_valid(compare, toys, mode, prefetch):
     compare(toys.decoder(blocks=5), toys.read, prefetch_layers=prefetch, **mode)
 
 
-@pytest.mark.parametrize("min_bytes", [1, 300, 768, 1 << 20])
+@pytest.mark.parametrize("min_bytes", [300, 1 << 20])
 def test_any_threshold_is_valid(compare, toys, mode, min_bytes):
     compare(toys.decoder(dropout=0.1), toys.read, min_bytes=min_bytes, **mode)
 
 
-def test_micro_batches_of_varying_length(compare, toys, mode):
+def test_several_graphs_alive(compare, toys, every_mode):
+    """Of lengths that vary; backward runs in another order than forward."""
+
     def step(model):
-        for length in (1, 9, 4):
-            model(toys.tokens(length=length, seed=length)).backward()
-        return model(toys.tokens())
-
-    compare(toys.decoder(dropout=0.1, attention_dropout=0.1), step, **mode)
-
-
-@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)], ids=str)
-def test_several_graphs_alive(compare, toys, mode, order):
-    def step(model):
+        model(toys.tokens(length=1)).backward()
         losses = [model(toys.tokens(length=length, seed=length)) for length in (3, 7, 5)]
-        for index in order:
+        for index in (1, 2, 0):
             losses[index].backward()
         return losses[0].detach()
 
-    compare(toys.decoder(dropout=0.1, attention_dropout=0.1), step, **mode)
+    compare(toys.decoder(dropout=0.1, attention_dropout=0.1), step, **every_mode)
 
 
-def test_a_retained_graph(compare, toys, mode):
+def test_a_retained_graph(compare, toys, every_mode):
     def step(model):
         loss = toys.read(model)
         for _ in range(3):
             loss.backward(retain_graph=True)
         return loss
 
-    compare(toys.decoder(dropout=0.1, attention_dropout=0.1), step, **mode)
+    compare(toys.decoder(dropout=0.1, attention_dropout=0.1), step, **every_mode)
 
 
-@pytest.mark.parametrize("wanted", ["layers.0.q.weight", "layers.1.o.weight", "layers.2.mlp.down.bias", "embed.weight"])
+@pytest.mark.parametrize("wanted", ["layers.1.o.weight", "embed.weight"])
 def test_gradients_of_some_parameters(compare, toys, mode, wanted):
     """Then of all: what the first pass did not come to is still there."""
 
@@ -67,7 +57,7 @@ def test_gradients_of_some_parameters(compare, toys, mode, wanted):
     compare(toys.decoder(dropout=0.1), step, **mode)
 
 
-def test_double_backward(compare, toys, mode):
+def test_double_backward(compare, toys, every_mode):
     def step(model):
         x = toys.tokens().requires_grad_()
         (grad,) = torch.autograd.grad(model(x), x, create_graph=True)
@@ -76,7 +66,7 @@ def test_double_backward(compare, toys, mode):
         return loss.detach()
 
     with sdpa_kernel(SDPBackend.MATH):  # the fused kernels have no second derivative
-        compare(toys.decoder(), step, **mode)
+        compare(toys.decoder(), step, **every_mode)
 
 
 def test_the_gradient_of_the_input(enable, toys, mode):
@@ -94,17 +84,17 @@ def test_the_gradient_of_the_input(enable, toys, mode):
     assert torch.equal(*grads)
 
 
-def test_a_layer_that_runs_several_times(compare, toys, mode):
+def test_a_layer_that_runs_several_times(compare, toys, every_mode):
     def step(model):
         x = model.embed(toys.tokens())
         for layer in (*model.layers, model.layers[0], model.layers[0], model.layers[2]):
             x = layer(x)
         return x.sum()
 
-    compare(toys.decoder(dropout=0.1), step, prefetch_layers=2, **mode)
+    compare(toys.decoder(dropout=0.1), step, prefetch_layers=2, **every_mode)
 
 
-def test_hooks_of_a_layer_run_once_a_call(enable, toys, mode):
+def test_hooks_of_a_layer_run_once_a_call(enable, toys, every_mode):
     model = toys.decoder()
     ran = []
     for layer in model.layers:
@@ -113,7 +103,7 @@ def test_hooks_of_a_layer_run_once_a_call(enable, toys, mode):
         layer.register_full_backward_pre_hook(lambda *_: ran.append("back pre"))
         layer.register_full_backward_hook(lambda *_: ran.append("back"))
         layer.q.register_full_backward_hook(lambda *_: ran.append("q back"))
-    enable(model, **mode)
+    enable(model, **every_mode)
     toys.read(model).backward()
     assert {name: ran.count(name) for name in ran} == {"pre": 3, "post": 3, "back pre": 3, "back": 3, "q back": 3}
 
@@ -130,28 +120,28 @@ def test_a_hook_that_changes_gradients(compare, toys, mode):
     compare(model, step, **mode)
 
 
-def test_host_memory_that_is_full(compare, toys, saving):
+def test_host_memory_that_is_full(compare, toys, every_saving):
     def step(model):
         return model(toys.tokens(rows=64, length=32))
 
     model = toys.decoder(dropout=0.1)
-    whole = compare(model, step, **saving)
-    some = compare(model, step, max_host_bytes=whole.offloaded_bytes // 2, **saving)
-    none = compare(model, step, max_host_bytes=0, **saving)
+    whole = compare(model, step, **every_saving)
+    some = compare(model, step, max_host_bytes=whole.offloaded_bytes // 2, **every_saving)
+    none = compare(model, step, max_host_bytes=0, **every_saving)
     assert whole.offloaded_bytes > some.offloaded_bytes > none.offloaded_bytes == 0
 
 
-def test_a_frozen_input_and_frozen_weights(compare, toys, mode):
+def test_a_frozen_input_and_frozen_weights(compare, toys, every_mode):
     model = toys.decoder(dropout=0.1, attention_dropout=0.1)
     model.requires_grad_(False)
     for layer in model.layers:
         layer.v.requires_grad_(True)
         layer.mlp.norm.requires_grad_(True)
-    compare(model, toys.read, **mode)
+    compare(model, toys.read, **every_mode)
     model.layers[0].requires_grad_(False)  # whose input needs no gradient either
-    compare(model, toys.read, **mode)
+    compare(model, toys.read, **every_mode)
     model.layers[2].requires_grad_(False)
-    compare(model, toys.read, **mode)
+    compare(model, toys.read, **every_mode)
 
 
 class Tower(nn.Module):
@@ -182,9 +172,9 @@ def test_inputs_of_any_layout(compare, toys, mode, wrap):
     compare(Tower(toys), lambda m: m(toys.tokens().requires_grad_(), wrap), **mode)
 
 
-def test_stride_0_is_never_written_out(enable, toys, mode):
+def test_stride_0_is_never_written_out(enable, toys, every_mode):
     model = toys.of(lambda block, x: (x * block.lin.bias)[:1].expand(1000, 8))
-    handle = enable(model, **mode)
+    handle = enable(model, **every_mode)
     x = model.embed(toys.batch(rows=1)).expand(1000, 8)
     for layer in model.layers:
         x = layer(x)

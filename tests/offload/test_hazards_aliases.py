@@ -55,7 +55,7 @@ def test_a_recurrent_layer(compare, toys, mode):
     compare(model, toys.read, **mode)
 
 
-def test_halves_as_inputs_of_layers(compare, toys, mode):
+def test_halves_as_inputs_of_layers(compare, toys, every_mode):
     def step(model):
         x = model.embed(toys.tokens())
         for layer in model.layers:
@@ -66,7 +66,7 @@ def test_halves_as_inputs_of_layers(compare, toys, mode):
             x = first + layer(second)
         return model.head(x).sum()
 
-    compare(toys.stack(lambda: toys.block(16), width=16), step, **mode)
+    compare(toys.stack(lambda: toys.block(16), width=16), step, **every_mode)
 
 
 def test_aliases_that_nobody_has_written_to_are_copied_once(compare, toys):

@@ -19,20 +19,9 @@ def causal(dtype):
 
 
 @layer
-def plain(m, x):
-    h = m.norm(x)
-    return x + m.mlp(x + m.o(m.attend(m.q(h), m.k(h), m.v(h), is_causal=True)))
-
-
-@layer
 def dropout_in_attention_then_dropout(m, x):
     x = x + F.dropout(m.o(m.attend(m.q(x), m.k(x), m.v(x), dropout_p=0.5)), 0.5)
     return x + F.dropout(m.mlp(x), 0.5)
-
-
-@layer
-def dropout_in_attention_alone(m, x):
-    return x + m.mlp(m.o(m.attend(m.q(x), m.k(x), m.v(x), dropout_p=0.5)))
 
 
 @layer
@@ -63,12 +52,6 @@ def writes_to_its_own_activation(m, x):
 
 
 @layer
-def fused_projection_split(m, x):
-    q, k, v = m.qkv(x).split(16, -1)
-    return x + m.mlp(m.o(m.attend(q, k, v)))
-
-
-@layer
 def grouped_queries(m, x):
     q, k, v = m.split(m.q(x)), m.split(m.narrow(x)), m.split(m.narrow(x).sin())
     return x + m.mlp(m.o(m.merge(F.scaled_dot_product_attention(q, k, v, enable_gqa=True))))
@@ -78,18 +61,6 @@ def grouped_queries(m, x):
 def one_head_of_keys_expanded(m, x):
     k = m.split(m.narrow(x))[:, :1].expand(2, 4, 6, 4)
     return x + m.mlp(m.o(m.merge(F.scaled_dot_product_attention(m.split(m.q(x)), k, k))))
-
-
-@layer
-def queries_keys_and_values_are_one(m, x):
-    y = m.split(m.q(x))
-    return x + m.o(m.merge(F.scaled_dot_product_attention(y, y, y, scale=0.3)))
-
-
-@layer
-def mask_of_float_broadcast(m, x):
-    mask = causal(torch.float32).expand(2, 4, 6, 6)
-    return x + m.mlp(m.o(m.attend(m.q(x), m.k(x), m.v(x), attn_mask=mask)))
 
 
 @layer
@@ -125,24 +96,6 @@ def attention_is_the_output(m, x):
 
 
 @layer
-def a_projection_is_the_output(m, x):
-    return m.o(m.attend(m.q(x), m.k(x), m.v(x)))
-
-
-@layer
-def without_linear_layers(m, x):
-    q, k, v = torch.addmm(m.qkv.bias, x.flatten(0, 1), m.qkv.weight.t()).view(2, 6, -1).chunk(3, -1)
-    return x + m.attend(q, k, v) @ m.o.weight
-
-
-@layer
-def attention_without_gradient(m, x):
-    with torch.no_grad():
-        a = m.attend(m.q(x), m.k(x), m.v(x))
-    return x + m.mlp(m.o(a)) + m.other(a)
-
-
-@layer
 def writes_without_gradient(m, x):
     with torch.no_grad():
         k = m.k(x)
@@ -170,13 +123,6 @@ def gradient_switched_on_again(m, x):
         with torch.enable_grad():
             a = m.attend(m.q(frozen), m.k(frozen), m.v(frozen))
     return x + m.o(a)
-
-
-@layer
-def a_backend_of_its_own(m, x):
-    with sdpa_kernel(SDPBackend.MATH):
-        a = m.attend(m.q(x), m.k(x), m.v(x), is_causal=True)
-    return x + m.mlp(m.o(a))
 
 
 @layer

@@ -13,12 +13,10 @@ WIDTH = 16
 
 CUTS = {
     "chunks": lambda fused: fused.chunk(3, -1),
-    "chunks_in_another_order": lambda fused: fused.chunk(3, -1)[::-1],
     "gaps": lambda fused: (fused[..., 1:17], fused[..., 17:33], fused[..., 30:46]),
     "overlaps": lambda fused: (fused[..., :16], fused[..., 4:20], fused[..., 8:24]),
     "one_of_them_copied": lambda fused: (fused[..., :16], fused[..., 16:32].clone(), fused[..., 32:]),
     "the_same_twice": lambda fused: (fused[..., :16], fused[..., :16], fused[..., 16:32]),
-    "planes": lambda fused: fused.reshape(3, 2, 6, 16).unbind(0),
     "planes_in_another_order": lambda fused: fused.reshape(3, 2, 6, 16).unbind(0)[::-1],
     "detached": lambda fused: (fused[..., :16], fused[..., 16:32].detach(), fused[..., 32:]),
 }
@@ -48,30 +46,17 @@ def attention_of_its_arguments(m, q, k, v):
     return m.o(m.attend(q, k, v))
 
 
-def attention_of_its_arguments_alone(m, q, k, v):
-    return m.attend(q, k, v, is_causal=True)
-
-
 def linear_maps_of_its_arguments(m, q, k, v):
     return m.o(m.attend(m.q(q), m.k(k), m.v(v))) + m.mlp(q * k)
 
 
 @pytest.mark.parametrize("cut", CUTS)
-@pytest.mark.parametrize(
-    "run",
-    [
-        attention_of_its_arguments,
-        attention_of_its_arguments_alone,
-        linear_maps_of_its_arguments,
-    ],
-    ids=lambda run: run.__name__,
-)
+@pytest.mark.parametrize("run", [attention_of_its_arguments, linear_maps_of_its_arguments])
 @pytest.mark.parametrize("min_bytes", [0, 1 << 20], ids=["moved", "kept"])
 def test_arguments_that_share_a_storage(compare, toys, saving, run, cut, min_bytes):
     model = Layered(toys, run)
-    layers = list(model.blocks)
-    names = [name for name, module in model.named_modules() if any(module is layer for layer in layers)]
-    compare(model, lambda m: m(toys.tokens(), CUTS[cut]), layers=names, min_bytes=min_bytes, **saving)
+    step = lambda m: m(toys.tokens(), CUTS[cut])  # noqa: E731
+    compare(model, step, layers=list(model.blocks), min_bytes=min_bytes, **saving)
 
 
 def writes_into_a_given_tensor(m, x):
@@ -80,14 +65,6 @@ def writes_into_a_given_tensor(m, x):
         torch.mm(x.float().flatten(0, 1), m.other.weight, out=table)
     y = x + table.view(2, 6, 16)
     return y + m.mlp(m.o(m.attend(m.q(y), m.k(y), m.v(y))))
-
-
-def keeps_a_result_for_the_next_call(m, x):
-    """State outside of tensors that autograd knows: an average of the keys that is read in the same call."""
-    k = m.k(x)
-    m.average = k.detach().mean()
-    a = m.attend(m.q(x), k, m.v(x))
-    return x + m.mlp(m.o(a)) * m.average
 
 
 def result_is_a_view_of_a_wider_one(m, x):
@@ -109,31 +86,13 @@ def result_is_used_up_in_place(m, x):
     return y.add_(x).tanh_().mul(2)
 
 
-def attention_last_and_linear_map_behind_it(m, x):
-    """The last linear map is followed by operations whose saved tensors recomputation must reach."""
-    y = m.o(m.attend(m.q(x), m.k(x), m.v(x)))
-    z = m.down(F.silu(m.up(y)))
-    return torch.tanh(m.norm(z)) * torch.exp(z) + x
-
-
-def a_result_that_grows_its_gradient_elsewhere(m, x):
-    k = m.k(x)
-    with torch.no_grad():
-        target = m.attend(m.q(x), k, m.v(x))
-    student = m.attend(m.q(x), k, m.v(x))
-    return x + m.o(student) + (student - target).square().sum() + (student * target).mean()
-
-
 ODD = {
     function.__name__: function
     for function in (
         writes_into_a_given_tensor,
-        keeps_a_result_for_the_next_call,
         result_is_a_view_of_a_wider_one,
         linear_maps_in_other_ways,
         result_is_used_up_in_place,
-        attention_last_and_linear_map_behind_it,
-        a_result_that_grows_its_gradient_elsewhere,
     )
 }
 

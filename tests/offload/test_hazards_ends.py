@@ -5,12 +5,9 @@ import gc
 import sys
 import threading
 import weakref
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-
-from rlx.offload.recompute.saved_slots import SavedSlots
 
 
 class Interrupt(Exception):
@@ -21,11 +18,11 @@ def raises(*_):
     raise Interrupt
 
 
-def test_a_branch_without_backward(enable, toys, mode):
+def test_a_branch_without_backward(enable, toys, every_mode):
     """Two towers on one input, of which one has no part in the loss."""
     model = toys.decoder()
     expected = toys.grade(copy.deepcopy(model), lambda m: m.layers[0](m.embed(toys.tokens())).sum())
-    handle = enable(model, **mode)
+    handle = enable(model, **every_mode)
 
     def step(model):
         x = model.embed(toys.tokens())
@@ -40,9 +37,9 @@ def test_a_branch_without_backward(enable, toys, mode):
     assert handle.stats().held_bytes == 0
 
 
-def test_a_dropped_graph_frees_everything_at_once(enable, toys, mode):
+def test_a_dropped_graph_frees_everything_at_once(enable, toys, every_mode):
     model = toys.decoder()
-    handle = enable(model, **mode)
+    handle = enable(model, **every_mode)
     outputs = []
     hook = model.layers[1].register_forward_hook(lambda module, args, output: outputs.append(weakref.ref(output)))
     gc.disable()
@@ -57,10 +54,10 @@ def test_a_dropped_graph_frees_everything_at_once(enable, toys, mode):
         hook.remove()
 
 
-def test_a_graph_dropped_in_the_middle_of_backward(enable, toys, mode):
+def test_a_graph_dropped_in_the_middle_of_backward(enable, toys, every_mode):
     model = toys.decoder()
     expected = toys.grade(copy.deepcopy(model), toys.read)
-    handle = enable(model, **mode)
+    handle = enable(model, **every_mode)
     loss = toys.read(model)
     torch.autograd.grad(loss, model.layers[1].k.weight, retain_graph=True)
     del loss
@@ -68,11 +65,11 @@ def test_a_graph_dropped_in_the_middle_of_backward(enable, toys, mode):
     expected.assert_equal(toys.grade(model, toys.read))
 
 
-@pytest.mark.parametrize("place", ["norm", "q", "v", "o", "mlp", "mlp.down"])
-def test_an_exception_in_forward(enable, toys, mode, place):
+@pytest.mark.parametrize("place", ["norm", "v", "mlp.down"])
+def test_an_exception_in_forward(enable, toys, every_mode, place):
     model = toys.decoder(dropout=0.1)
     expected = toys.grade(copy.deepcopy(model), toys.read)
-    handle = enable(model, **mode)
+    handle = enable(model, **every_mode)
     hook = model.layers[1].get_submodule(place).register_forward_pre_hook(raises)
     with pytest.raises(Interrupt):
         toys.read(model)
@@ -81,26 +78,11 @@ def test_an_exception_in_forward(enable, toys, mode, place):
     expected.assert_equal(toys.grade(model, toys.read))
 
 
-def test_an_interruption_at_a_layers_end(enable, monkeypatch, toys, mode):
-    """Ctrl-C may come anywhere. Other threads, such as that of a device's backward, may draw random numbers after it."""
+@pytest.mark.parametrize("place", ["norm", "o"])
+def test_an_exception_in_backward(enable, toys, every_mode, place):
     model = toys.decoder(dropout=0.1)
     expected = toys.grade(copy.deepcopy(model), toys.read)
-    enable(model, **mode)
-    release = SavedSlots.release_forward
-    with monkeypatch.context() as patch:
-        if mode["save"] != "all":
-            patch.setattr(SavedSlots, "release_forward", lambda slots: (patch.undo(), release(slots), raises()))
-            with pytest.raises(Interrupt):
-                toys.read(model)
-    with ThreadPoolExecutor(1) as pool:
-        expected.assert_equal(pool.submit(toys.grade, model, toys.read).result())
-
-
-@pytest.mark.parametrize("place", ["norm", "q", "o", "mlp.up"])
-def test_an_exception_in_backward(enable, toys, mode, place):
-    model = toys.decoder(dropout=0.1)
-    expected = toys.grade(copy.deepcopy(model), toys.read)
-    handle = enable(model, **mode)
+    handle = enable(model, **every_mode)
     hook = model.layers[1].get_submodule(place).register_full_backward_hook(raises)
     loss = toys.read(model)
     with pytest.raises(Interrupt):
@@ -112,14 +94,13 @@ def test_an_exception_in_backward(enable, toys, mode, place):
     expected.assert_equal(toys.grade(model, toys.read))
 
 
+@pytest.mark.parametrize("save", ["boundary", "attention"])
 @pytest.mark.parametrize("place", ["norm", "q", "o", "mlp.up"])
-def test_an_exception_while_a_layer_is_recomputed(enable, toys, mode, place):
+def test_an_exception_while_a_layer_is_recomputed(enable, toys, save, place):
     """The graph outlives it: backward may be tried again, and is right."""
-    if mode["save"] == "all":
-        pytest.skip("recomputes nothing")
     model = toys.decoder(dropout=0.1, attention_dropout=0.1)
     expected = toys.grade(copy.deepcopy(model), toys.read)
-    enable(model, **mode)
+    enable(model, True, save=save)
     torch.manual_seed(7)
     loss = toys.read(model)
     drawn = torch.rand(1)
@@ -129,7 +110,7 @@ def test_an_exception_while_a_layer_is_recomputed(enable, toys, mode, place):
     except Interrupt:
         pass
     else:
-        assert mode["save"] == "attention"  # which does not come to each of these places again
+        assert save == "attention"  # which does not come to each of these places again
         assert place in ("q", "o")
     hook.remove()
     assert torch.equal(drawn, expected.drawn)
@@ -140,9 +121,9 @@ def test_an_exception_while_a_layer_is_recomputed(enable, toys, mode, place):
 
 
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
-def test_nothing_happens_without_grad_mode(enable, toys, mode, context):
+def test_nothing_happens_without_grad_mode(enable, toys, every_mode, context):
     model = toys.decoder()
-    handle = enable(model, **mode)
+    handle = enable(model, **every_mode)
     expected = toys.read(model)
     before = handle.stats()
     with context():
@@ -165,10 +146,10 @@ def test_a_forward_without_gradient_between_forward_and_backward(compare, toys, 
     compare(toys.decoder(dropout=0.1), step, **mode)
 
 
-def test_disable_on_a_live_graph(enable, toys, mode):
+def test_disable_on_a_live_graph(enable, toys, every_mode):
     model = toys.decoder(dropout=0.1, attention_dropout=0.1)
     expected = toys.grade(copy.deepcopy(model), toys.read)
-    handle = enable(model, **mode)
+    handle = enable(model, **every_mode)
     torch.manual_seed(7)
     loss = toys.read(model)
     handle.disable()
@@ -180,9 +161,9 @@ def test_disable_on_a_live_graph(enable, toys, mode):
     expected.assert_equal(toys.grade(model, toys.read))
 
 
-def test_a_deepcopy_runs_on_its_own_weights(enable, toys, mode):
+def test_a_deepcopy_runs_on_its_own_weights(enable, toys, every_mode):
     model = toys.decoder()
-    handle = enable(model, **mode)
+    handle = enable(model, **every_mode)
     loss = toys.read(model)
     twin = copy.deepcopy(model)
     with torch.no_grad():
@@ -196,11 +177,11 @@ def test_a_deepcopy_runs_on_its_own_weights(enable, toys, mode):
     loss.backward()
 
 
-def test_two_models_in_two_threads(enable, toys, mode):
+def test_two_models_in_two_threads(enable, toys, every_mode):
     models = [toys.decoder(blocks=3), toys.decoder(blocks=4)]
     expected = [toys.grade(copy.deepcopy(model), toys.read) for model in models]
     for model in models:
-        enable(model, **mode)
+        enable(model, **every_mode)
     work_in_threads(toys, list(zip(models, expected, strict=True)))
 
 
@@ -247,7 +228,7 @@ class Masks(torch.nn.Module):
         return x + dropped
 
 
-def test_dropout_in_two_threads_is_right_or_refused(enable, saving):
+def test_dropout_in_two_threads_is_right_or_refused(enable, every_saving):
     """Both draw from one generator, which recomputation sets back for a while.
 
     The threads draw in layers only: what is drawn outside of them nobody can see.
@@ -274,7 +255,7 @@ def test_dropout_in_two_threads_is_right_or_refused(enable, saving):
     try:
         models = [torch.nn.ModuleList(Masks() for _ in range(4)) for _ in range(2)]
         for model in models:
-            enable(model, layers=["0", "1", "2", "3"], **saving)
+            enable(model, layers=["0", "1", "2", "3"], **every_saving)
         threads = [threading.Thread(target=work, args=(model,)) for model in models]
         for thread in threads:
             thread.start()

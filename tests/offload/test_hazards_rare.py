@@ -152,9 +152,9 @@ class Tagged(torch.Tensor):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_saved_tensors_of_other_kinds(compare, toys, mode, kind):
+def test_saved_tensors_of_other_kinds(compare, toys, every_mode, kind):
     def forward(m, x):
         y = m.norm(x + m.o(m.attend(m.q(x), m.k(x), m.v(x))))
         return torch.tanh(KINDS[kind](y)) + m.mlp(y)
 
-    compare(toys.stack(lambda: toys.kit(forward), width=16), toys.read, **mode)
+    compare(toys.stack(lambda: toys.kit(forward), width=16), toys.read, **every_mode)

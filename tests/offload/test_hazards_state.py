@@ -396,11 +396,6 @@ def in_a_list_of_an_object(m, x, state):
     return x * 0.5
 
 
-def in_an_object_inside(m, x, state):
-    state.inner["layers"][0].x = m.block(x)
-    return x * 0.5
-
-
 class Slotted:
     __slots__ = ("k",)
 
@@ -413,14 +408,12 @@ def in_a_slot(m, x, state):
 WRITES = {
     in_an_attribute: "x",
     in_a_list_of_an_object: "kept",
-    in_an_object_inside: "x",
     in_a_slot: "k",
 }
 
 
 def new_state(x):
-    inner = {"layers": [types.SimpleNamespace()]}
-    return types.SimpleNamespace(x=x, kept=[], inner=inner, slotted=Slotted())
+    return types.SimpleNamespace(x=x, kept=[], slotted=Slotted())
 
 
 @pytest.mark.parametrize("forward", WRITES, ids=lambda forward: forward.__name__)

@@ -62,11 +62,11 @@ def to_a_mask(m, x):
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_write_inside_a_layer_raises(enable, toys, mode, name):
+def test_a_write_inside_a_layer_raises(enable, toys, every_mode, name):
     model = toys.stack(lambda: toys.kit(REFUSED[name]), width=16)
     for enabled in (False, True):
         if enabled:
-            enable(model, **mode)
+            enable(model, **every_mode)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             toys.read(model).backward()
 
@@ -138,7 +138,7 @@ def right_or_refused(toys, model, step, expected):
         expected.assert_equal(got)
 
 
-def test_a_write_to_a_layers_output_is_right_or_refused(enable, toys, mode):
+def test_a_write_to_a_layers_output_is_right_or_refused(enable, toys, every_mode):
     """The output's memory may be what the next layer keeps."""
     model = toys.decoder()
 
@@ -150,7 +150,7 @@ def test_a_write_to_a_layers_output_is_right_or_refused(enable, toys, mode):
         return model.head(x).sum()
 
     expected = toys.grade(model, step)
-    enable(model, **mode)
+    enable(model, **every_mode)
     expected.assert_equal(toys.grade(model, step))
 
 

@@ -79,7 +79,7 @@ def several_times(model):
     return loss.detach()
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(layer_orders, min_size=4, max_size=4), st.sampled_from([random_numbers, accumulated, several_times]))
 def test_any_plan_gives_the_gradients_of_plain_autograd(toys, orders, step):
     check(toys, toys.decoder(4, dropout=0.3, attention_dropout=0.2), step, orders)

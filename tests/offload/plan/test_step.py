@@ -228,7 +228,7 @@ def pieces(cost, plan):
     return inputs + [(cost.operations[i].at, cost.operations[i].nbytes) for i in sorted(plan.off_device)]
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(layers(), st.booleans(), st.integers(1, 100), st.integers(1, 100))
 def test_the_same_as_piece_by_piece(drawn, early, out, back):
     machine = Budget(out, back, 0)

@@ -25,7 +25,7 @@ def on_disk(path, **options):
 @MODES
 @pytest.mark.parametrize(
     ("prefetch_layers", "max_host_bytes"),
-    [(None, None), (None, MIN_STAGING_BYTES), (0, 8 * MIB), (1, 8 * MIB), (100, MIN_STAGING_BYTES)],
+    [(None, None), (0, 8 * MIB), (100, MIN_STAGING_BYTES)],
 )
 def test_gradients_are_equal(compare, toys, tmp_path, enable_ckpt, prefetch_layers, max_host_bytes):
     options = on_disk(tmp_path, prefetch_layers=prefetch_layers, max_host_bytes=max_host_bytes)
@@ -43,7 +43,7 @@ def test_a_graph_dropped_while_its_bytes_are_written_or_read(enable, toys, tmp_p
     model = toys.wide()
     expected = toys.grade(copy.deepcopy(model), toys.read_wide)
     handle = enable(model, enable_ckpt, **on_disk(tmp_path, prefetch_layers=3, max_host_bytes=8 * MIN_STAGING_BYTES))
-    for number in range(6):
+    for number in range(4):
         torch.manual_seed(7)
         loss = toys.read_wide(model)
         if number % 2:  # only the last layers run backward: what was fetched ahead for the others is never used

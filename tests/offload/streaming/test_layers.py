@@ -13,6 +13,7 @@ from rlx.offload import OffloadOptions, enable_activation_offloading, enable_lay
 from rlx.offload.storage.disk import DiskError
 
 SAVES = (None, "boundary", "attention", "auto", "all")
+KINDS = ("attention", "all")  # a layer is recomputed, or fetched again for what autograd saved
 
 
 def poison(handle):
@@ -94,7 +95,7 @@ def test_a_disk_that_is_no_folder_is_full_or_fails(decoder, toys, stream, tmp_pa
     os.ftruncate(file.descriptor, whole)
 
 
-@pytest.mark.parametrize("save", SAVES)
+@pytest.mark.parametrize("save", KINDS)
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=str)
 def test_several_graphs_alive(decoder, toys, stream, save, order):
     def step(model):
@@ -111,7 +112,7 @@ def test_several_graphs_alive(decoder, toys, stream, save, order):
     toys.grade(plain, step).assert_equal(toys.grade(model, step))
 
 
-@pytest.mark.parametrize("save", SAVES)
+@pytest.mark.parametrize("save", KINDS)
 def test_weights_that_autograd_saves_themselves(toys, stream, save):
     """`bmm` saves the parameter, not a view of it; the path of `scale` does not lead to the layer's input."""
 
@@ -133,7 +134,7 @@ def test_weights_that_autograd_saves_themselves(toys, stream, save):
         toys.grade(plain, toys.step).assert_equal(toys.grade(model, toys.step))
 
 
-@pytest.mark.parametrize("save", SAVES)
+@pytest.mark.parametrize("save", KINDS)
 def test_exception_then_a_right_step(decoder, toys, stream, save):
     model, plain = decoder
     stream(model, save)
@@ -200,19 +201,17 @@ def test_shared_weights_stay(toys, stream):
     model.layers[1].o.base.weight = model.embed.weight
     plain = copy.deepcopy(model)
     handle = stream(model, "boundary")
-    streamed = {id(p) for weights in handle._weights for p in weights.parameters}
-    assert id(model.embed.weight) not in streamed
-    assert id(model.layers[0].q.base.weight) not in streamed
-    assert id(model.layers[2].o.base.weight) in streamed
+    assert not handle.parameters & {model.embed.weight, model.layers[0].q.base.weight}
+    assert model.layers[2].o.base.weight in handle.parameters
     toys.grade(plain, toys.read).assert_equal(toys.grade(model, toys.read))
 
 
-@pytest.mark.parametrize("resident", [0, 1, 2, 4])
+@pytest.mark.parametrize("resident", [1, 4])
 def test_resident_layers(decoder, toys, stream, resident):
     model, plain = decoder
     handle = stream(model, "boundary", resident_layers=resident)
     assert len(handle.streamed_layers) == 5 - resident
-    assert "layers.0" not in handle.streamed_layers or not resident
+    assert "layers.0" not in handle.streamed_layers
     toys.grade(plain, toys.read).assert_equal(toys.grade(model, toys.read))
 
 
@@ -239,7 +238,7 @@ def test_state_dict_at_any_time(decoder, toys, stream):
     check(kept)  # nobody else gets memory that a tensor still uses
 
 
-@pytest.mark.parametrize("save", SAVES)
+@pytest.mark.parametrize("save", KINDS)
 def test_a_write_between_forward_and_backward_is_an_error(decoder, toys, stream, save):
     model, plain = decoder
     stream(model, save, poisoned=False)

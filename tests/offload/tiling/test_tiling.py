@@ -131,7 +131,7 @@ def test_gradients_are_those_without_tiles_to_rounding(name):
     assert len(tiling.norms) == NORMS[name]
     # Gemma and the experts compute in fp32 in between.
     tolerance = {"gemma3": 1e-6, "qwen3_moe": 1e-6}.get(name, 1e-12)
-    for save in SAVES:
+    for save in SAVES if name == "qwen2" else (None, "attention"):
         handle = offloading(model, save) if save else None
         for _ in range(4 if save == "auto" else 1):  # the third pass is the first that follows a plan
             assert_close(graded(model), expected, tolerance)
