@@ -14,7 +14,7 @@ from rlx.offload import OffloadOptions, enable_activation_offloading
 from rlx.offload.storage.arena import host_arena
 from rlx.offload.storage.disk import extent_files
 
-sys.path.insert(0, str(Path(__file__).parent))  # for own_attention
+sys.path.insert(0, str(Path(__file__).parent))  # for tiny_transformers
 
 # What is kept for backward, and where. Tests that take `saving` or `mode` run in attention mode, which recomputes layers and
 # replays results, and nightly in all modes; those that take `every_saving` or `every_mode` always run in all.

@@ -96,7 +96,7 @@ def batch(seed, rank):
     return torch.randn(2, TOKENS, WIDTH, generator=torch.Generator().manual_seed(seed + 100 * rank))
 
 
-def train(model, rank, loss_of=lambda model, seed, rank: model(batch(seed, rank))):
+def train(model, rank):
     """Two steps of two micro-batches; gradients of the second and the number of all-gathers."""
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
     torch.manual_seed(rank)
@@ -104,7 +104,7 @@ def train(model, rank, loss_of=lambda model, seed, rank: model(batch(seed, rank)
         for number in range(2):
             optimizer.zero_grad()
             for micro in range(2):
-                loss_of(model, 10 * number + micro, rank).backward()
+                model(batch(10 * number + micro, rank)).backward()
             if number == 0:
                 optimizer.step()
     grads = [p.grad.to_local() if hasattr(p.grad, "to_local") else p.grad for p in model.parameters()]
@@ -138,7 +138,9 @@ def trained_plainly(strategy, rank):
     return plain, gathers
 
 
-def result_of(strategy, save, rank, folder):
+def results(strategy, save, folder):
+    """What this rank finds with a strategy and a kind of saving."""
+    rank = dist.get_rank()
     options = {"tier": "disk", "directory": folder} if "disk" in strategy else {}
     plain, gathers = trained_plainly(strategy, rank)
     if "late" in strategy:
@@ -149,62 +151,10 @@ def result_of(strategy, save, rank, folder):
     grads, gathers_now = train(model, rank)
     stats = handle.stats()
     return {
-        "layers_missed": BLOCKS - len(handle.session.layers),
+        "layers_missed": BLOCKS - len(handle.stats(per_layer=True).layers),
         "equal": same(grads, plain),
         "gathers": gathers_now - gathers,
         "held_bytes": stats.held_bytes,
         "is_planned": handle.plan() is not None,
         "moved_more": stats.offloaded_bytes - offloaded_bytes_unsharded("frozen" in strategy, save),
     }
-
-
-def transformers_model():
-    """A Qwen2 under FSDP2."""
-    import transformers
-
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": BLOCKS}
-    config = transformers.Qwen2Config(**sizes, num_attention_heads=4, num_key_value_heads=2)
-    model = transformers.AutoModelForCausalLM.from_config(config).train()
-    for layer in model.model.layers:
-        fully_shard(layer)
-    return fully_shard(model)
-
-
-def train_transformers(model, rank):
-    def loss_of(model, seed, rank):
-        ids = torch.randint(0, 64, (2, 9), generator=torch.Generator().manual_seed(seed + 100 * rank))
-        return model(input_ids=ids, labels=ids).loss
-
-    return train(model, rank, loss_of)
-
-
-@cache
-def trained_by_transformers(rank):
-    """Gradients and number of all-gathers with the checkpointing of transformers; once for all kinds of saving."""
-    checkpointed = transformers_model()
-    checkpointed.gradient_checkpointing_enable({"use_reentrant": False})
-    return train_transformers(checkpointed, rank)
-
-
-def result_of_transformers(save, rank):
-    plain, gathers = trained_by_transformers(rank)
-    model = transformers_model()
-    handle = enable(model, save)
-    grads, gathers_now = train_transformers(model, rank)
-    return {
-        "layers_missed": BLOCKS - len(handle.session.layers),
-        "equal": same(grads, plain),
-        "gathers": gathers_now - gathers,
-        "held_bytes": handle.stats().held_bytes,
-        "is_planned": handle.plan() is not None,
-        "moved_more": 0,
-    }
-
-
-def results(strategy, save, folder):
-    """What this rank finds with a strategy, or with `transformers`, and a kind of saving."""
-    rank = dist.get_rank()
-    if strategy == "transformers":
-        return result_of_transformers(save, rank)
-    return result_of(strategy, save, rank, folder)

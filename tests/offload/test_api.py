@@ -4,13 +4,10 @@ import re
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from rlx.offload import LayerStats, OffloadOptions, OffloadStats, enable_activation_offloading, offload_activations
+from rlx.offload import OffloadOptions, OffloadStats, enable_activation_offloading, offload_activations
 
 
 def anatomy(model):
@@ -120,21 +117,9 @@ def test_stats_per_layer_and_per_step(toys, enable):
     assert step.layers["layers.1"].offloaded_bytes == first.layers["layers.1"].offloaded_bytes
     assert step.reserved_bytes == handle.stats().reserved_bytes
     assert OffloadStats().overlap == 0.0  # nothing moved, nothing hidden
-
-
-def test_stats_print_in_a_few_lines_with_units():
-    layers = {"layers.0": LayerStats(2_000_000, 0, 1.25)}
-    moved = OffloadStats(2_162_688, 192, 12_582_912, 8_000, 764.679, 4_000_000_000, 100.0, 25.0, layers=layers)
-    assert str(moved).splitlines() == [
-        "offloaded 2.16 MB, kept on the device 8.00 KB, recomputed 764.7 ms",
-        "off the device now 192 bytes, host memory reserved 12.58 MB",
-        "copied 4.00 GB in 100.0 ms (40.0 GB/s), compute waited 25.0 ms, overlap 75.0%",
-        "layers.0: offloaded 2.00 MB, kept 0 bytes, recomputed 1.2 ms",
-    ]
-    assert len(str(OffloadStats()).splitlines()) == 2
-    disk = OffloadStats(disk_bytes=3_000_000_000, disk_ms=1000.0, disk_reserved_bytes=5_000_000_000)
-    assert str(disk).splitlines()[-1] == "disk: 3.00 GB moved in 1000.0 ms (3.0 GB/s), file of 5.00 GB"
-    assert "recomputed_ms=764.679" in repr(moved)
+    layer = first.layers["layers.0"]
+    offloaded, kept = f"offloaded {layer.offloaded_bytes} bytes", f"kept {layer.kept_bytes} bytes"
+    assert f"layers.0: {offloaded}, {kept}, recomputed {layer.recomputed_ms:.1f} ms" in str(first).splitlines()
 
 
 def test_a_dropped_model_is_freed_without_the_garbage_collector(toys):
@@ -237,24 +222,6 @@ def test_a_compiled_model_runs_its_enabled_layers_uncompiled_and_says_so_once(to
         torch.testing.assert_close(graded.grads[name], grad)
     assert handle.stats().offloaded_bytes > 0
     torch.compiler.reset()
-
-
-@pytest.mark.parametrize("enable_ckpt", [True, False])
-def test_fsdp2_may_shard_a_model_that_is_enabled_already(toys, enable, enable_ckpt):
-    model = toys.stack()
-    expected = toys.grade(copy.deepcopy(model), toys.step)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        mesh = init_device_mesh("cpu", (1,))
-        handle = enable(model, enable_ckpt)
-        for module in (*model.layers, model):
-            fully_shard(module, mesh=mesh)
-        graded = toys.grade(model, toys.step)
-        for name, grad in expected.grads.items():
-            assert torch.equal(graded.grads[name].full_tensor(), grad)
-        assert handle.stats().offloaded_bytes > 0
-    finally:
-        dist.destroy_process_group()
 
 
 def test_a_line_says_once_why_nothing_left_the_device(toys, caplog):

@@ -22,7 +22,6 @@ STRATEGIES = (
     "fsdp1_orig",
     "fsdp1_late",
     "ddp",
-    "transformers",
 )
 # Every strategy in one mode and the most common one in all of them; nightly the cross product.
 CASES = [

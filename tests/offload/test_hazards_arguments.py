@@ -133,20 +133,6 @@ def test_transforms_of_functions_inside_a_layer(enable, given, toys, save, trans
         expected.assert_equal(toys.grade(model, step))
 
 
-def test_a_packed_sequence(compare, toys, mode):
-    def step(model):
-        x = nn.utils.rnn.pack_padded_sequence(model.embed(toys.tokens()), torch.tensor([6, 4]), batch_first=True)
-        return through(model, x).data.sum()
-
-    def forward(self, x):
-        return nn.utils.rnn.PackedSequence(self.lstm(x)[0].data + self.lin(x.data), *x[1:])
-
-    model = toys.of(forward, width=16)
-    for block in model.layers:
-        block.lstm = nn.LSTM(16, 16)
-    compare(model, step, **mode)
-
-
 @dataclasses.dataclass
 class State:
     x: torch.Tensor

@@ -1,12 +1,12 @@
 """Calls that attention mode might answer from the host, under conditions that a naive answer gets wrong."""
 
 import copy
-import threading
 
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
+
+from rlx.offload import OffloadOptions, offload_activations
 
 WIDTH = 16
 
@@ -102,31 +102,6 @@ def test_gradients_are_those_of_plain_autograd(compare_layer, saving, name):
     compare_layer(ODD[name], **saving)
 
 
-def test_two_threads_run_backward_on_one_graph(enable, toys, mode):
-    model = toys.decoder(blocks=6)
-    expected = toys.grade(copy.deepcopy(model), toys.read)
-    enable(model, **mode)
-    parameters = list(model.parameters())
-    failures = []
-
-    def work(loss):
-        try:
-            for _ in range(5):
-                grads = torch.autograd.grad(loss, parameters, retain_graph=True)
-                for name, grad in zip(expected.grads, grads, strict=True):
-                    assert torch.equal(grad, expected.grads[name]), name
-        except BaseException as error:
-            failures.append(error)
-
-    loss = toys.read(model)
-    threads = [threading.Thread(target=work, args=(loss,)) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures
-
-
 def test_engines_inside_one_another(enable, toys, saving):
     """One handle for the layers, another for what lies in them."""
     model = toys.decoder(dropout=0.1)
@@ -140,8 +115,6 @@ def test_engines_inside_one_another(enable, toys, saving):
 
 
 def test_a_region_around_an_enabled_model(enable, toys, saving):
-    from rlx.offload import OffloadOptions, offload_activations
-
     model = toys.decoder(dropout=0.1)
     expected = toys.grade(copy.deepcopy(model), toys.read)
     enable(model, **saving)
@@ -153,52 +126,36 @@ def test_a_region_around_an_enabled_model(enable, toys, saving):
     expected.assert_equal(toys.grade(model, step))
 
 
-@pytest.mark.parametrize("change", ["eval_dropout", "replaced_module", "frozen", "thawed", "moved_dtype"])
-def test_a_layer_that_changes_between_forward_and_backward_is_right_or_refused(enable, toys, saving, change):
-    def apply(layer):
-        if change == "eval_dropout":
-            layer.mlp.eval()
-        elif change == "replaced_module":
-            layer.mlp.up = nn.Linear(16, 32)
-        elif change == "frozen":
-            layer.requires_grad_(False)
-        elif change == "thawed":
-            layer.v.requires_grad_(True)
-        else:
-            layer.double()
+CHANGES = {
+    "eval_dropout": lambda layer: layer.mlp.eval(),
+    "replaced_module": lambda layer: setattr(layer.mlp, "up", nn.Linear(16, 32)),
+    "frozen": lambda layer: layer.requires_grad_(False),
+    "thawed": lambda layer: layer.k.requires_grad_(True),
+    "moved_dtype": lambda layer: layer.double(),
+}
 
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_layer_that_changes_between_forward_and_backward_is_right_or_refused(enable, toys, saving, change):
     def step(model):
         loss = toys.read(model)
         for layer in model.layers:
-            apply(layer)
+            CHANGES[change](layer)
         loss.backward()
         return loss.detach()
 
-    def build():
+    outcomes = []
+    for enabled in (False, True):
         model = toys.decoder(dropout=0.2)
         for layer in model.layers:
-            layer.v.requires_grad_(change != "thawed")
-        return model
-
-    model = build()
-    parameters = dict(model.named_parameters())
-
-    def grads(model, parameters):
-        torch.manual_seed(7)
-        step(model)
-        return [p.grad for p in parameters.values()]
-
-    try:
-        expected = grads(model, parameters)
-    except RuntimeError:
-        expected = None  # plain autograd refuses it
-    model = build()
-    enable(model, **saving)
-    try:
-        got = grads(model, dict(model.named_parameters()))
-    except RuntimeError:
-        return
-    assert expected is not None
-    for grad, wanted in zip(got, expected, strict=True):
-        assert (grad is None) == (wanted is None)
-        assert grad is None or torch.equal(grad, wanted)
+            layer.k.requires_grad_(False)
+        if enabled:
+            enable(model, **saving)
+        try:
+            outcomes.append(toys.grade(model, step))
+        except RuntimeError:
+            outcomes.append(None)
+    plain, offloaded = outcomes
+    assert offloaded is None or plain is not None
+    if offloaded is not None:
+        plain.assert_equal(offloaded)

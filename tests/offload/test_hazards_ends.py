@@ -182,29 +182,33 @@ def test_two_models_in_two_threads(enable, toys, every_mode):
     expected = [toys.grade(copy.deepcopy(model), toys.read) for model in models]
     for model in models:
         enable(model, **every_mode)
-    work_in_threads(toys, list(zip(models, expected, strict=True)))
+    jobs = zip(models, expected, strict=True)
+    work_in_threads([(lambda model=model: toys.read(model), model, graded) for model, graded in jobs])
 
 
-def test_one_model_in_three_threads(enable, toys, mode):
+@pytest.mark.parametrize("graphs", ["own", "shared"])
+def test_one_model_in_three_threads(enable, toys, mode, graphs):
     model = toys.decoder()
     expected = toys.grade(copy.deepcopy(model), toys.read)
     enable(model, **mode)
-    work_in_threads(toys, [(model, expected)] * 3)
+    loss = toys.read(model)
+    make = (lambda: toys.read(model)) if graphs == "own" else lambda: loss
+    work_in_threads([(make, model, expected)] * 3)
 
 
-def work_in_threads(toys, pairs):
+def work_in_threads(jobs):
     failures = []
 
-    def work(model, expected):
+    def work(make, model, expected):
         try:
             for _ in range(5):
-                grads = torch.autograd.grad(toys.read(model), list(model.parameters()))
+                grads = torch.autograd.grad(make(), list(model.parameters()), retain_graph=True)
                 for name, grad in zip(expected.grads, grads, strict=True):
                     assert torch.equal(grad, expected.grads[name]), name
         except BaseException as error:
             failures.append(error)
 
-    threads = [threading.Thread(target=work, args=pair) for pair in pairs]
+    threads = [threading.Thread(target=work, args=job) for job in jobs]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -5,7 +5,6 @@ import copy
 
 import pytest
 import torch
-from own_attention import OwnAttention
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
@@ -17,6 +16,23 @@ from torch.utils.checkpoint import checkpoint
 
 def attention(m, x):
     return m.o(m.attend(m.q(x), m.k(x), m.v(x), is_causal=True))
+
+
+class OwnAttention(torch.autograd.Function):
+    """Attention as a user writes it, not registered. It saves its weights, which no fused kernel does."""
+
+    @staticmethod
+    def forward(ctx, q, k, v):
+        weights = torch.softmax(q @ k.mT, -1)
+        ctx.save_for_backward(q, k, v, weights)
+        return weights @ v
+
+    @staticmethod
+    def backward(ctx, grad):
+        q, k, v, weights = ctx.saved_tensors
+        back = weights * (grad @ v.mT)
+        scores = back - weights * back.sum(-1, keepdim=True)
+        return scores @ k, scores.mT @ q, weights.mT @ grad
 
 
 class Doubles(TorchFunctionMode):
@@ -205,17 +221,12 @@ def tied_model(toys):
     return model
 
 
-@pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("way", [name for name in vars(Swapped) if not name.startswith("_")])
-def test_weights_that_are_swapped_for_one_call(enable, toys, saving, way, bias):
+def test_weights_that_are_swapped_for_one_call(enable, toys, saving, way):
     def step(model):
         return getattr(Swapped, way)(model, toys.tokens())
 
     model = tied_model(toys)
-    if not bias:
-        for module in model.modules():
-            if isinstance(module, (nn.Linear, nn.LayerNorm)):
-                module.bias = None
     expected = toys.grade(copy.deepcopy(model), step)
     enable(model, **saving)
     toys.read(model).backward()  # what is learned about a layer from a usual call does not hold for the next
@@ -271,19 +282,6 @@ def test_computed_weights(compare, toys, saving):
         return built
 
     compare(toys.stack(layer, width=16), toys.read, **saving)
-
-
-def test_compiled_parts(enable, toys, saving):
-    def build():
-        model = toys.decoder()
-        for layer in model.layers:
-            layer.mlp = torch.compile(layer.mlp, backend="eager", fullgraph=True)
-        return model
-
-    expected = toys.grade(build(), toys.read)
-    model = build()
-    enable(model, **saving)
-    expected.assert_equal(toys.grade(model, toys.read))
 
 
 def swallows_everything(m, x):

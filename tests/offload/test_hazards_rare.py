@@ -132,7 +132,6 @@ def test_lists_in_arguments_are_as_plain_autograd_leaves_them(enable, toys, savi
 KINDS = {
     "complex": lambda x: torch.view_as_real(torch.complex(x, -x).conj() * torch.complex(x, x)).sum(-1),
     "negative": lambda x: torch.complex(x, -x).conj().imag * x,
-    "fourier": lambda x: torch.fft.irfft(torch.fft.rfft(x, dim=-1) * torch.fft.rfft(torch.tanh(x), dim=-1), n=16),
     "sparse": lambda x: torch.sparse.mm(x.detach()[0].relu().to_sparse(), x[0].mT).sum() * torch.exp(x * 0.1),
     "nested": lambda x: (
         torch.nested.to_padded_tensor(torch.nested.as_nested_tensor([x[0], x[1, :4]]).cos(), 0.0).sum() * x.sin()
@@ -142,8 +141,6 @@ KINDS = {
         x.gather(-1, x.argsort(-1)) * torch.where(x > 0, x, -x) + x[:, torch.tensor([5, 0, 0, 2, 1, 3])]
     ),
     "scalars": lambda x: x * x.mean() * x[0, 0, 0].exp() ** 0.1,
-    "double": lambda x: (x.double().exp() * x.double()).float(),
-    "complex_matrix": lambda x: (torch.complex(x, x) @ torch.complex(x, -x).mH).abs().sum(-1, keepdim=True) * x,
 }
 
 

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from own_attention import OwnAttention
 from torch import Tensor
 
 from rlx.offload import register_attention
@@ -39,10 +38,6 @@ class Fused(torch.autograd.Function):
         return *softmax_attention_backward(q, k, v, out, lse, grad * ctx.scale), None
 
 
-class Scores(OwnAttention):
-    """Registered, while its base is not."""
-
-
 class WithStatistics(torch.autograd.Function):
     """Gives the log-sum-exp as well, without a gradient, and takes a dropout."""
 
@@ -77,7 +72,7 @@ def operator_backward(ctx, grad, grad_lse):
 operator.register_autograd(operator_backward, setup_context=save_for_operator)
 
 
-for function in (Fused, Scores, WithStatistics, torch.ops.rlx_tests.attention):
+for function in (Fused, WithStatistics, torch.ops.rlx_tests.attention):
     register_attention(function)
 
 
@@ -89,10 +84,6 @@ def test_what_torch_does_not_dispatch_is_refused(what):
 
 def fused(m, x):
     return x + m.mlp(m.o(m.merge(Fused.apply(m.split(m.q(x)), m.split(m.k(x)), m.split(m.v(x)), 1.5))))
-
-
-def scores(m, x):
-    return x + m.mlp(m.o(m.merge(Scores.apply(m.split(m.q(x)), m.split(m.k(x)), m.split(m.v(x))))))
 
 
 def with_statistics(m, x):
@@ -107,15 +98,7 @@ def custom_operator(m, x):
     return x + m.mlp(m.o(m.merge(out))) * lse.detach().mean()
 
 
-CALLS = {
-    call.__name__: call
-    for call in (
-        fused,
-        scores,
-        with_statistics,
-        custom_operator,
-    )
-}
+CALLS = {call.__name__: call for call in (fused, with_statistics, custom_operator)}
 
 
 def plain(model):
@@ -134,7 +117,7 @@ def test_gradients_are_those_of_plain_autograd(compare, toys, mode, name, step):
     compare(toys.stack(lambda: toys.kit(CALLS[name]), width=16), step, **mode)
 
 
-@pytest.mark.parametrize("name", ["fused", "with_statistics", "custom_operator"])
+@pytest.mark.parametrize("name", CALLS)
 def test_a_registered_kernel_runs_once_a_call(enable, toys, saving, name):
     model = toys.stack(lambda: toys.kit(CALLS[name]), width=16)
     enable(model, **saving)

@@ -9,7 +9,6 @@ import numpy
 import pytest
 import torch
 from torch import nn
-from torch.ao.quantization import FakeQuantize, MovingAveragePerChannelMinMaxObserver
 
 from rlx.offload.recompute.saved_slots import RecomputeError
 
@@ -64,29 +63,6 @@ def registers_a_buffer(m, x):
     with torch.no_grad():
         m.mean.mul_(0.9).add_(0.1 * mean_of(x))
     return m.block(x * (1 + m.mean.clone()))
-
-
-def expanded(m):
-    m.register_buffer("scale", torch.tensor(1.5).expand(8))
-
-
-def scaled(m, x):
-    return m.block(x * m.scale)
-
-
-def quantised(m):
-    m.fake = FakeQuantize(
-        MovingAveragePerChannelMinMaxObserver,
-        quant_min=-128,
-        quant_max=127,
-        dtype=torch.qint8,
-        qscheme=torch.per_channel_symmetric,
-        ch_axis=0,
-    )
-
-
-def with_quantised_weights(m, x):
-    return x + torch.tanh(m.block(x)) @ m.fake(m.block.up.weight[:8])
 
 
 def in_a_list(m):
@@ -163,8 +139,6 @@ LAYERS = {
     "a buffer that is None at first": (fills_its_buffer, mean_is_none),
     "an attribute that is None at first": (fills_its_buffer, no_mean),
     "a buffer that forward registers": (registers_a_buffer, lambda m: None),
-    "an expanded buffer": (scaled, expanded),
-    "buffers that grow": (with_quantised_weights, quantised),
     "statistics in a list": (with_statistics_in_a_list, in_a_list),
     "an attribute that is set and set back": (sets_it_and_sets_it_back, scale_of_one),
     "a counter and a list": (counted, counts),

@@ -75,28 +75,6 @@ def combination(m, draw, pick):
     return draw.choice([torch.add, torch.mul])(pick(), pick())
 
 
-@operation(3)
-def norm_of_parts(m, draw, pick):
-    x = pick()
-    wide = x.double()
-    return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
-
-
-@operation(2)
-def rotation(m, draw, pick):
-    x = pick()
-    angles = torch.arange(16.0)
-    return x * angles.cos() + torch.cat((-x[..., 8:], x[..., :8]), -1) * angles.sin()
-
-
-@operation(1)
-def known_to_nobody(m, draw, pick):
-    x = pick()
-    with torch._C.DisableTorchFunction():
-        scale = x.detach().abs().amax()
-    return pick() * scale
-
-
 @operation(2)
 def look(m, draw, pick):
     return draw.choice(

@@ -33,10 +33,6 @@ def boundary(costs, machine):
     return predict(costs, [BOUNDARY] * len(costs), machine)
 
 
-def names(cost, indices):
-    return {cost.operations[i].name for i in indices}
-
-
 # What is chosen
 
 

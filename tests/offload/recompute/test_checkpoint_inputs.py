@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from torch import nn
+from transformers.utils import ModelOutput
 
 
 def test_keyword_tensors_are_inputs(enable, compare, toys):
@@ -32,77 +32,57 @@ class Both:
     right: torch.Tensor
 
 
-@pytest.mark.parametrize("kind", ["tuple", "list", "dict", "namedtuple", "dataclass", "ModelOutput"])
-def test_nested_inputs_and_outputs_keep_their_type(compare, kind):
-    from transformers.modeling_outputs import ModelOutput
+@dataclass
+class Output(ModelOutput):
+    left: torch.Tensor | None = None
+    right: torch.Tensor | None = None
 
-    @dataclass
-    class Output(ModelOutput):
-        left: torch.Tensor | None = None
-        right: torch.Tensor | None = None
 
-    make = {
-        "tuple": lambda left, right: (left, right),
-        "list": lambda left, right: [left, right],
-        "dict": lambda left, right: {"left": left, "right": right},
-        "namedtuple": Pair,
-        "dataclass": Both,
-        "ModelOutput": lambda left, right: Output(left=left, right=right),
-    }[kind]
-    expected_type = {"namedtuple": Pair, "dataclass": Both, "ModelOutput": Output}.get(kind) or type(make(0, 0))
+KINDS = {
+    "tuple": lambda left, right: (left, right),
+    "list": lambda left, right: [left, right],
+    "dict": lambda left, right: {"left": left, "right": right},
+    "namedtuple": Pair,
+    "dataclass": Both,
+    "ModelOutput": Output,
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nested_inputs_and_outputs_keep_their_type(compare, toys, kind):
+    make = KINDS[kind]
+    expected = type(make(0, 0))
 
     def parts(value):
+        assert type(value) is expected
         if isinstance(value, dict):
             return value["left"], value["right"]
-        return (value.left, value.right) if kind == "dataclass" else tuple(value)
+        return (value.left, value.right) if kind == "dataclass" else value
 
-    class Layer(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.lin = nn.Linear(8, 8)
+    def forward(block, both):
+        left, right = parts(both)
+        return make(torch.tanh(block.lin(left)) * right, right + left)
 
-        def forward(self, both):
-            assert type(both) is expected_type
-            left, right = parts(both)
-            return make(torch.tanh(self.lin(left)) * right, right + left)
+    def step(model):
+        x = model.embed(toys.batch())
+        both = make(x, x * 2)
+        for layer in model.layers:
+            both = layer(both)
+        left, right = parts(both)
+        return left.sum() + right.prod()
 
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            torch.manual_seed(0)
-            self.layers = nn.ModuleList(Layer() for _ in range(3))
-
-        def forward(self, x):
-            both = make(x, x * 2)
-            for layer in self.layers:
-                both = layer(both)
-                assert type(both) is expected_type
-            left, right = parts(both)
-            return left.sum() + right.prod()
-
-    compare(Model(), lambda m: m(torch.randn(4, 8, requires_grad=True)), True)
+    compare(toys.of(forward), step, True)
 
 
 def test_the_same_tensor_twice_stays_the_same_object(compare, toys):
-    class Attend(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.mha = nn.MultiheadAttention(8, 2, batch_first=True)
+    def forward(block, query, key):
+        assert query is key
+        return block.lin(query) * key
 
-        def forward(self, query, key):
-            assert query is key
-            return self.mha(query, key, key)[0] + query
+    def step(model):
+        x = model.embed(toys.batch())
+        for layer in model.layers:
+            x = layer(x, key=x)
+        return x.sum()
 
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            torch.manual_seed(0)
-            self.layers = nn.ModuleList(Attend() for _ in range(3))
-
-        def forward(self, x):
-            for layer in self.layers:
-                x = layer(x, x)
-            return x.sum()
-
-    stats = compare(Model(), lambda m: m(torch.randn(2, 5, 8, requires_grad=True)), True)
-    assert stats.offloaded_bytes == 3 * 2 * 5 * 8 * 4
+    assert compare(toys.of(forward), step, True).offloaded_bytes == 3 * 4 * 8 * 4

@@ -1,7 +1,7 @@
 import pytest
 from torch import nn
 
-from rlx.offload.runtime.layers import CheckpointingFlags, find_layers
+from rlx.offload.runtime.layers import find_layers
 
 
 def names(model, layers=None):
@@ -108,23 +108,3 @@ def test_bad_layers_are_told(toys):
         find_layers(toys.stack(), [nn.Linear(1, 1)])
     with pytest.raises(ValueError, match="inside one another"):
         find_layers(toys.stack(), ["layers.0", "layers.0.up"])
-
-
-def test_flags_come_back_exactly():
-    class Layer(nn.Module):
-        gradient_checkpointing = True
-
-    own, inherited, off = Layer(), Layer(), nn.Linear(1, 1)
-    own.gradient_checkpointing = True
-    flags = CheckpointingFlags([own, inherited, off])
-    assert flags.switch_off()
-    assert not flags.switch_off()
-    assert not own.gradient_checkpointing
-    assert not inherited.gradient_checkpointing
-    flags.restore()
-    assert vars(own)["gradient_checkpointing"] is True
-    assert "gradient_checkpointing" not in vars(inherited)
-    with CheckpointingFlags.cleared([own]):
-        assert not own.gradient_checkpointing
-    assert own.gradient_checkpointing
-    assert not hasattr(off, "gradient_checkpointing")

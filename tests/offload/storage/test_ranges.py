@@ -39,18 +39,6 @@ def test_pieces_never_overlap_and_everything_comes_back(slabs, actions):
     assert ranges.free_bytes == 0
 
 
-def test_a_slab_grows_at_its_end_and_joins_what_is_free_there():
-    ranges = RangeAllocator()
-    ranges.extend(0, 4 * PAGE_ALIGN_BYTES)
-    taken = ranges.allocate(PAGE_ALIGN_BYTES)
-    ranges.extend(0, 5 * PAGE_ALIGN_BYTES)
-    (extent,) = ranges.allocate(8 * PAGE_ALIGN_BYTES)
-    assert extent == (0, PAGE_ALIGN_BYTES, 8 * PAGE_ALIGN_BYTES)
-    assert ranges.remove_free_slabs() == []
-    ranges.free([extent, *taken])
-    assert ranges.remove_free_slabs() == [0]
-
-
 def test_no_piece_is_too_short_to_be_worth_a_copy():
     ranges = RangeAllocator()
     ranges.extend(0, 10 * MIN_EXTENT_BYTES)

@@ -24,28 +24,6 @@ def on_disk(path, **options):
     return {"tier": "disk", "directory": str(path), **options}
 
 
-CHILD = """
-    import sys, torch
-    from torch import nn
-    from rlx.offload import OffloadOptions, enable_activation_offloading
-    torch.manual_seed(0)
-    layers = nn.ModuleList([nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64)) for _ in range(4)])
-    x = torch.randn(2000, 64)
-    def run():
-        y = x
-        for layer in layers:
-            y = layer(y)
-        return y.square().sum()
-    expected = torch.autograd.grad(run(), list(layers.parameters()))
-    enable_activation_offloading(layers, False, OffloadOptions(tier="disk", directory=sys.argv[1], min_bytes=0), layers=list(layers))
-    loss = run()
-    print("forward", flush=True)
-    sys.stdin.readline()
-    grads = torch.autograd.grad(loss, list(layers.parameters()))
-    print(all(map(torch.equal, grads, expected)), flush=True)
-"""
-
-
 @pytest.fixture
 def room():
     """`room(nbytes)`: no file may become longer, as on a disk that is full; none: as before."""
