@@ -54,8 +54,8 @@ def peak_bytes(model, run):
 
 @pytest.mark.parametrize("pin_memory", [True, False])
 @pytest.mark.parametrize("use_streams", [True, False])
-def test_gradients_are_equal(compare, decoder, saving, pin_memory, use_streams):
-    stats = compare(decoder, read, **saving, pin_memory=pin_memory, use_streams=use_streams)
+def test_gradients_are_equal(compare, decoder, every_saving, pin_memory, use_streams):
+    stats = compare(decoder, read, **every_saving, pin_memory=pin_memory, use_streams=use_streams)
     assert stats.offloaded_bytes >= 6 * 4096 * WIDTH * 4
 
 
@@ -64,8 +64,8 @@ def test_gradients_are_equal(compare, decoder, saving, pin_memory, use_streams):
     [{"prefetch_layers": n} for n in (0, 1, 3, 100)] + [{"max_inflight_bytes": n} for n in (0, 1 << 24)],
     ids=str,
 )
-def test_gradients_are_equal_on_any_schedule(compare, decoder, saving, options):
-    compare(decoder, read, **saving, **options)
+def test_gradients_are_equal_on_any_schedule(compare, decoder, every_saving, options):
+    compare(decoder, read, **every_saving, **options)
 
 
 def test_a_write_to_an_input_that_is_leaving_is_refused(enable, toys):
@@ -90,17 +90,17 @@ def test_a_write_to_an_input_that_is_leaving_is_refused(enable, toys):
         y.sum().backward()
 
 
-def test_host_tensors_stay(enable, toys, saving):
+def test_host_tensors_stay(enable, toys, every_saving):
     def forward(block, x):
         y = block.lin(x)
         return y + torch.tanh(y.cpu()).exp().cuda()
 
     model = toys.of(forward, width=WIDTH).cuda()
-    handle = enable(model, **saving)
+    handle = enable(model, **every_saving)
     step(model).backward()
     offloaded = handle.stats().offloaded_bytes
     assert offloaded == 3 * 4096 * WIDTH * 4  # each layer's input, which its linear saves; tanh and exp are on the host
-    assert (handle.stats().kept_bytes > 0) == (saving["save"] == "all")
+    assert (handle.stats().kept_bytes > 0) == (every_saving["save"] == "all")
 
 
 def test_boundary_takes_the_layers_inputs_off_the_device(enable, toys, model):
@@ -159,7 +159,7 @@ def test_copies_overlap_compute(enable, toys):
     assert stats.recomputed_ms > 0
 
 
-def test_fsdp2_over_nccl(enable, toys, saving):
+def test_fsdp2_over_nccl(enable, toys, every_saving):
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", "29511")
     dist.init_process_group("nccl", rank=0, world_size=1, device_id=torch.device("cuda", 0))
@@ -174,7 +174,7 @@ def test_fsdp2_over_nccl(enable, toys, saving):
         for policy in (MixedPrecisionPolicy(), MixedPrecisionPolicy(torch.bfloat16, torch.float32)):
             plain, model = build(policy), build(policy)
             expected = toys.grade(plain, read)
-            handle = enable(model, **saving)
+            handle = enable(model, **every_saving)
             got = toys.grade(model, read)
             for name, grad in expected.grads.items():
                 assert torch.equal(grad.to_local(), got.grads[name].to_local()), name

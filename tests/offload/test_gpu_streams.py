@@ -56,7 +56,7 @@ def assert_repeats(toys, model, step):
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
 @pytest.mark.parametrize("where", ["forward", "both"])
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_every_attention_kernel(compare, toys, saving, kernel, where, dropout):
+def test_every_attention_kernel(compare, toys, every_saving, kernel, where, dropout):
     if kernel == "cudnn" and dropout:
         pytest.skip("cuDNN's attention takes no dropout in training on every release")
     if kernel == "cudnn":
@@ -73,15 +73,15 @@ def test_every_attention_kernel(compare, toys, saving, kernel, where, dropout):
         return loss.detach()
 
     assert_repeats(toys, model, step)
-    stats = compare(model, step, **saving)
+    stats = compare(model, step, **every_saving)
     hidden = 4 * 1024 * WIDTH * 2
-    if saving["save"] == "boundary":
+    if every_saving["save"] == "boundary":
         assert stats.offloaded_bytes == 3 * hidden
     elif kernel != "math":
         assert stats.offloaded_bytes >= 3 * 6 * hidden  # input, q, k, v, attention, o
 
 
-def test_lengths_that_kernels_pad(compare, toys, saving, decoder):
+def test_lengths_that_kernels_pad(compare, toys, every_saving, decoder):
     """Log-sum-exp and outputs have padded shapes at odd lengths and head sizes."""
 
     def step(model):
@@ -89,9 +89,9 @@ def test_lengths_that_kernels_pad(compare, toys, saving, decoder):
             model(tokens(length, seed=length)).backward()
         return model(tokens(129))
 
-    compare(decoder, step, **saving)
+    compare(decoder, step, **every_saving)
     narrow = toys.stack(lambda: toys.attend(80, 4, 2), blocks=3, width=80).to("cuda", torch.bfloat16)
-    compare(narrow, lambda m: m(tokens(77, width=80)), **saving)
+    compare(narrow, lambda m: m(tokens(77, width=80)), **every_saving)
 
 
 def assert_memory_returns_to(allocated):
@@ -103,8 +103,8 @@ def assert_memory_returns_to(allocated):
     assert torch.cuda.memory_allocated() == allocated
 
 
-def test_memory_is_back_at_its_start_after_each_step(enable, decoder, mode):
-    enable(decoder, **mode)
+def test_memory_is_back_at_its_start_after_each_step(enable, decoder, every_mode):
+    enable(decoder, **every_mode)
     decoder.zero_grad(set_to_none=False)
     for p in decoder.parameters():
         p.grad = torch.zeros_like(p)
@@ -121,8 +121,8 @@ def test_memory_is_back_at_its_start_after_each_step(enable, decoder, mode):
         assert_memory_returns_to(before)
 
 
-def test_a_steady_step_allocates_no_host_memory(enable, decoder, saving):
-    enable(decoder, **saving)
+def test_a_steady_step_allocates_no_host_memory(enable, decoder, every_saving):
+    enable(decoder, **every_saving)
     for length in (1024, 300, 1024):
         decoder(tokens(length)).backward()
     torch.cuda.synchronize()
@@ -133,7 +133,7 @@ def test_a_steady_step_allocates_no_host_memory(enable, decoder, saving):
     assert host_arena(True).reserved_bytes == reserved
 
 
-def test_two_graphs_on_two_streams(compare, decoder, saving):
+def test_two_graphs_on_two_streams(compare, decoder, every_saving):
     """Each graph runs backward on the stream of its own forward, in the other order."""
 
     def step(model):
@@ -148,10 +148,10 @@ def test_two_graphs_on_two_streams(compare, decoder, saving):
             loss.backward()
         return losses[0].detach().clone()
 
-    compare(decoder, step, **saving)
+    compare(decoder, step, **every_saving)
 
 
-def test_backward_under_another_stream_than_forward(compare, decoder, saving):
+def test_backward_under_another_stream_than_forward(compare, decoder, every_saving):
     def step(model):
         main, side = torch.cuda.current_stream(), torch.cuda.Stream()
         loss = read(model)
@@ -161,7 +161,7 @@ def test_backward_under_another_stream_than_forward(compare, decoder, saving):
         main.wait_stream(side)
         return loss.detach()
 
-    compare(decoder, step, **saving)
+    compare(decoder, step, **every_saving)
 
 
 class Beside(nn.Module):
@@ -212,16 +212,16 @@ BUSY = SIDE = None
 
 
 @pytest.mark.parametrize("far", [True, False])
-def test_layers_half_on_another_stream(compare, toys, saving, far, monkeypatch):
+def test_layers_half_on_another_stream(compare, toys, every_saving, far, monkeypatch):
     monkeypatch.setitem(globals(), "BUSY", torch.zeros(4096, 4096, device="cuda", dtype=torch.bfloat16))
     model = toys.stack(lambda: Beside(far), blocks=4, width=WIDTH).to("cuda", torch.bfloat16)
-    compare(model, lambda model: read(model) + read(model), **saving)  # streams are looked for in one of the two
+    compare(model, lambda model: read(model) + read(model), **every_saving)  # streams are looked for in one of the two
 
 
-def test_layers_that_backward_enters_on_another_stream(compare, toys, saving, monkeypatch):
+def test_layers_that_backward_enters_on_another_stream(compare, toys, every_saving, monkeypatch):
     monkeypatch.setitem(globals(), "BUSY", torch.zeros(4096, 4096, device="cuda", dtype=torch.bfloat16))
     monkeypatch.setitem(globals(), "SIDE", torch.cuda.Stream())
-    compare(toys.stack(Behind, blocks=4, width=WIDTH).to("cuda", torch.bfloat16), read, **saving)
+    compare(toys.stack(Behind, blocks=4, width=WIDTH).to("cuda", torch.bfloat16), read, **every_saving)
 
 
 def test_layers_on_one_stream_are_known_as_such(enable, toys):
@@ -261,9 +261,9 @@ class Thick(nn.Module):
 SCHEDULES = [{}, {"prefetch_layers": 0}, {"prefetch_layers": 4}, {"max_inflight_bytes": 0}, {"use_streams": False}]
 
 
-def stress(enable, toys, model, step, saving, options):
+def stress(enable, toys, model, step, every_saving, options):
     expected = toys.grade(copy.deepcopy(model), step)
-    handle = enable(model, **saving, **options)
+    handle = enable(model, **every_saving, **options)
     results = []
     for number in range(6):
         results.append(toys.grade(model, step))
@@ -280,19 +280,19 @@ def stress(enable, toys, model, step, saving, options):
 
 
 @pytest.mark.parametrize("options", SCHEDULES, ids=str)
-def test_copies_slower_than_compute(enable, toys, saving, options):
+def test_copies_slower_than_compute(enable, toys, every_saving, options):
     model = toys.stack(Thin, blocks=6, width=64).cuda()
     x = torch.randn(4, 1 << 16, 64, generator=torch.Generator().manual_seed(1)).cuda()  # 64 MiB a layer
-    stress(enable, toys, model, lambda m: m(x), saving, options)
+    stress(enable, toys, model, lambda m: m(x), every_saving, options)
 
 
 @pytest.mark.parametrize("options", SCHEDULES, ids=str)
-def test_compute_slower_than_copies(enable, toys, saving, options):
+def test_compute_slower_than_copies(enable, toys, every_saving, options):
     model = toys.stack(Thick, blocks=4, width=4096).to("cuda", torch.bfloat16)
     x = tokens(1024, width=4096)
-    stress(enable, toys, model, lambda m: m(x), saving, options)
+    stress(enable, toys, model, lambda m: m(x), every_saving, options)
 
 
-def test_disk_under_load(enable, toys, mode, decoder):
+def test_disk_under_load(enable, toys, every_mode, decoder):
     """Copies, files and compute at once, with graphs dropped among them."""
-    stress(enable, toys, decoder, read, mode, {})
+    stress(enable, toys, decoder, read, every_mode, {})
