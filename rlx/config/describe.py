@@ -21,7 +21,7 @@ problems on this machine.
   --help       this text
 
 Exit code: 0 done; 1 the run failed, its first cause comes last; 2 faults in the configuration;
-130 after Ctrl-C; 141 if the reader of the output ended first; 143 after SIGTERM.
+130 after Ctrl-C; 141 if the output pipe was closed; 143 after SIGTERM.
 """
 
 EXAMPLES = """\

@@ -350,13 +350,13 @@ class PromptSampler:
         if saved != self._identity():
             raise DataError(
                 f"the checkpoint's sampler had {saved}, this run has {self._identity()}: it cannot continue in the same "
-                "order; use the same data files, data.seed and data.shuffle, or start anew with trainer.resume_mode=disable"
+                "order; use the same data files, data.seed and data.shuffle, or start a new run with trainer.resume_mode=disable"
             )
         if self._rows and state.get("rows", self._rows) != self._rows:
             raise DataError(
                 f"the training rows differ from those of the checkpoint: got {self._size:,} other rows, expected the same prompts, answers "
                 "and data sources in the same order (the names of files may differ); give the rows of before in data.train_files, or "
-                "start anew with trainer.resume_mode=disable"
+                "start a new run with trainer.resume_mode=disable"
             )
         self._epoch, self._position = int(state["epoch"]), int(state["position"])
         self._order = self._order_of(self._epoch)

@@ -228,7 +228,7 @@ class Chat:
         raise RewrittenHistory(
             "the chat template writes earlier turns in another way once new messages follow, for example without their "
             "thinking; expected one that only adds text. Set actor_rollout_ref.rollout.multi_turn.on_rewritten_history=keep to "
-            "go on with the tokens as they were sampled, or =fork to go on with the rewritten ones in a row of their own, or take "
+            "continue with the sampled tokens, or =fork to continue with the rewritten ones in a separate row, or take "
             "a template that keeps them"
         )
 

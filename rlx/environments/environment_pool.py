@@ -95,7 +95,7 @@ class EnvironmentPool(WorkerPool):
         """Send a turn of a conversation that has its last answer; return at once."""
         own = self._of_key[key]
         if own.has_failed:
-            raise ValueError(f"conversation {key} has failed, expected one that goes on; begin it again with reset")
+            raise ValueError(f"conversation {key} has failed, expected a running one; restart it with reset")
         own.lines.append(json.dumps(["step", own.number, list(turn)]))
         if own.failure is not None:
             self._finish(own, own.failure)

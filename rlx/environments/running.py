@@ -28,7 +28,7 @@ YOUNG_OBJECTS = 50_000
 
 
 class EnvironmentFailed(ExplainedError, RuntimeError):
-    """An environment failed, and the run is to end then; or no conversation could go on."""
+    """An environment failed, and the run is to end then; or no conversation could continue."""
 
 
 class ConversationRow(NamedTuple):
@@ -169,7 +169,7 @@ class _Run:
             if some_are_away and (is_due or not self._sampled):
                 self._listen()
         if self._hopeless and all(each.reason.startswith(TEMPLATE_REASON) for each in self.ended.values()):
-            raise EnvironmentFailed(f"no conversation could go on: {self._hopeless}")
+            raise EnvironmentFailed(f"no conversation could continue: {self._hopeless}")
 
     def end_all(self) -> None:
         for key in self._open:

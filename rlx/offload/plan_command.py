@@ -124,7 +124,7 @@ def _parser() -> argparse.ArgumentParser:
     weights = "bytes of a stored weight, gradient and optimizer state; default 4"
     add("--weight-bytes", type=int, choices=(2, 4), default=4, help=weights)
     add("--tile", type=_tile, help="tokens per tile of MLPs and norms, or auto (model.tiled_mlp); default: no tiles")
-    lora = "rank of adapters on all linear maps, which alone are trained; default 0: none"
+    lora = "rank of adapters on all linear maps; only they are trained; default 0: none"
     add("--lora-rank", type=_count, default=0, help=lora)
     _add_machine(parser)
     add("--longest", action="store_true", help="also print the longest context that fits, as without --tokens")

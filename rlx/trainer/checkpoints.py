@@ -156,7 +156,7 @@ def none_is_whole(folder: Path, passed_over: Iterable[str]) -> ResumeError:
     """Return the error for a run without any checkpoint that can be used."""
     return ResumeError(
         f"{folder}: no checkpoint can be used: {'; '.join(passed_over)}; name one of another run "
-        "(trainer.resume_from_path), or start anew with trainer.resume_mode=disable"
+        "(trainer.resume_from_path), or start a new run with trainer.resume_mode=disable"
     )
 
 
@@ -175,7 +175,7 @@ def _named(path: Path) -> Path:
 def unusable(checkpoint: Path, faults: Sequence[str]) -> ResumeError:
     """Return the error for a named checkpoint with these faults; it names the newest other one of the run that seems whole."""
     others = [each for each in checkpoints_in(checkpoint.parent) if each != checkpoint and not refusal_of(each).faults]
-    remedy = "name one of another run, or start anew with trainer.resume_mode=disable"
+    remedy = "name one of another run, or start a new run with trainer.resume_mode=disable"
     if others:
         remedy = f"name {others[-1]}, or set trainer.resume_mode=auto, which passes over damaged ones"
     return ResumeError(f"trainer.resume_from_path={checkpoint} cannot be used: {few(faults)}; {remedy}")

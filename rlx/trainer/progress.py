@@ -107,7 +107,7 @@ def next_commands(folder: Path) -> list[str]:
     for step, saved in [*steps_in(folder / "checkpoints").items()][-1:]:
         lines.append(f"{program('export')} {shlex.quote(str(saved))} my-model   # the policy as a Hugging Face folder")
         more = f"trainer.resume_mode=auto trainer.total_training_steps={2 * step}"
-        lines.append(f"the command of this run with {more}   # goes on from step {step}")
+        lines.append(f"this run's command with {more}   # continues from step {step}")
     if (folder / "transcripts").exists():
         lines.append(f"{program('view')} {shlex.quote(str(folder))}   # the samples, as a page for a browser")
     if (folder / "tensorboard").exists():

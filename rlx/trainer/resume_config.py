@@ -87,17 +87,17 @@ def changes(folder: Path, step: int, text: str, knows_rows: bool = False) -> lis
     before, now = _at(folder, step), _flat(_read(text, "the new configuration"))
     known = [key for key in now if key in before and not _is_one_of(key, OF_THE_RESUME)]
     found = [ChangedKey(key, before[key], now[key]) for key in known if before[key] != now[key]]
-    refused = [
-        f"{change} ({what})"
+    refused = {
+        what: [
+            str(change) for change in found if _is_one_of(change.key, keys) and not (knows_rows and change.key in ROWS)
+        ]
         for what, keys in REFUSED.items()
-        for change in found
-        if _is_one_of(change.key, keys) and not (knows_rows and change.key in ROWS)
-    ]
-    if refused:
+    }
+    if reasons := [f"{', '.join(changes)} ({what})" for what, changes in refused.items() if changes]:
         raise ResumeError(
-            f"cannot go on in {folder} with another value of {'; '.join(refused)}. Set them back, or start a "
-            "new run: trainer.experiment_name=NAME, or trainer.resume_mode=disable. One that begins with the trained weights "
-            f"needs an exported checkpoint: {program('export')}"
+            f"cannot resume {folder} with another value of {'; '.join(reasons)}. Set them back, or start a "
+            "new run: trainer.experiment_name=NAME, or trainer.resume_mode=disable. To start it with the trained weights, "
+            f"export the checkpoint: {program('export')}"
         )
     return found
 
@@ -135,7 +135,7 @@ def longer(changed: list[ChangedKey], text: str) -> dict[str, str]:
     if not all(_is_constant(now, role) for role in _trained(now)):
         return {}
     return {
-        change.key: f"goes on to {LENGTHS[change.key]} {change.now} instead of {change.before}"
+        change.key: f"continues to {LENGTHS[change.key]} {change.now} instead of {change.before}"
         for change in changed
         if change.key in LENGTHS and isinstance(change.before, int) and isinstance(change.now, int)
     }

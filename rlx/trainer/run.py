@@ -194,7 +194,9 @@ def _set_aside_damaged(folder: Path) -> list[str]:
         raise OSError(f"{whole}: is whole now, but could not be read when this run began; start it again")
     set_aside_later(checkpoints, 0)
     if passed_over:
-        passed_over.append(f"all checkpoints of this run are damaged: it begins anew; they are now in {SUPERSEDED}")
+        passed_over.append(
+            f"all checkpoints of this run are damaged: it starts from scratch; they are now in {SUPERSEDED}"
+        )
     return passed_over
 
 

@@ -91,7 +91,7 @@ class Run:
         if not trainer.val_only and (later := set_aside_later(checkpoint.parent, step)):
             notice(f"checkpoints of later steps are now in {checkpoint.parent / SUPERSEDED}: {', '.join(later)}")
         if whole is None:
-            notice("all checkpoints of this run are damaged: it begins anew")
+            notice("all checkpoints of this run are damaged: it starts from scratch")
             return
         state = read_driver_state(whole)
         for role in trained_roles(self.config):

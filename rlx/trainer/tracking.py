@@ -191,7 +191,7 @@ class Tracker:
                 if name not in self._failed:
                     self._failed.add(name)
                     self._notice(
-                        f"logger {name} has failed and may lack metrics ({type(error).__name__}: {error}); the run goes on, "
+                        f"logger {name} has failed and may lack metrics ({type(error).__name__}: {error}); the run continues, "
                         f"and {self._file.name} has them all. Further failures of {name} are not shown."
                     )
 

@@ -276,7 +276,7 @@ class RolloutRole:
             if _on_any_rank(error is not None):
                 self.sampler.close()
                 what = error or "in another process"
-                raise EngineError(f"the sampler failed again after it was started anew: {what}") from error
+                raise EngineError(f"the sampler failed again after a restart: {what}") from error
         assert samples is not None
         load = self.sampler.take_load()
         if purpose == "train":

@@ -146,7 +146,7 @@ def test_a_failure_ends_its_row_alone_unless_asked(run, how, turns, reason):
 
 
 def test_a_template_that_stops_every_conversation_ends_the_run(run):
-    with pytest.raises(EnvironmentFailed, match=r"no conversation could go on: TemplateError: .*wizard"):
+    with pytest.raises(EnvironmentFailed, match=r"no conversation could continue: TemplateError: .*wizard"):
         run(lambda: Failing("role"), rows=2)
 
 

@@ -125,14 +125,14 @@ def test_a_damaged_checkpoint_is_passed_over_by_auto_and_refused_if_it_is_named(
     with pytest.raises(ck.ResumeError, match=rf"{said}.*; name {whole}, or set trainer.resume_mode=auto"):
         ck.starting_checkpoint(named)
     shutil.rmtree(whole)
-    with pytest.raises(ck.ResumeError, match=rf"{said}.*; name one of another run, or start anew"):
+    with pytest.raises(ck.ResumeError, match=rf"{said}.*; name one of another run, or start a new run"):
         ck.starting_checkpoint(named)
     validating = config_in(tmp_path, resume_mode="auto", val_only=True)
     with pytest.raises(ck.ResumeError, match="no checkpoint can be used: passed over"):
         ck.starting_checkpoint(validating)
     if damage not in OF_ANOTHER_VERSION:
         assert ck.starting_checkpoint(config_in(tmp_path, resume_mode="auto")) == (None, auto.passed_over), (
-            "it begins anew"
+            "it starts from scratch"
         )
         return
     with pytest.raises(ck.ResumeError, match="no checkpoint can be used: passed over"):

@@ -77,7 +77,7 @@ def test_an_engine_that_fails_again_ends_the_step_everywhere(ranks, with_vllm, s
     answers = ranks("role", "generate", shares, "train", {1: (FIRST, SECOND)})
     for rank, ((kind, text), warnings, _) in enumerate(answers):
         assert kind == "EngineError" and len(warnings) == 1
-        assert text.startswith("the sampler failed again after it was started anew: ")
+        assert text.startswith("the sampler failed again after a restart: ")
         assert (f"RuntimeError: injected at call {SECOND}" if rank == 1 else "in another process") in text
     for (kind, text), _, _ in ranks("role", "generate", shares, "train"):
         assert kind == "EngineError" and "has been closed" in text

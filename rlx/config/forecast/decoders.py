@@ -103,7 +103,7 @@ def fetch_configs(config: PPOConfig) -> list[Fault]:
             get_hf_file_metadata(hf_hub_url(path, "config.json"), timeout=patience_s)
             hf_hub_download(path, "config.json")
         except HFValidationError:
-            continue  # no form of a hub name, which a rule refuses
+            continue  # not a valid hub name; a rule rejects it
         except (
             Exception
         ) as error:  # the hub's client raises those of its HTTP library, which is another in each version

@@ -25,7 +25,7 @@ class MultiTurnConfig:
     format: str = key("tags", "How the model writes calls of tools. See docs/environments.md.", choices=TOOL_FORMATS)
     on_rewritten_history: str = key(
         "refuse",
-        "When the template rewrites earlier turns: refuse ends the row, keep keeps the turns as sampled, fork goes on in another row.",
+        "When the template rewrites earlier turns: refuse ends the row, keep keeps the turns as sampled, fork continues in another row.",
         choices=("refuse", "keep", "fork"),
     )
 

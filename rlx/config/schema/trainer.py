@@ -41,7 +41,7 @@ class TrainerConfig:
     balance_batch: bool = key(True, "Give each process about the same number of tokens.", in_state("one process"))
     resume_mode: str = key(
         "disable",
-        "auto: the newest whole checkpoint of the experiment; disable: start anew.",
+        "auto: the experiment's newest intact checkpoint; disable: a new run.",
         needs(
             "there is no checkpoint to resume from",
             "resume_from_path",

@@ -146,7 +146,7 @@ class CheckpointConfig:
         )._replace(met=lambda saved: not {"model", "hf_model"}.isdisjoint(saved)),
         choices=CHECKPOINT_CONTENTS,
     )
-    async_save: bool = key(False, "Copy to host memory, and write to disk while training goes on.")
+    async_save: bool = key(False, "Copy to host memory and write to disk during training.")
 
 
 AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
