@@ -41,27 +41,18 @@ from rlx.step_folders import steps_in
 
 @dataclass(frozen=True)
 class Description:
-    """checkpoint.json.
+    """checkpoint.json."""
 
-    Attributes:
-        head: `lm` or `value`.
-        contents: the parts that were saved.
-        updates: optimizer steps asked for, including skipped ones; the learning rate follows them.
-        steps: optimizer steps taken.
-        adapters: LoRA layers in `model`, as `rlx.models.lora.add_lora` names them.
-        quantization: of the frozen weights in `model`, as `model.quantization` names it.
-        base: folder or hub name of the model that the run began with; None in checkpoints of rlx before 2026-11-27.
-        format: version of this layout.
-    """
-
-    head: str
-    contents: tuple[str, ...]
-    updates: int
-    steps: int
-    adapters: dict[str, Adapter]
-    quantization: str | None = None
-    base: str | None = None
-    format: int = FORMAT
+    head: str  # `lm` or `value`
+    contents: tuple[str, ...]  # the parts that were saved
+    updates: int  # optimizer steps asked for, including skipped ones; the learning rate follows them
+    steps: int  # optimizer steps taken
+    adapters: dict[str, Adapter]  # LoRA layers in `model`, as `rlx.models.lora.add_lora` names them
+    quantization: str | None = None  # of the frozen weights in `model`, as `model.quantization` names it
+    base: str | None = (
+        None  # folder or hub name of the model at the start; None in checkpoints of rlx before 2026-11-27
+    )
+    format: int = FORMAT  # version of this layout
 
 
 def write_extra_files(

@@ -17,13 +17,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.storage import WriteResult
-from torch.futures import Future as TorchFuture
 
 from rlx.checkpoint.manifest import CheckpointError, Digest, FileEntry, few
 
@@ -47,76 +46,41 @@ MASTER_ENDING = ".master"  # ends the names of fp32 copies of weights
 
 
 class Piece(NamedTuple):
-    """A contiguous part of a named tensor that this process writes.
+    """A contiguous part of a named tensor that this process writes."""
 
-    Attributes:
-        name: of the whole tensor.
-        offsets: where the part begins in it, one number per dimension.
-        tensor: the part. Its storage may be empty while its bytes are in host memory.
-    """
-
-    name: str
-    offsets: tuple[int, ...]
-    tensor: Tensor
+    name: str  # of the whole tensor
+    offsets: tuple[int, ...]  # where the part begins in it, one number per dimension
+    tensor: Tensor  # the part; its storage may be empty while its bytes are in host memory
 
 
 class Source(NamedTuple):
-    """A piece and where its bytes are.
-
-    Attributes:
-        piece: to write.
-        read: returns the bytes, as one-dimensional uint8 tensors in host memory.
-        let_go: is called in a thread once these tensors have been read, though they may not be on the disk yet.
-    """
+    """A piece to write, and where its bytes are."""
 
     piece: Piece
-    read: Callable[[], Iterable[Tensor]]
+    read: Callable[[], Iterable[Tensor]]  # returns the bytes, as one-dimensional uint8 tensors in host memory
+    # Is called in a thread once these tensors have been read, though they may not be on the disk yet.
     let_go: Callable[[], None] = lambda: None
 
 
 def pieces_of(state: Mapping[str, Tensor]) -> list[Piece]:
-    """Return the pieces of a sharded state that this process writes; each is written by one process. All processes join."""
-    collector = _Collector()
-    dcp.save(dict(state), storage_writer=collector, no_dist=False)
-    return collector.pieces
+    """Return the pieces of a sharded state that this process writes; each is written by one process. All processes join.
 
-
-class _Collector(dcp.StorageWriter):
-    """Takes DCP's plan and writes nothing."""
-
-    def __init__(self) -> None:
-        self.pieces: list[Piece] = []
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """See StorageWriter."""
-
-    def set_up_storage_writer(self, is_coordinator: bool, *_: Any, **__: Any) -> None:
-        """See StorageWriter."""
-
-    def prepare_local_plan(self, plan: dcp.SavePlan) -> dcp.SavePlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[dcp.SavePlan]) -> list[dcp.SavePlan]:
-        return plans
-
-    def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> TorchFuture[list[WriteResult]]:
-        """Keep the plan's tensors. An uneven division leaves some processes empty parts, which are dropped."""
-        for item in plan.items:
-            assert item.tensor_data is not None, f"{item.index.fqn} is no tensor"
-            tensor = planner.resolve_data(item)
-            assert isinstance(tensor, Tensor)
-            if tensor.numel() or not math.prod(item.tensor_data.size):
-                self.pieces.append(Piece(item.index.fqn, tuple(item.tensor_data.chunk.offsets), tensor.detach()))
-        done: TorchFuture[list[WriteResult]] = TorchFuture()
-        done.set_result([])
-        return done
-
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """See StorageWriter."""
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return True
+    The plan is DCP's. An uneven division leaves some processes empty parts, which are dropped.
+    """
+    planner, is_first = dcp.DefaultSavePlanner(), dist.get_rank() == 0
+    planner.set_up_planner(dict(state), is_coordinator=is_first)
+    plans: list[Any] | None = [None] * dist.get_world_size() if is_first else None
+    dist.gather_object(planner.create_local_plan(), plans)
+    own: list[Any] = [None]
+    dist.scatter_object_list(own, planner.create_global_plan(plans)[0] if plans else None)
+    pieces = []
+    for item in planner.finish_plan(own[0]).items:
+        assert item.tensor_data is not None, f"{item.index.fqn} is no tensor"
+        tensor = planner.resolve_data(item)
+        assert isinstance(tensor, Tensor)
+        if tensor.numel() or not math.prod(item.tensor_data.size):
+            pieces.append(Piece(item.index.fqn, tuple(item.tensor_data.chunk.offsets), tensor.detach()))
+    return pieces
 
 
 def shard_name(rank: int, processes: int) -> str:

@@ -133,9 +133,8 @@ def starting_checkpoint(config: PPOConfig) -> Choice:
     `auto` takes the newest run that has checkpoints, by the time in its folder's name, and in it the latest step that is whole. If
     all of them are damaged, training begins anew in another folder: nobody may be there to decide, and nothing is lost by it.
 
-    Raises:
-        ResumeError: resume_from_path is no whole checkpoint; or none of the newest run can be used, but another version could
-            use one or the system refused, or trainer.val_only asks for one.
+    Raises ResumeError: resume_from_path is no whole checkpoint; or none of the newest run can be used, but another version
+    could use one or the system refused, or trainer.val_only asks for one.
     """
     trainer = config.trainer
     if trainer.resume_mode == "disable":
@@ -184,8 +183,7 @@ def unusable(checkpoint: Path, faults: Sequence[str]) -> ResumeError:
 def require_parts(config: PPOConfig, checkpoint: Path) -> None:
     """Check that a whole checkpoint has the parts that this run needs. Loading checks whether their tensors fit.
 
-    Raises:
-        ResumeError: a role's part is missing or holds no model, or only one of checkpoint and run has LoRA adapters.
+    Raises ResumeError: a role's part is missing or holds no model, or only one of checkpoint and run has LoRA adapters.
     """
     faults = []
     for role in trained_roles(config):
@@ -253,9 +251,8 @@ def write_driver_state(checkpoint: Path, state: DriverState) -> None:
 def read_driver_state(checkpoint: Path) -> DriverState:
     """Return the state that `write_driver_state` wrote.
 
-    Raises:
-        OtherVersionError: it has other keys than this version writes.
-        CheckpointError: it is damaged, or of another step than the folder.
+    Raises OtherVersionError: it has other keys than this version writes. CheckpointError: it is damaged, or of another step
+    than the folder.
     """
     path = checkpoint / "driver.json"
     found = read_json(path)

@@ -3,8 +3,8 @@
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -77,13 +77,8 @@ def _text_of_turns(written: Batch, tokenizer: PreTrainedTokenizerBase) -> str:
 def scores(config: PPOConfig, batch: Batch, by_functions: Callable[[], Scores]) -> Scores:
     """Return the scores of reward functions, of environments, or their sums, as configured.
 
-    Args:
-        config: the tree.
-        batch: with info conversation if there is an environment.
-        by_functions: asks the reward functions; not called if environments replace them.
-
-    Returns:
-        Where both score, `Scores.right` is that of the functions. Numbers in `extra` are those that functions and environments report.
+    `by_functions` asks the reward functions; it is not called if environments replace them. Where both score, `Scores.right` is
+    that of the functions. Numbers in `extra` are those that functions and environments report.
     """
     if CONVERSATION not in batch.info:
         return by_functions()
@@ -130,7 +125,7 @@ def describe(batch: Batch) -> dict[str, float]:
         "waited_s": max(record["waited_s"] for record in records),
         "loss_token_share": (mask.sum() / written.sum().clamp(min=1)).item(),
     }
-    for reason, number in Counter(_short(record["reason"]) for record in records).items():
+    for reason, number in Counter(_first_word(record["reason"]) for record in records).items():
         metrics[f"ended/{reason}"] = number / count
     return {f"conversation/{name}": value for name, value in metrics.items()}
 
@@ -148,28 +143,17 @@ def failures(batch: Batch) -> str:
     return f"{reasons.total()} of {len(batch)} conversations ended by a failure: {named}{rest}"
 
 
-def _short(reason: str) -> str:
-    """Return a reason's first word, such as timeout, for the name of a metric."""
-    return reason.partition(":")[0]
-
-
 class FailedConversations:
-    """Tells of failed conversations, batch by batch.
-
-    Args:
-        config: names the environment.
-        progress: where it tells.
-    """
+    """Reports failed conversations of an environment, batch by batch."""
 
     def __init__(self, config: EnvironmentConfig, progress: Progress):
         self._name, self._progress = config.path or config.name, progress
         self._shown: set[tuple[str, ...]] = set()
 
     def judge(self, batch: Batch) -> None:
-        """Tell how many conversations of a batch failed and why, with the traceback of each place at its first time in the run.
+        """Report how many conversations of a batch failed and why, with the traceback of each place at its first time in the run.
 
-        Raises:
-            EnvironmentFailed: no conversation of the batch is left to train on, and environments are to blame.
+        Raises EnvironmentFailed: no conversation of the batch is left to train on, and environments are to blame.
         """
         text = failures(batch)
         if not text:
@@ -177,35 +161,30 @@ class FailedConversations:
         records = batch.info[CONVERSATION]
         failed = [record for record in records if record["failed"]]
         if len(failed) == len(records) > 1 and all(map(_leaves_nothing, failed)):
-            raise self._stop(text, next((each for each in failed if each["traceback"]), failed[0]))
+            shown = next((each for each in failed if each["traceback"]), failed[0])
+            remedy = REMEDIES.get(_first_word(shown["reason"]), "correct it")
+            raise EnvironmentFailed(
+                f"environment {self._name}: {text}; {remedy}. A run stops where all conversations of a batch fail, also with "
+                "environment.on_failure=end_row"
+            ) from cause_of(shown["traceback"])
         self._progress.notice(text)
         for trace in dict.fromkeys(record["traceback"] for record in failed):
-            self._show(trace)
+            place = tuple(FRAME.findall(trace))  # not its message, which may differ in each conversation
+            if place and place not in self._shown and len(self._shown) < MOST_SHOWN:
+                self._shown.add(place)
+                self._progress.remark(trace.rstrip())
 
-    def _stop(self, text: str, shown: Mapping[str, Any]) -> EnvironmentFailed:
-        kind = shown["reason"].partition(":")[0]
-        remedy = REMEDIES.get(kind, "correct it")
-        error = EnvironmentFailed(
-            f"environment {self._name}: {text}; {remedy}. A run stops where all conversations of a batch fail, also with "
-            "environment.on_failure=end_row"
-        )
-        error.__cause__ = cause_of(shown["traceback"])
-        return error
 
-    def _show(self, trace: str) -> None:
-        place = tuple(FRAME.findall(trace))  # not its message, which may differ in each conversation
-        if place and place not in self._shown and len(self._shown) < MOST_SHOWN:
-            self._shown.add(place)
-            self._progress.remark(trace.rstrip())
+def _first_word(reason: str) -> str:
+    """Return the kind of an end, such as timeout."""
+    return reason.partition(":")[0]
 
 
 def _leaves_nothing(record: Mapping[str, Any]) -> bool:
     """Whether the environment failed, or the first prompt did; a template that refuses a later message leaves turns to train on."""
-    turns: Sequence[Any] = record["turns"]
-    return not record["reason"].startswith(f"{TEMPLATE_REASON}:") or not turns
+    return _first_word(record["reason"]) != TEMPLATE_REASON or not record["turns"]
 
 
-T = TypeVar("T")
 BRANCH, EARLIER = "branch", "earlier_rows"
 
 

@@ -70,11 +70,6 @@ def duration(value: float) -> str:
     return f"{minutes}m{rest:02d}s" if minutes < 60 else f"{minutes // 60}h{minutes % 60:02d}m"
 
 
-def change(before: float, after: float) -> str:
-    """Format two accuracies: 31.0% -> 84.5% (+53.5 points)."""
-    return f"{before:.1%} -> {after:.1%} ({100 * (after - before):+.1f} points)"
-
-
 def held_out(found: Sequence[tuple[float | None, float]]) -> str:
     """Format the accuracies of validations, each with its step, None if that is not known: 31.0% -> 84.5% (+53.5 points), step 0 -> 40.
 
@@ -84,7 +79,8 @@ def held_out(found: Sequence[tuple[float | None, float]]) -> str:
     (_, before), (_, after) = found[0], found[-1]
     if len(found) == 1:
         return f"{after:.1%} at step {steps[0]}{', before training' if steps[0] == '0' else ''}"
-    return f"{change(before, after)}, step {steps[0]} -> {steps[-1]}"
+    points = 100 * (after - before)
+    return f"{before:.1%} -> {after:.1%} ({points:+.1f} points), step {steps[0]} -> {steps[-1]}"
 
 
 def reward_change(rewards: Sequence[float]) -> str:
@@ -115,21 +111,10 @@ def next_commands(folder: Path) -> list[str]:
     return lines
 
 
-class _NoticeHandler(logging.Handler):
-    """Shows log records of rlx, also those of workers, above the bar."""
-
-    def __init__(self, progress: "Progress") -> None:
-        super().__init__(logging.INFO)
-        self._progress = progress
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Show warnings as notices and the rest as plain lines."""
-        show = self._progress.notice if record.levelno >= logging.WARNING else self._progress.remark
-        show(record.getMessage())
-
-
-class Progress:
+class Progress(logging.Handler):
     """The console of one run. Inside `with progress:` the bar is visible; rows, notices and summary may come at any time.
+
+    Meanwhile it shows what rlx logs, also in workers: warnings as notices, the rest as remarks.
 
     Args:
         total_steps: steps of the whole run, including those before a resume.
@@ -147,6 +132,7 @@ class Progress:
         verbose: bool = False,
         where_answers_are: str = "set trainer.transcripts=True",
     ) -> None:
+        super().__init__(logging.INFO)
         stream = stream or sys.stdout
         # Ask the stream itself: rich also follows FORCE_COLOR, which CI systems set for their log files.
         self._live = stream.isatty() and os.environ.get("TERM", "") not in ("", "dumb", "unknown")
@@ -185,8 +171,7 @@ class Progress:
 
     def __enter__(self) -> "Progress":
         self._bar.start()
-        self._log = _NoticeHandler(self)
-        logging.getLogger("rlx").addHandler(self._log)
+        logging.getLogger("rlx").addHandler(self)
         logging.getLogger("rlx").setLevel(logging.INFO)
         if not self._live:
             threading.Thread(target=self._break_silences, daemon=True).start()
@@ -195,9 +180,12 @@ class Progress:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._over.set()
         self._bar.stop()
-        logging.getLogger("rlx").removeHandler(self._log)
+        logging.getLogger("rlx").removeHandler(self)
         if kind is not None and self._failed_phase is not None:
             self.notice(f"stopped in step {self._step}, phase {self._failed_phase}")
+
+    def emit(self, record: logging.LogRecord) -> None:
+        (self.notice if record.levelno >= logging.WARNING else self.remark)(record.getMessage())
 
     @contextmanager
     def step(self, number: int) -> Iterator[dict[str, float]]:
@@ -243,11 +231,7 @@ class Progress:
                 quiet_s *= LONGER
 
     def row(self, metrics: Mapping[str, float], step: int) -> None:
-        """Show one row of the table, and a line of held-out results if `metrics` has them.
-
-        Metrics are those of PROGRESS_COLUMNS, `timing_s/<phase>`, `memory/<phase>_before_gb` and `_after_gb`, `val/accuracy`
-        and `val/reward`. A validation before training is step 0.
-        """
+        """Show one row of the table, and a line of held-out results if `metrics` has them; step 0 is before training."""
         if "reward/mean" in metrics:
             self._rewards.append(metrics["reward/mean"])
             if metrics.get("train/zero_advantage_share") == 1:
@@ -310,9 +294,8 @@ class Progress:
     ) -> None:
         """Show the closing panel with results and duration, and below it the folders of run and report and the next commands.
 
-        Validations are metrics with `val/accuracy` and the `step` that they are of, which checkpoints of older versions lack; one
-        object after a single validation, empty after none. `restarts` are the reasons why the run was restarted, the first one
-        first.
+        Validations are metrics with `val/accuracy` and their `step`, which checkpoints of older versions lack: one object after a
+        single validation, empty after none. `restarts` are the reasons of the restarts in order.
         """
         facts: dict[str, str] = {}
         is_resumed = self._first_step is not None and self._first_step > 1
@@ -426,7 +409,7 @@ LEGEND = {
     "stall": "waiting for offload",
 }
 """What the titles mean that one may not guess. docs/metrics.md has all."""
-PHASE_TITLES = ("seconds by phase", "s by phase", "phases")  # the longest that fits
+PHASE_TITLES = ("seconds by phase", "s by phase", "phases")  # the longest that fits is shown
 
 
 class StepTable:
@@ -482,10 +465,7 @@ class StepTable:
 
 
 class MemoryTable:
-    """The lines under a row that show the memory in use before and after each phase.
-
-    They appear below a header and when a figure has changed. Without them the last ones still apply.
-    """
+    """The lines under a row that show the memory in use before and after each phase, if a figure has changed."""
 
     def __init__(self) -> None:
         self._shown: dict[str, tuple[float, float]] = {}  # before and after, by phase [GB]
@@ -497,7 +477,10 @@ class MemoryTable:
             for phase in PHASES
             if f"memory/{phase}_before_gb" in metrics
         }
-        if not figures or not (with_header or any(self._is_new(*figure) for figure in figures.items())):
+        both = [
+            pair for phase, now in figures.items() for pair in zip(now, self._shown.get(phase, (0, 0)), strict=True)
+        ]
+        if not (figures and with_header) and not any(abs(x - old) > MEMORY_CHANGE * old for x, old in both):
             return []
         self._shown |= figures
         cells = (
@@ -507,7 +490,3 @@ class MemoryTable:
         text = "GB\xa0before>after: " + " ".join(cells)
         folded = textwrap.wrap(text, width, initial_indent="  ", subsequent_indent="    ")
         return [line.replace("\xa0", " ") for line in folded]
-
-    def _is_new(self, phase: str, figures: tuple[float, float]) -> bool:
-        known = self._shown.get(phase)
-        return known is None or any(abs(x - old) > MEMORY_CHANGE * old for x, old in zip(figures, known, strict=True))

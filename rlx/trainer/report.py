@@ -8,6 +8,7 @@ import math
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -24,6 +25,7 @@ BLUE, ORANGE, GREEN, RED = "#2563eb", "#ea7317", "#16966b", "#c8324a"
 SMOOTH_FROM_STEPS = 24  # with fewer steps a smoothed line adds nothing to the points
 MOST_BARS = 120  # with more steps bars cannot be told apart, so means are drawn
 DPI = 130
+LEGEND: dict[str, Any] = {"frameon": False, "fontsize": 8.5, "labelcolor": GREY}
 
 Series = tuple[list[int], list[float]]
 Metrics = Mapping[int, Mapping[str, float]]
@@ -54,13 +56,9 @@ def _headline(metrics: Metrics) -> str:
     accuracy, (_, reward), (_, step_s) = (
         _series(metrics, name) for name in ("val/accuracy", "reward/mean", "timing_s/step")
     )
-    parts = []
-    if accuracy[0]:
-        parts.append(f"held-out accuracy {held_out([*zip(*accuracy, strict=True)])}")
-    if reward:
-        parts.append(reward_change(reward))
-    if step_s:
-        parts.append(f"{len(step_s)} steps, {sum(step_s) / len(step_s):.1f} s each")
+    parts = [f"held-out accuracy {held_out([*zip(*accuracy, strict=True)])}"] if accuracy[0] else []
+    parts += [reward_change(reward)] if reward else []
+    parts += [f"{len(step_s)} steps, {sum(step_s) / len(step_s):.1f} s each"] if step_s else []
     return "   ·   ".join(parts)
 
 
@@ -82,16 +80,14 @@ def style(axes: Axes) -> None:
     axes.set_xlabel("step", color=GREY, fontsize=9)
 
 
-def _curve(axes: Axes, series: Series, color: str, label: str) -> None:
+def _curve(axes: Axes, metrics: Metrics, name: str, color: str, label: str) -> None:
     """Draw the points, and their running mean over them if there are many."""
-    steps, values = series
-    if not steps:
-        return
-    if len(steps) < SMOOTH_FROM_STEPS:
+    steps, values = _series(metrics, name)
+    if len(steps) >= SMOOTH_FROM_STEPS:
+        axes.plot(steps, values, color=color, linewidth=0.9, alpha=0.3)
+        axes.plot(steps, _running_mean(values), color=color, linewidth=2.0, label=label)
+    elif steps:
         axes.plot(steps, values, color=color, linewidth=1.8, marker="o", markersize=3.2, label=label)
-        return
-    axes.plot(steps, values, color=color, linewidth=0.9, alpha=0.3)
-    axes.plot(steps, _running_mean(values), color=color, linewidth=2.0, label=label)
 
 
 def _held_out(axes: Axes, series: Series) -> None:
@@ -118,23 +114,21 @@ def _running_mean(values: Sequence[float]) -> list[float]:
 def _legend(axes: Axes, *others: Axes) -> None:
     lines = [line for each in (axes, *others) for line in each.get_legend_handles_labels()[0]]
     if lines:
-        axes.legend(
-            handles=lines, loc="lower right", bbox_to_anchor=(1.02, 1.0), ncols=2, frameon=False, fontsize=8.5,
-            labelcolor=GREY, borderaxespad=0.2, handlelength=1.4, columnspacing=1.0,
-        )  # fmt: skip
+        place: dict[str, Any] = {"loc": "lower right", "bbox_to_anchor": (1.02, 1.0), "borderaxespad": 0.2}
+        axes.legend(handles=lines, ncols=2, handlelength=1.4, columnspacing=1.0, **place, **LEGEND)
     else:
         axes.text(0.5, 0.5, "not measured", transform=axes.transAxes, ha="center", color=GREY, fontsize=9)
         axes.set_yticks([])
 
 
 def _reward(axes: Axes, metrics: Metrics) -> None:
-    _curve(axes, _series(metrics, "reward/mean"), BLUE, "sampled")
+    _curve(axes, metrics, "reward/mean", BLUE, "sampled")
     _held_out(axes, _series(metrics, "val/reward"))
     _legend(axes)
 
 
 def _accuracy(axes: Axes, metrics: Metrics) -> None:
-    _curve(axes, _series(metrics, "reward/accuracy"), BLUE, "sampled")
+    _curve(axes, metrics, "reward/accuracy", BLUE, "sampled")
     steps, values = _series(metrics, "val/accuracy")
     _held_out(axes, (steps, values))
     for place in {0, len(steps) - 1} if steps else ():
@@ -153,10 +147,10 @@ def _accuracy(axes: Axes, metrics: Metrics) -> None:
 def _kl_and_entropy(axes: Axes, metrics: Metrics) -> None:
     has_reference = any("actor/kl_ref" in row for row in metrics.values())
     name, label = ("actor/kl_ref", "KL (reference)") if has_reference else ("actor/ppo_kl", "KL (step)")
-    _curve(axes, _series(metrics, name), RED, label)
-    _curve(axes, _series(metrics, "mismatch/kl_k3"), ORANGE, "KL (sampler)")
+    _curve(axes, metrics, name, RED, label)
+    _curve(axes, metrics, "mismatch/kl_k3", ORANGE, "KL (sampler)")
     right = _right(axes)
-    _curve(right, _series(metrics, "actor/entropy"), GREEN, "entropy, right")
+    _curve(right, metrics, "actor/entropy", GREEN, "entropy, right")
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.3g}"))
     if not right.lines:
         right.set_yticks([])
@@ -186,15 +180,13 @@ def _phase_times(axes: Axes, metrics: Metrics) -> None:
         axes.stairs(top, edges, baseline=bottom, fill=True, color=color, label=label)
         bottom = top
     axes.set_ylim(0, max(bottom) * (1.15 + 0.08 * math.ceil(len(shown) / 3)) or 1.0)
-    axes.legend(
-        reverse=True, loc="upper left", ncols=3, frameon=False, fontsize=8.5, labelcolor=GREY,
-        handlelength=0.9, columnspacing=1.2, borderaxespad=0.1,
-    )  # fmt: skip
+    place: dict[str, Any] = {"loc": "upper left", "ncols": 3, "borderaxespad": 0.1}
+    axes.legend(reverse=True, handlelength=0.9, columnspacing=1.2, **place, **LEGEND)
 
 
 def _grad_norm(axes: Axes, metrics: Metrics) -> None:
-    _curve(axes, _series(metrics, "actor/grad_norm"), BLUE, "actor")
-    _curve(axes, _series(metrics, "critic/grad_norm"), ORANGE, "critic")
+    _curve(axes, metrics, "actor/grad_norm", BLUE, "actor")
+    _curve(axes, metrics, "critic/grad_norm", ORANGE, "critic")
     skipped = [step for step, row in metrics.items() if row.get("actor/skipped", 0) + row.get("critic/skipped", 0) > 0]
     for step in skipped:
         axes.axvline(step, color=RED, linewidth=1.0, linestyle=":", label="skipped" if step == skipped[0] else None)
@@ -205,12 +197,12 @@ def _grad_norm(axes: Axes, metrics: Metrics) -> None:
 
 
 def _response_length(axes: Axes, metrics: Metrics) -> None:
-    _curve(axes, _series(metrics, "response_length/mean"), BLUE, "mean")
-    steps, cut = _series(metrics, "response_length/clip_ratio")
+    _curve(axes, metrics, "response_length/mean", BLUE, "mean")
+    _, cut = _series(metrics, "response_length/clip_ratio")
     others = []
-    if steps and max(cut) > 0:
+    if max(cut, default=0) > 0:
         others.append(right := _right(axes))
-        _curve(right, (steps, cut), RED, "cut off, right")
+        _curve(right, metrics, "response_length/clip_ratio", RED, "cut off, right")
         right.yaxis.set_major_formatter(PercentFormatter(1.0))
         right.set_ylim(0, min(1.05, 1.3 * max(cut)))
     _legend(axes, *others)

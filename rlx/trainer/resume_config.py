@@ -43,7 +43,6 @@ REFUSED = {
 OF_THE_RESUME = ("trainer.resume_mode", "trainer.resume_from_path")
 SAID = ("trainer.total_epochs", "trainer.total_training_steps", "trainer.critic_warmup", "trainer.device")
 LENGTHS = {"trainer.total_training_steps": "step", "trainer.total_epochs": "epoch"}
-"""Keys of the run's length. Under constant learning rates another length changes nothing in the steps before its end."""
 FREE = (
     *("trainer.*", "ray_kwargs.*", "warm_start.cache_dir"),
     *("data.val_*", *ROWS, "data.arithmetic.val_size", "actor_rollout_ref.rollout.val_kwargs.*"),
@@ -51,8 +50,13 @@ FREE = (
     *("*micro_batch_size_per_gpu", "*use_dynamic_bsz", "*max_token_len_per_gpu", "*.ulysses_sequence_parallel_size"),
     *("*.strategy", "*.param_offload", "*.optimizer_offload", "*.optimizer_state", "*.offload_policy"),
     *("*.reshard_after_forward", "*.fsdp_size", "*.forward_prefetch", "*.save_contents", "*.gpu_memory_utilization"),
-    *("*.max_num_seqs",),
-    *("*.max_num_batched_tokens", "*.enforce_eager", "*.free_cache_engine", "*.enable_chunked_prefill"),
+    *(
+        "*.max_num_seqs",
+        "*.max_num_batched_tokens",
+        "*.enforce_eager",
+        "*.free_cache_engine",
+        "*.enable_chunked_prefill",
+    ),
     *("*.enable_prefix_caching", "*.tensor_model_parallel_size"),
     *("reward.num_workers", "reward.max_concurrent", "reward.memory_limit_gb", "reward.timeout_s"),
 )
@@ -71,16 +75,13 @@ class ChangedKey(NamedTuple):
 
 
 def changes(folder: Path, step: int, text: str, knows_rows: bool = False) -> list[ChangedKey]:
-    """Return what a resume from `step` changes.
+    """Return what a resume from `step` changes; nothing is known without a config.yaml in the run's folder.
 
     Args:
-        folder: of the run; without a config.yaml in it nothing is known to change.
-        step: of the checkpoint.
         text: the new configuration as YAML, without secrets.
         knows_rows: whether the checkpoint has a digest of its rows, which then tells whether they are others.
 
-    Raises:
-        ResumeError: keys changed that the saved state belongs to; or a kept file cannot be read.
+    Raises ResumeError if keys changed that the saved state belongs to, or a kept file cannot be read.
     """
     if not (folder / FIRST).is_file():
         return []
@@ -114,11 +115,9 @@ def keep(folder: Path, text: str, step: int, changed: list[ChangedKey]) -> list[
     head = f"# Resumed from step {step} at {datetime.now().astimezone():%Y-%m-%d %H:%M:%S %z} with these changes.\n"
     pairs = {change.key: {"before": change.before, "now": change.now} for change in changed}
     _write(file, head + yaml.safe_dump(pairs, sort_keys=False, default_flow_style=None))
-    plain = longer(changed, text)
-    others = [change for change in changed if change.key not in plain]
-    said = [change for change in others if _is_one_of(change.key, SAID) or not _is_one_of(change.key, FREE)]
-    free = [change for change in others if change not in said]
-    told = [f"from step {step} on the run trains differently: {change}" for change in said]
+    others = [change for change in changed if change.key not in longer(changed, text)]
+    free = [each for each in others if _is_one_of(each.key, FREE) and not _is_one_of(each.key, SAID)]
+    told = [f"from step {step} on the run trains differently: {change}" for change in others if change not in free]
     if free:
         told.append(f"changed from step {step} on, with the same results: {'; '.join(map(str, free))}")
     return told
@@ -127,30 +126,20 @@ def keep(folder: Path, text: str, step: int, changed: list[ChangedKey]) -> list[
 def longer(changed: list[ChangedKey], text: str) -> dict[str, str]:
     """Return a line for each key that gives the run another length and changes nothing else, by key.
 
-    Args:
-        changed: as from `changes`.
-        text: the new configuration as YAML.
+    That is so if no learning rate depends on the number of steps. `changed` is from `changes`, `text` the new configuration.
     """
     now = _flat(_read(text, "the new configuration"))
-    if not all(_is_constant(now, role) for role in _trained(now)):
-        return {}
+    for role in ("actor_rollout_ref.actor", *(["critic"] if now.get("algorithm.adv_estimator") == "gae" else [])):
+        kind, steps, ratio = (
+            now.get(f"{role}.optim.lr_{name}") for name in ("scheduler_type", "warmup_steps", "warmup_steps_ratio")
+        )
+        if kind != "constant" or (steps == -1 and ratio != 0):
+            return {}
     return {
         change.key: f"continues to {LENGTHS[change.key]} {change.now} instead of {change.before}"
         for change in changed
         if change.key in LENGTHS and isinstance(change.before, int) and isinstance(change.now, int)
     }
-
-
-def _trained(flat: dict[str, Any]) -> list[str]:
-    return ["actor_rollout_ref.actor", *(["critic"] if flat.get("algorithm.adv_estimator") == "gae" else [])]
-
-
-def _is_constant(flat: dict[str, Any], role: str) -> bool:
-    """Whether a role's learning rate does not depend on the number of steps."""
-    kind, steps, ratio = (
-        flat.get(f"{role}.optim.{name}") for name in ("lr_scheduler_type", "lr_warmup_steps", "lr_warmup_steps_ratio")
-    )
-    return kind == "constant" and (steps != -1 or ratio == 0)
 
 
 def _at(folder: Path, step: int) -> dict[str, Any]:

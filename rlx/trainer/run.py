@@ -9,8 +9,9 @@ from threading import Thread
 
 from rlx.cluster.group import WorkerGroup
 from rlx.config.forecast.checkpoint_forecast import seldom_saved
-from rlx.config.schema import ModelConfig, PPOConfig
-from rlx.config.schema.roles import TINY, critic_settings, has_critic, roles_of
+from rlx.config.schema import PPOConfig
+from rlx.config.schema.roles import TINY, critic_settings, has_critic, is_tiny, roles_of
+from rlx.config.schema.tree import value_at, with_value
 from rlx.data.prompts import PromptSampler
 from rlx.errors import storing
 from rlx.program import program
@@ -30,18 +31,25 @@ from rlx.trainer.warm_start import warm_start
 
 ENDING_S = 20.0  # for the end of workers and of Ray
 LONG_START_S = 10.0  # of the workers, from which on the screen says what took it
+MODELS = ("actor_rollout_ref.model", "critic.model")
+NAMES = (
+    *("environment.path", "actor_rollout_ref.actor.policy_loss.path", "reward_model.model.path"),
+    *(f"{model}.path" for model in MODELS),
+)
+FOLDERS = (
+    *(f"{model}.activation_offload.directory" for model in MODELS),
+    *(f"{model}.layer_offload_directory" for model in (*MODELS, "reward_model.model")),
+)
 
 
 def run(config: PPOConfig, yaml: str, workers: WorkerGroup) -> Path:
     """Train as configured and return the folder of the run.
 
     Args:
-        config: composed and checked.
         yaml: the configuration as text without secrets, for the run's folder.
         workers: processes that no worker has been built in; closed at the end.
 
-    Raises:
-        Exception: the errors of `prepare`; StorageError, RewardError or WorkerFailure. Each names its remedy.
+    Raises the errors of `prepare`; StorageError, RewardError or WorkerFailure. Each names its remedy.
     """
     config = continued(config)
     # `prepare` finds mistakes in the command. It comes before the warm start and the folder, so that a mistake costs no time
@@ -50,20 +58,19 @@ def run(config: PPOConfig, yaml: str, workers: WorkerGroup) -> Path:
     with prepared.held:
         config = with_steps(with_models(config), prepared.sampler)
         folder = _folder_of(config, prepared.checkpoint)
-        console, verbose = "console" in config.trainer.logger, config.trainer.verbose
-        answers = f"run `{program('view')} {shlex.quote(str(folder))}`"
-        if not keeps_transcripts(config):
-            answers = f"set trainer.transcripts=True, and later run `{program('view')}` with the run's folder"
-        progress = Progress(
-            config.trainer.total_training_steps or 0, console, verbose=verbose, where_answers_are=answers
-        )
+        trainer, view = config.trainer, program("view")
+        answers = f"set trainer.transcripts=True, and later run `{view}` with the run's folder"
+        if keeps_transcripts(config):
+            answers = f"run `{view} {shlex.quote(str(folder))}`"
+        steps, console = trainer.total_training_steps or 0, "console" in trainer.logger
+        progress = Progress(steps, console, verbose=trainer.verbose, where_answers_are=answers)
         _tell_beginning(config, yaml, prepared, folder, progress)
-        trainer = _train(config, yaml, prepared, folder, progress, workers)
+        trained = _train(config, yaml, prepared, folder, progress, workers)
         picture = _picture(folder, progress)
         if (remote := RemoteRun.of(config, folder)) is not None:  # the picture was not there at the last copy
             remote.send(None, [])
             remote.wait()
-        progress.summary(trainer.run.first_validation, trainer.validation.last, folder, picture, link.restarts())
+        progress.summary(trained.run.first_validation, trained.validation.last, folder, picture, link.restarts())
     return folder
 
 
@@ -76,8 +83,7 @@ def _folder_to_continue(config: PPOConfig) -> Path | None:
 def continued(config: PPOConfig) -> PPOConfig:
     """Return the configuration of a restart: resume from the run's newest whole checkpoint, or begin anew without any.
 
-    Raises:
-        ResumeError: none can be used, but not because all are damaged.
+    Raises ResumeError if none can be used, but not because all are damaged.
     """
     folder = _folder_to_continue(config)
     if folder is None:
@@ -201,46 +207,20 @@ def _set_aside_damaged(folder: Path) -> list[str]:
 
 
 def with_models(config: PPOConfig) -> PPOConfig:
-    """Return the configuration for workers: `builtin:tiny` warm-started, the critic's nulls set, paths absolute."""
-    policy, critic, judge = config.actor_rollout_ref, critic_settings(config), config.reward_model
-    loss = replace(policy.actor.policy_loss, path=absolute(policy.actor.policy_loss.path))
-    policy_path = str(warm_start(config)) if policy.model.path == TINY else absolute(policy.model.path)
-    critic_path = policy_path if critic.model.path == TINY else absolute(critic.model.path)
-    return replace(
-        config,
-        environment=replace(config.environment, path=absolute(config.environment.path)),
-        actor_rollout_ref=replace(
-            policy, model=located(policy.model, policy_path), actor=replace(policy.actor, policy_loss=loss)
-        ),
-        critic=replace(critic, model=located(critic.model, critic_path)),
-        reward_model=replace(
-            judge,
-            model=replace(
-                judge.model,
-                path=absolute(judge.model.path),
-                layer_offload_directory=_of_run(judge.model.layer_offload_directory),
-            ),
-        ),
-    )
+    """Return the configuration for workers: `builtin:tiny` warm-started, the critic's nulls set, paths absolute.
 
-
-def located(model: ModelConfig, path: str | None) -> ModelConfig:
-    """Return the model at `path`, with absolute paths of the folders for activations and for weights that stream."""
-    offload = model.activation_offload
-    offload = replace(offload, directory=_of_run(offload.directory))
-    return replace(
-        model, path=path, activation_offload=offload, layer_offload_directory=_of_run(model.layer_offload_directory)
-    )
-
-
-def _of_run(folder: str | None) -> str | None:
-    return None if folder is None else str(Path(folder).expanduser().absolute())
-
-
-def absolute(path: str | None) -> str | None:
-    """Return a folder's absolute path, because workers run in other folders; a hub name stays unchanged."""
-    folder = Path(path or "").expanduser()
-    return str(folder.absolute()) if path and folder.exists() else path
+    Workers run in other folders. A hub name stays unchanged, and a folder for offloaded bytes may be missing yet.
+    """
+    config = replace(config, critic=critic_settings(config))
+    policy = str(warm_start(config)) if is_tiny(config) else config.actor_rollout_ref.model.path
+    for key in NAMES:
+        name = policy if value_at(config, key) == TINY else value_at(config, key)
+        folder = Path(name or "").expanduser()
+        config = with_value(config, key, str(folder.absolute()) if name and folder.exists() else name)
+    for key in FOLDERS:
+        if value_at(config, key) is not None:
+            config = with_value(config, key, str(Path(value_at(config, key)).expanduser().absolute()))
+    return config
 
 
 def with_steps(config: PPOConfig, sampler: PromptSampler) -> PPOConfig:

@@ -7,11 +7,10 @@ younger lock is watched until it is touched, or stale. An older one is watched f
 been set meanwhile.
 
 Note [one at a time]: several runs may find the same stale lock, and its holder may wake up and end. Between the look at a lock and
-its replacement or removal a run therefore holds `flock` on the folder. On a file system without `flock` the rename to a name of its
-own remains as a check.
+its replacement or removal a run therefore holds `flock` on the folder. On a file system without `flock` two runs may replace a stale
+lock at the same moment; the first one then stops at its next row, as a run that slept does.
 
-filelock's `SoftFileLease` is close to this. It would take the lock of an rlx before it, JSON, as torn and remove it after two seconds,
-while that run goes on, and its record lacks the start that the error names.
+filelock's `SoftFileLease` is close to this, but it would remove the JSON lock of an older rlx that still runs.
 
 Note [a run that slept]: a run that was stopped for longer than STALE_S may find that another host has taken its folder. It then
 stops at its next row, see `RunLock.check`.
@@ -54,9 +53,8 @@ class RunLock:
         folder: of the run; it must exist.
         beat_s, stale_s, watched_s: see Note [when a lock is stale] [s].
 
-    Raises:
-        RunLocked: another run holds it; the message names its process, host and start.
-        StorageError: the lock cannot be written.
+    Raises RunLocked: another run holds it; the message names its process, host and start. StorageError: the lock cannot be
+    written.
     """
 
     def __init__(self, folder: Path, beat_s: float = BEAT_S, stale_s: float = STALE_S, watched_s: float = WATCHED_S):
@@ -64,8 +62,9 @@ class RunLock:
         since = datetime.now().astimezone().isoformat(" ", "seconds")
         self._own = {"token": uuid.uuid4().hex, "since": since, "host": socket.gethostname()}
         self._own |= {"machine": machine_identity(), "pid": os.getpid(), "started": start_of(os.getpid())}
-        while not self._create():
-            self._remove_stale()
+        stale: tuple[dict[str, Any], float] | None = None
+        while not self._taken(stale):
+            stale = self._stale()
         self._ended = threading.Event()
         self._beats = threading.Thread(target=self._beat, args=(beat_s,), name="run lock", daemon=True)
         self._beats.start()
@@ -111,37 +110,32 @@ class RunLock:
         finally:
             os.close(folder)
 
-    def _create(self) -> bool:
+    def _taken(self, stale: tuple[dict[str, Any], float] | None) -> bool:
+        """Write the lock, in place of a stale one if that is still there; return whether no other one is there."""
         with self._alone(), storing(self._file):
             try:
+                if stale is not None and _read(self._file) == stale:
+                    self._file.unlink()
                 with self._file.open("x", encoding="utf-8") as file:
                     json.dump(self._own, file)
                     file.flush()
                     os.fsync(file.fileno())
-            except FileExistsError:
+            except (FileExistsError, FileNotFoundError):
                 return False
         return True
 
-    def _remove_stale(self) -> None:
-        """Remove the lock if it is stale, and nobody has replaced it since."""
+    def _stale(self) -> tuple[dict[str, Any], float] | None:
+        """Return the lock that is there and stale, None if it has just gone. Raises RunLocked if its run goes on."""
         with contextlib.suppress(FileNotFoundError):
             with self._alone():
-                holder, touched_s = _read(self._file)
-            if not self._is_stale(holder, touched_s):
-                raise RunLocked(
-                    f"{self._file.parent} belongs to {_described(holder)}, which still runs; wait for its end or stop it, or "
-                    "start a run of its own with trainer.resume_mode=disable"
-                )
-            aside = self._file.with_name(f"{LOCK_FILE}.{self._own['token']}")
-            with self._alone():
-                if _read(self._file) != (holder, touched_s):
-                    return
-                with storing(self._file):
-                    os.rename(self._file, aside)
-                    if _read(aside)[0] != holder:
-                        os.rename(aside, self._file)
-                    else:
-                        aside.unlink()
+                found = _read(self._file)
+            if self._is_stale(*found):
+                return found
+            raise RunLocked(
+                f"{self._file.parent} belongs to {_described(found[0])}, which still runs; wait for its end or stop it, or "
+                "start a run of its own with trainer.resume_mode=disable"
+            )
+        return None
 
     def _is_stale(self, holder: dict[str, Any], touched_s: float) -> bool:
         own = self._own

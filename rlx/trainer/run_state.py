@@ -28,40 +28,21 @@ Metrics = dict[str, float]
 
 @dataclass
 class Run:
-    """The parts of a run, and its position.
+    """The parts of a run, and its position; a resumed run keeps its own seed."""
 
-    Args:
-        config: with total_training_steps and the critic's nulls set, and folders or hub names as model paths.
-        workers: hosts the roles that `roles_of(config)` names.
-        tokenizer: of the actor's model.
-        train, val: prompts; `val` is needed for validations alone.
-        sampler: chooses the next prompts of `train`.
-        rewards: scores responses.
-        folder: for validations, transcripts and checkpoints.
-        progress, tracker: show and keep the metrics.
-
-    Attributes:
-        seed: a resumed run keeps its own.
-        finished_steps: of the run.
-        policy_version: updates that the sampler has received.
-        skipped_steps: optimizer steps without a finite gradient.
-        kl_controller: of the KL in the reward.
-        first_validation: metrics.
-    """
-
-    config: PPOConfig
-    workers: WorkerGroup
-    tokenizer: PreTrainedTokenizerBase
+    config: PPOConfig  # with total_training_steps and the critic's nulls set, and folders or hub names as model paths
+    workers: WorkerGroup  # hosts the roles that `roles_of(config)` names
+    tokenizer: PreTrainedTokenizerBase  # of the actor's model
     train: PromptDataset
-    sampler: PromptSampler
-    val: PromptDataset | None
+    sampler: PromptSampler  # chooses the next prompts of `train`
+    val: PromptDataset | None  # for validations
     rewards: RewardManager
-    folder: Path
+    folder: Path  # for validations, transcripts and checkpoints
     progress: Progress
     tracker: Tracker
     finished_steps: int = 0
-    policy_version: int = 0
-    skipped_steps: int = 0
+    policy_version: int = 0  # updates that the sampler has received
+    skipped_steps: int = 0  # optimizer steps without a finite gradient
     first_validation: Metrics = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -74,13 +55,8 @@ class Run:
     def load(self, checkpoint: Path, saver: Saver, falls_back: bool = False) -> None:
         """Continue from a checkpoint that `Saver` wrote; a run that does so equals one that never stopped.
 
-        Args:
-            checkpoint: whole, as far as `newest_whole` can tell. The workers check its tensors before they read them.
-            saver: of the run.
-            falls_back: take an older one of the run instead of a damaged one, and begin anew if all are damaged.
-
-        Raises:
-            ResumeError: it is damaged.
+        The workers check its tensors before they read them. With `falls_back` take an older one of the run instead of a damaged
+        one, and begin anew if all are damaged. Raises ResumeError: it is damaged.
         """
         trainer, notice = self.config.trainer, self.progress.notice
         whole, passed_over = saver.undamaged(checkpoint, falls_back)

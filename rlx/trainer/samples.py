@@ -31,17 +31,11 @@ Part = tuple[Batch, Scores]
 
 
 class Samples(NamedTuple):
-    """Responses to prompts.
+    """Responses to prompts."""
 
-    Args:
-        batch: a row for each; with `greedy_scores` if the estimator reads them.
-        scores: of each; None: not scored yet.
-        metrics: of how they were found.
-    """
-
-    batch: Batch
-    scores: Scores | None
-    metrics: Metrics
+    batch: Batch  # a row for each; with `greedy_scores` if the estimator reads them
+    scores: Scores | None  # of each; None: not scored yet
+    metrics: Metrics  # of how they were found
 
 
 class SampleSource:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from threading import Lock
 
@@ -82,13 +83,12 @@ class Saver:
             checkpoint: the first to check; whole as far as `newest_whole` can tell.
             falls_back: take an older one of the run instead of a damaged one; None if all are damaged.
 
-        Raises:
-            ResumeError: it is damaged and may not fall back, or the configuration asks only for a validation.
-            WorkerFailure: a worker cannot read files that the driver found, for example because its node lacks the file system.
+        Raises ResumeError: it is damaged and may not fall back, or the configuration asks only for a validation. WorkerFailure:
+        a worker cannot read files that the driver found, for example because its node lacks the file system.
         """
         passed_over: list[str] = []
         trainer = self._config.trainer
-        while damage := self._damage_of(checkpoint):
+        while damage := sorted({*chain(*self._workers.call("process", "damage", str(checkpoint)))}):
             if not falls_back:
                 raise unusable(checkpoint, damage)
             passed_over.append(f"passed over {checkpoint.name}: {few(damage)}")
@@ -101,10 +101,6 @@ class Saver:
             checkpoint = older.checkpoint
             require_parts(self._config, checkpoint)
         return checkpoint, passed_over
-
-    def _damage_of(self, checkpoint: Path) -> list[str]:
-        found = self._workers.call("process", "damage", str(checkpoint))
-        return sorted({fault for each in found for fault in each})
 
     def is_due(self, step: int, last: int) -> bool:
         """Whether to save after this step, of which `last` is the last one."""
@@ -122,8 +118,7 @@ class Saver:
             in_background: whether the workers write in the background; None: as configured.
             without: a part of the configured contents to leave out.
 
-        Raises:
-            StorageError, WorkerFailure: a process could not write; what was written is removed.
+        Raises StorageError, WorkerFailure: a process could not write; what was written is removed.
         """
         self.finish()
         checkpoint = self._folder / f"global_step_{state.step}"
@@ -137,7 +132,7 @@ class Saver:
 
     def settle(self) -> None:
         """Let the checkpoint appear if all processes have written it; call this after each step's row."""
-        if self._begun is not None and self._is_written():
+        if self._begun is not None and all(all(self._workers.call(role, "is_written")) for role in self._roles):
             self.finish()
 
     def finish(self) -> None:
@@ -165,16 +160,14 @@ class Saver:
             last: the state at the end, to save it without the optimizer's state if no save was due (trainer.save_last).
         """
         self.finish()
-        if last is not None and self._config.trainer.save_last and not self._is_saved(last.step):
-            self.begin(last, without="optimizer")
+        asked = last if self._config.trainer.save_last else None
+        if asked is not None and not is_finished(self._folder / f"global_step_{asked.step}"):
+            self.begin(asked, without="optimizer")
             self.finish()
         if self._remote is not None:
             self._remote.wait()
             self._remote.send(None, self._remove_old())
             self._remote.wait()
-
-    def _is_saved(self, step: int) -> bool:
-        return is_finished(self._folder / f"global_step_{step}")
 
     def _remove_old(self) -> list[str]:
         """Remove the checkpoints beyond those to keep, but not one that is being copied; return the names of the removed."""
@@ -214,9 +207,6 @@ class Saver:
             self.settle()
         return self._begun is None
 
-    def _is_written(self) -> bool:
-        return all(all(self._workers.call(role, "is_written")) for role in self._roles)
-
 
 @contextmanager
 def _removed_on_failure(partial: Path) -> Iterator[None]:
@@ -226,9 +216,6 @@ def _removed_on_failure(partial: Path) -> Iterator[None]:
         for _ in range(3):  # a worker that is being ended may still add a file
             shutil.rmtree(partial, ignore_errors=True)
         raise
-
-
-# Copies in object storage ------------------------------------------------------------------------------------------
 
 
 class RemoteRun:
@@ -259,8 +246,7 @@ class RemoteRun:
     def send(self, checkpoint: Path | None, removed: list[str]) -> None:
         """Copy the run's own files and a checkpoint later, and remove the copies of checkpoints that were removed.
 
-        Raises:
-            StorageError: an earlier copy failed.
+        Raises StorageError: an earlier copy failed.
         """
         self.wait(0.0)
         self._sent.append(self._thread.submit(self._copy, checkpoint, removed))
@@ -298,44 +284,31 @@ class RemoteRun:
 def fetch(config: PPOConfig) -> PPOConfig:
     """Download the checkpoint to resume from, if it is in object storage; return the configuration with its local path.
 
-    Raises:
-        StorageError: a URL cannot be used.
-        ResumeError: a URL does not end in <run>/checkpoints/global_step_N.
+    Raises StorageError if a URL cannot be used, ResumeError if one does not end in <run>/checkpoints/global_step_N.
     """
     trainer = config.trainer
     named, runs = trainer.resume_from_path, trainer.default_local_dir
     if runs is not None and is_url(runs):
-        RemoteFolder(runs)  # so that a missing package shows now
+        remote = RemoteFolder(runs)  # so that a missing package shows now
         if trainer.resume_mode == "auto":
-            fetch_newest(config, runs)
+            _fetch_newest(remote, runs_folder(config))
     if trainer.resume_mode == "resume_path" and named is not None and is_url(named):
-        return replace(config, trainer=replace(trainer, resume_from_path=str(fetch_named(config, named))))
+        return replace(config, trainer=replace(trainer, resume_from_path=str(_fetch_named(named, runs_folder(config)))))
     return config
 
 
-def fetch_named(config: PPOConfig, url: str) -> Path:
-    """Download the checkpoint that a URL names to this experiment's local folder, unless it is there; return its path.
-
-    Raises:
-        StorageError: it does not exist or cannot be read.
-        ResumeError: the URL does not end in <run>/checkpoints/global_step_N.
-    """
+def _fetch_named(url: str, base: Path) -> Path:
+    """Download the checkpoint that a URL names to this experiment's local folder, unless it is there; return its path."""
     runs_url, run, checkpoints, name = ["", "", "", *url.rstrip("/").rsplit("/", 3)][-4:]
     if checkpoints != "checkpoints" or step_of(Path(name)) is None or run in ("", ".", "..") or "://" not in runs_url:
         raise ResumeError(
             f"trainer.resume_from_path: got {url}, expected the URL of a checkpoint, <folder of runs>/RUN/checkpoints/global_step_N"
         )
-    local = runs_folder(config) / run / "checkpoints" / name
-    remote = RemoteFolder(runs_url)
-    if not is_finished(local):
-        remote.download(f"{run}/checkpoints/{name}", local)
-        _fetch_files(remote, run, runs_folder(config) / run)
-    return local
+    return _fetch_one(RemoteFolder(runs_url), run, name, base)
 
 
-def fetch_newest(config: PPOConfig, url: str) -> None:
+def _fetch_newest(remote: RemoteFolder, base: Path) -> None:
     """Download the newest checkpoint of the newest run, and older ones while it is damaged, unless local ones are as new."""
-    remote, base = RemoteFolder(url), runs_folder(config)
     found = {
         run: [name for name in remote.names(f"{run}/checkpoints") if step_of(Path(name)) is not None]
         for run in remote.names()
@@ -347,16 +320,18 @@ def fetch_newest(config: PPOConfig, url: str) -> None:
         return
     for name in sorted(found[run], key=lambda name: require_step(Path(name)), reverse=True):
         local = base / run / "checkpoints" / name
-        if not is_finished(local) and remote.has(f"{run}/checkpoints/{name}/{MANIFEST}"):
-            remote.download(f"{run}/checkpoints/{name}", local)
-            _fetch_files(remote, run, base / run)
+        if is_finished(local) or remote.has(f"{run}/checkpoints/{name}/{MANIFEST}"):
+            _fetch_one(remote, run, name, base)
         if is_finished(local) and not refusal_of(local).faults:
             return
 
 
-def _fetch_files(remote: RemoteFolder, run: str, folder: Path) -> None:
-    for name in remote.names(run):
-        if (
-            Path(name).suffix in (".yaml", ".jsonl") and not (folder / name).exists()
-        ):  # rows, and all kept configurations
-            remote.get(f"{run}/{name}", folder / name)
+def _fetch_one(remote: RemoteFolder, run: str, name: str, base: Path) -> Path:
+    """Download a checkpoint, and the run's rows and configurations, unless it is there; return its local path."""
+    local = base / run / "checkpoints" / name
+    if not is_finished(local):
+        remote.download(f"{run}/checkpoints/{name}", local)
+        for file in remote.names(run):
+            if Path(file).suffix in (".yaml", ".jsonl") and not (base / run / file).exists():
+                remote.get(f"{run}/{file}", base / run / file)
+    return local

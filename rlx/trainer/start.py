@@ -64,30 +64,18 @@ class StartError(ExplainedError, ValueError):
 
 
 class Prepared(NamedTuple):
-    """The parts of the driver, if there are no faults.
+    """The parts of the driver, if there are no faults."""
 
-    Args:
-        checkpoint: the run continues from it; None: it starts anew.
-        lock: holds the folder of a resumed run.
-        changed: other values of keys than the run had before.
-        tokenizer: of the policy.
-        train, val: the prompts; without a validation there are no `val`.
-        sampler: chooses the next prompts of `train`.
-        rewards: scores responses.
-        passed_over: newer checkpoints that cannot be used, each with the reason.
-        held: ends `lock` and `rewards`; a context.
-    """
-
-    checkpoint: Path | None
-    lock: RunLock | None
-    changed: list[ChangedKey]
-    tokenizer: "PreTrainedTokenizerBase"
+    checkpoint: Path | None  # the run continues from it; None: it starts anew
+    lock: RunLock | None  # holds the folder of a resumed run
+    changed: list[ChangedKey]  # other values of keys than the run had before
+    tokenizer: "PreTrainedTokenizerBase"  # of the policy
     train: PromptDataset
     val: PromptDataset | None
-    sampler: PromptSampler
+    sampler: PromptSampler  # chooses the next prompts of `train`
     rewards: RewardManager
-    passed_over: list[str]
-    held: ExitStack
+    passed_over: list[str]  # newer checkpoints that cannot be used, each with the reason
+    held: ExitStack  # ends `lock` and `rewards`
 
     def notices(self, config: PPOConfig) -> list[str]:
         """Return notices about checkpoints passed over, dropped or cut prompts, dates in them, and reward functions that none uses."""
@@ -135,19 +123,14 @@ class _Trials:
 def prepare(config: PPOConfig, yaml: str = "") -> Prepared:
     """Do all work that may fail and needs no worker, before the warm start, the run's folder and the workers' models.
 
-    Args:
-        config: composed and checked.
-        yaml: the configuration as text, to compare with that of a run to resume.
+    `yaml` is the configuration as text, to compare with that of a run to resume.
 
-    Raises:
-        RunLocked: the run to resume still runs.
-        ClusterError, ResumeError, ModelError, DataError, UserCodeError, RewardError: the only fault.
-        StartError: there are several.
+    Raises RunLocked: the run to resume still runs. ClusterError, ResumeError, ModelError, DataError, UserCodeError,
+    RewardError: the only fault. StartError: there are several.
     """
     trial = _Trials()
     trial(check_options, config)
-    lock, changed = None, None
-    sampler = None
+    lock = changed = sampler = None
     with ExitStack() as until_it_fails:
         checkpoint, passed_over = trial(_checkpoint, config) or Choice(None, [])
         if checkpoint is not None:

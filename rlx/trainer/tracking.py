@@ -7,12 +7,13 @@ import os
 import textwrap
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from rlx.checkpoint.folders import replacing_file
 from rlx.errors import ExplainedError, storing
 
 METRICS_FILE = "metrics.jsonl"
@@ -30,14 +31,14 @@ class Logger(ABC):
     """A store of metrics beside `metrics.jsonl`."""
 
     @abstractmethod
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Keep the metrics of one step."""
+    def log(self, metrics: Mapping[str, float], step: int) -> None: ...
 
     @abstractmethod
     def close(self) -> None:
         """Write pending data."""
 
-    def generations(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:  # noqa: B027, most loggers may skip it
+    @abstractmethod
+    def generations(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
         """Keep some generations of the validation at `step`; each row maps a name to its value."""
 
     def rewind(self, step: int) -> None:  # noqa: B027, not every store can
@@ -59,16 +60,13 @@ class TensorboardLogger(Logger):
         self._writer.flush()
 
     def generations(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
-        """Write one text per generation."""
         for index, row in enumerate(rows):
             # Indented, so that Markdown shows the text verbatim.
             texts = (f"**{name}**\n\n{textwrap.indent(str(value), '    ')}" for name, value in row.items())
-            text = "\n\n".join(texts)
-            self._writer.add_text(f"val/generation_{index}", text, step)
+            self._writer.add_text(f"val/generation_{index}", "\n\n".join(texts), step)
 
     def rewind(self, step: int) -> None:
-        """Go on in another event file, at whose beginning tensorboard drops later steps."""
-        self._writer.close()
+        self._writer.close()  # tensorboard drops later steps at the beginning of another event file
         self._writer = self._open(purge_step=step + 1)
 
     def close(self) -> None:
@@ -101,7 +99,6 @@ class WandbLogger(Logger):
         self._run.log({"step": step, **metrics})
 
     def generations(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
-        """Write one table per validation."""
         if rows:
             names = list(rows[0])
             table = self._wandb.Table(columns=names, data=[[str(row.get(name)) for name in names] for row in rows])
@@ -119,16 +116,14 @@ class Tracker:
 
     Args:
         loggers: as `trainer.logger`; `console` is skipped, because `Progress` handles it.
-        run_dir: folder of the run; it must exist. Existing files are appended to.
+        run_dir: folder of the run. Existing files are appended to.
         config_yaml, project, experiment: for wandb.
         resume_step: the step after which the run goes on, and later ones are replaced; None: nothing is replaced.
         metrics_file: name of the file in `run_dir`.
         may_write: is called before each row, and raises if the run must end.
         notice: shows a text to the user.
 
-    Raises:
-        TrackingError: a logger cannot start.
-        StorageError: `metrics.jsonl` cannot be written, at the start or later.
+    Raises TrackingError if a logger cannot start, and StorageError, also later, if `metrics.jsonl` cannot be written.
     """
 
     def __init__(
@@ -216,10 +211,8 @@ def _start(name: str, make: Callable[[], Logger]) -> Logger:
 def append_row(path: Path, metrics: Mapping[str, float], step: int) -> None:
     """Append an object to a metrics file, on disk before this returns: `step`, `time` [s since 1970] and the metrics.
 
-    NaN and infinity become null, because JSON lacks them. The file is opened each time, so that a lost folder shows.
-
-    Raises:
-        StorageError: the file cannot be written.
+    NaN and infinity become null, because JSON lacks them. The file is opened each time, so that a lost folder shows. Raises
+    StorageError if it cannot be written.
     """
     row: dict[str, Any] = {"step": step, "time": round(time.time(), 3)}
     row |= {name: float(value) if math.isfinite(value) else None for name, value in metrics.items()}
@@ -231,58 +224,54 @@ def rewind(path: Path, step: int) -> None:
     """Keep the rows of a metrics file, if it exists, up to `step`, from which the run goes on, so that each step has one row.
 
     Later rows move to SUPERSEDED_FILE beside it. A last line that a kill has torn is dropped. The file is replaced as a whole.
-
-    Raises:
-        TrackingError: a line before the last is no row.
-        StorageError: the file cannot be written.
+    Raises TrackingError if a line before the last is no row, StorageError if the file cannot be written.
     """
     if not os.path.lexists(path):
         return
-    if not path.is_file():
-        raise TrackingError(f"{path}: is no regular file; remove it")
     kept, later = [], []
-    *lines, _ = path.read_bytes().split(b"\n")
-    for number, line in enumerate(lines, 1):
-        try:
-            (kept if json.loads(line)["step"] <= step else later).append(line + b"\n")
-        except (ValueError, TypeError, KeyError, RecursionError):
-            raise TrackingError(
-                f"{path}, line {number}: got {line[:60]!r}, expected a JSON object with `step`; correct or remove the line"
-            ) from None
+    for line, row in _rows(path):
+        (kept if row["step"] <= step else later).append(line + b"\n")
     with storing(path):
         if later:
             _append(path.with_name(SUPERSEDED_FILE), b"".join(later))
-        part = path.with_name(f".{path.name}.part")
-        part.unlink(missing_ok=True)
-        _append(part, b"".join(kept))
-        os.replace(part, path)
+        with replacing_file(path) as file:
+            file.write(b"".join(kept).decode())
 
 
 def read_metrics(path: Path) -> dict[int, dict[str, float]]:
     """Return metrics by step, in order, without nulls and without a last line that is still being written.
 
     If a row's step is lower than the last, a run was resumed there. Its rows replace those of the same and later steps. Raises
-    TrackingError if a line is no JSON object with a `step`.
+    TrackingError if a line is no JSON object with a `step` and numbers.
     """
     by_step: dict[int, dict[str, float]] = {}
+    for _, row in _rows(path):
+        step = row.pop("step")
+        if by_step and step < next(reversed(by_step)):
+            by_step = {s: metrics for s, metrics in by_step.items() if s < step}
+        own = {name: float(value) for name, value in row.items() if name != "time" and value is not None}
+        by_step.setdefault(step, {}).update(own)
+    return by_step
+
+
+def _rows(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    """Yield each whole line of a metrics file and its row, which is checked."""
     if not path.is_file():  # a pipe would never end
         raise TrackingError(f"{path}: is no regular file; remove it")
     *lines, _ = path.read_bytes().split(b"\n")
     for number, line in enumerate(lines, 1):
         try:
             row = json.loads(line)
-            step = row.pop("step")
-            own = {name: float(value) for name, value in row.items() if name != "time" and value is not None}
-            if type(step) is not int or any(isinstance(row[name], str | bool) for name in own):
+            for value in row.values():
+                float(0 if value is None else value)
+            if type(row["step"]) is not int or any(isinstance(v, str | bool) for v in row.values()):
                 raise TypeError
         except (ValueError, KeyError, AttributeError, TypeError, OverflowError, RecursionError):
             raise TrackingError(
-                f"{path}, line {number}: expected a JSON object with `step` and numbers, got {line[:80].decode(errors='replace')!r}"
+                f"{path}, line {number}: got {line[:80].decode(errors='replace')!r}, expected a JSON object with `step` and numbers; "
+                "correct or remove the line"
             ) from None
-        if by_step and step < next(reversed(by_step)):
-            by_step = {s: metrics for s, metrics in by_step.items() if s < step}
-        by_step.setdefault(step, {}).update(own)
-    return by_step
+        yield line, row
 
 
 def _append(path: Path, data: bytes) -> None:

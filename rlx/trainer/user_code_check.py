@@ -9,7 +9,7 @@ import reprlib
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -45,7 +45,6 @@ class Named:
     interface: Interface
 
     def load(self) -> Callable[..., Any]:
-        """See Loadable."""
         return load_callable(self.source, self.name, self.interface)
 
 
@@ -111,19 +110,22 @@ def _told_after(seconds: float, what: str) -> Iterator[None]:
 
 def _of(config: PPOConfig) -> Iterator[UserCode]:
     """Yield the configured functions and classes whose files exist."""
+    prompt = None
+    with suppress(DataError):  # `check_data` reports it
+        prompt = first_training_prompt(config)
     reward = own_function(config.reward, config.custom_reward_function)
     if reward is not None and is_python_file(reward.source):
         reward = replace(reward, limit_s=min(reward.limit_s, TRIAL_LIMIT_S))
         keys = (f"{KEY}.path", f"{KEY}.name", f"{KEY}.reward_kwargs", "reward.reward_manager.name")
         parameters = (*(BATCHED if reward.batched else SINGLE), *reward.options)
         expected = f"{reward.name}({', '.join(parameters)}), called by keyword"
-        memory_limit_gb, trial = config.reward.memory_limit_gb, _trial(config, reward)
+        memory_limit_gb, trial = config.reward.memory_limit_gb, _trial(config, reward, prompt)
         yield UserCode("the reward function of your own", keys, reward, expected, memory_limit_gb, trial=trial)
     own = config.environment
     if has_environment(config) and (own.path is None or is_python_file(own.path)):
         keys = ("environment.path", "environment.name", "environment.kwargs")
         expected = "the name of an environment of rlx, or of a class, a tool or a list of tools in environment.path"
-        row = _row(config)
+        row = None if prompt is None else _row(prompt)
         yield UserCode("the environment", keys, environment_spec(config), expected, own.memory_limit_gb, row=row)
     loss, dataset = config.actor_rollout_ref.actor.policy_loss, config.data.custom_cls
     if loss.path is not None and is_python_file(loss.path):
@@ -132,11 +134,12 @@ def _of(config: PPOConfig) -> Iterator[UserCode]:
         yield _by_position("the dataset class of your own", dataset.path, dataset.name, DATASET)
 
 
-def _trial(config: PPOConfig, function: Function) -> RewardCall | None:
+def _trial(config: PPOConfig, function: Function, prompt: Prompt | None) -> RewardCall | None:
     """Return a call with the first training row; None if there is no such row, or training gives the function more than a row."""
-    prompt = None if has_environment(config) or model_scores_alone(config) else _first_prompt(config)
     sources = config.custom_reward_function.data_sources
-    if prompt is None or (sources and prompt.data_source not in sources):
+    if prompt is None or has_environment(config) or model_scores_alone(config):
+        return None
+    if sources and prompt.data_source not in sources:
         return None
     values = (prompt.data_source, str(prompt.ground_truth), prompt.ground_truth, prompt.extra_info)
     if function.batched:
@@ -144,22 +147,12 @@ def _trial(config: PPOConfig, function: Function) -> RewardCall | None:
     return RewardCall(function, dict(zip(SINGLE, values, strict=True)))
 
 
-def _row(config: PPOConfig) -> dict[str, Any] | None:
-    """Return the first training row as an environment gets it; None if there is none."""
-    prompt = _first_prompt(config)
-    if prompt is None:
-        return None
+def _row(prompt: Prompt) -> dict[str, Any]:
+    """Return a training row as an environment gets it."""
     content = prompt.content
     messages = [{"role": "user", "content": content}] if isinstance(content, str) else content
     given = {name: getattr(prompt, name) for name in ("data_source", "ground_truth", "extra_info")}
     return {"prompt": messages, **given, "seed": 0}
-
-
-def _first_prompt(config: PPOConfig) -> Prompt | None:
-    try:
-        return first_training_prompt(config)
-    except DataError:
-        return None  # `check_data` reports it
 
 
 def _tried(own: UserCode) -> tuple[str, str] | None:

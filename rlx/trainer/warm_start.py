@@ -6,7 +6,7 @@ import os
 import shutil
 import tempfile
 from dataclasses import asdict
-from importlib.util import find_spec
+from importlib.resources import files
 from pathlib import Path
 
 import torch
@@ -16,13 +16,7 @@ from rlx.config.schema import PPOConfig
 from rlx.models.loading import without_progress_bar
 from rlx.trainer.demonstrations import demonstrated
 
-CODE = (
-    "rlx.models.tiny",
-    "rlx.data.arithmetic",
-    "rlx.trainer.demonstrations",
-    "rlx.environments.guessing",
-    "rlx.trainer.imitation",
-)
+CODE = ("models/tiny", "data/arithmetic", "trainer/demonstrations", "environments/guessing", "trainer/imitation")
 """The modules on which the trained model depends."""
 
 
@@ -36,9 +30,7 @@ def warm_start(config: PPOConfig) -> Path:
     `trainer.device` allows it. The folder's name is a hash of all inputs of its contents. The folder appears only when it is
     complete.
 
-    Raises:
-        DataError: the generator cannot make that many problems.
-        OSError: the cache directory cannot be written.
+    Raises DataError: the generator cannot make that many problems. OSError: the cache directory cannot be written.
     """
     folder = warm_starts_folder(config) / f"warm_start_{_fingerprint(config)}"
     if folder.is_dir():
@@ -88,7 +80,7 @@ def _publish(unfinished: Path, folder: Path) -> None:
 def _fingerprint(config: PPOConfig) -> str:
     """Return sixteen hexadecimal digits that depend on model, task, training, their code, the device and torch's version."""
     training = {key: value for key, value in asdict(config.warm_start).items() if key != "cache_dir"}
-    code = [_source(module) for module in CODE]
+    code = [files("rlx").joinpath(f"{module}.py").read_text(encoding="utf-8") for module in CODE]
     parts = [
         asdict(config.actor_rollout_ref.model.tiny),
         asdict(config.data.arithmetic),
@@ -99,10 +91,3 @@ def _fingerprint(config: PPOConfig) -> str:
         torch.__version__,
     ]
     return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=8).hexdigest()
-
-
-def _source(module: str) -> str:
-    """Return the text of a module's file without importing the module."""
-    spec = find_spec(module)
-    assert spec is not None and spec.origin is not None, "a module of rlx has a file"
-    return Path(spec.origin).read_text(encoding="utf-8")

@@ -50,9 +50,8 @@ def write_page(
         most_bytes: of all samples' tokens in the page. Each step has an equal share of it. Samples beyond it are listed without
             their tokens, and the page says so.
 
-    Raises:
-        ViewError: there is nothing to show, or a line of a transcript cannot be read.
-        TrackingError: a line of the metrics cannot be read.
+    Raises ViewError: there is nothing to show, or a line of a transcript cannot be read. TrackingError: a line of the metrics
+    cannot be read.
     """
     chosen = transcript_files(run, first, last)
     packed = _Packed(most_bytes)

@@ -43,8 +43,7 @@ def transcript_files(run: Path, first: int | None, last: int | None) -> dict[int
 def samples_of(file: Path) -> Iterator[Sample]:
     """Yield the samples of a file. A last line without a line break is left out, because it is still being written.
 
-    Raises:
-        ViewError: it is no file, or a line is no sample.
+    Raises ViewError: it is no file, or a line is no sample.
     """
     if not file.is_file():  # a pipe would never end
         raise ViewError(f"{file}: is no regular file; remove it, or leave the step out with --steps")

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
 
 from rlx.checkpoint.manifest import damage, damaged_chunks
-from rlx.checkpoint.tensors import load_all, pieces_of
+from rlx.checkpoint.tensors import Piece, load_all
 from rlx.engine import saving
 from rlx.export import export
 
@@ -201,7 +201,8 @@ def test_exports_load_and_say_the_same(head, lora, strategy, model_folder, two_r
 def test_frozen_memory_is_read_in_place_and_nobody_waits_for_it(device):
     """Trained tensors are copied first, or if the device is another one, the optimizer waits until they are read."""
     frozen, trained = torch.zeros(6, 64), torch.zeros(64)
-    pieces = {"model": pieces_of({"a": frozen[2:4], "b": trained, "c": frozen[4:]})}
+    state = {"a": frozen[2:4], "b": trained, "c": frozen[4:]}
+    pieces = {"model": [Piece(name, (0,) * tensor.dim(), tensor) for name, tensor in state.items()]}
     found, live = saving._find_all(pieces, [], torch.device(device), {frozen.untyped_storage()})
     in_place = {f.piece.name: f for f in found["model"]}
     for name, tensor in (("a", frozen[2:4]), ("c", frozen[4:])):

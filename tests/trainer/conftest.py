@@ -1,6 +1,5 @@
 """Whole runs of the trainer in this process: real Ray, real FSDP with gloo, a tiny model."""
 
-import json
 import sys
 from pathlib import Path
 
@@ -9,7 +8,7 @@ import pytest
 from rlx.config.compose.command_line import compose
 from rlx.trainer.launch import launch
 
-sys.path.insert(0, str(Path(__file__).parent))  # for checkpoint_tools
+sys.path.insert(0, str(Path(__file__).parent))  # for run_tools
 
 
 @pytest.fixture
@@ -35,6 +34,8 @@ def short_run(untrained, tmp_path) -> list[str]:
 def train(short_run, ray_session):
     """train(*overrides) runs the shortened experiment and returns (run folder, metrics by step)."""
 
+    from run_tools import metrics_of
+
     def start(*overrides: str) -> tuple[Path, dict[int, dict[str, float]]]:
         composed = compose([*short_run, *overrides])
         assert not composed.faults, composed.faults
@@ -42,12 +43,3 @@ def train(short_run, ray_session):
         return folder, metrics_of(folder)
 
     return start
-
-
-def metrics_of(folder: Path) -> dict[int, dict[str, float]]:
-    """metrics.jsonl by step, the last line of a step winning."""
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    steps: dict[int, dict[str, float]] = {}
-    for line in lines:
-        steps.setdefault(line["step"], {}).update(line)
-    return steps

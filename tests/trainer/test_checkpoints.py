@@ -7,7 +7,7 @@ import shutil
 from dataclasses import replace
 
 import pytest
-from checkpoint_tools import STATE, make
+from run_tools import STATE, make
 
 from rlx.checkpoint.manifest import seal
 from rlx.config.schema import AlgorithmConfig, PPOConfig, TrainerConfig

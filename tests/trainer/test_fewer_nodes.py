@@ -7,12 +7,12 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import metrics_of
 from ray.cluster_utils import Cluster
+from run_tools import metrics_of
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
-STEPS = 4
+STEPS = 3
 IMPATIENT = """
 import functools
 import sys

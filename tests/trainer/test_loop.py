@@ -29,7 +29,7 @@ from rlx.rewards.manager import Scores
 from rlx.supervisor.link import Terminated
 from rlx.trainer.loop import Trainer
 from rlx.trainer.progress import Progress
-from rlx.trainer.run import located, with_steps
+from rlx.trainer.run import with_models, with_steps
 from rlx.trainer.run_state import Run
 from rlx.trainer.samples import Samples, SelectionError, spread
 from rlx.trainer.step_metrics import zero_advantage_share
@@ -39,11 +39,13 @@ def test_folders_of_offloaded_bytes_are_the_same_in_a_worker_that_runs_elsewhere
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     given = (None, "scratch", "~/scratch", "/scratch")
-    models = [
-        ModelConfig(activation_offload=ActivationOffloadConfig(directory=directory), layer_offload_directory=directory)
-        for directory in given
-    ]
-    found = [located(model, "/policy") for model in models]
+    found = []
+    for directory in given:
+        offload = ActivationOffloadConfig(directory=directory)
+        model = ModelConfig(path="/policy", activation_offload=offload, layer_offload_directory=directory)
+        found.append(
+            with_models(PPOConfig(actor_rollout_ref=ActorRolloutRefConfig(model=model))).actor_rollout_ref.model
+        )
     assert [model.activation_offload.directory for model in found] == [
         None,
         str(tmp_path / "scratch"),
@@ -76,21 +78,26 @@ def test_without_a_critic_there_is_no_warm_up_to_wait_for():
     assert with_steps(grpo, sampler).trainer.total_training_steps == 8
 
 
-@pytest.mark.parametrize(("val", "samples"), [({"n": 4}, 1), ({"n": 4, "do_sample": True, "temperature": 1.0}, 4)])
-def test_greedy_validation_takes_one_response_to_a_prompt(val, samples, tmp_path, monkeypatch):
+def validating(tmp_path, monkeypatch, val, together):
+    """The metrics and the seeds of a validation of three prompts whose responses have two tokens and score 1."""
     policy = ActorRolloutRefConfig(rollout=RolloutConfig(val_kwargs=ValKwargsConfig(**val)))
-    config = PPOConfig(data=DataConfig(train_batch_size=1, val_batch_size=2), actor_rollout_ref=policy)
-    sampler = PromptSampler(4, 1, shuffle=True, seed=0)
-    trainer = Trainer(Run(config, None, None, Held(), sampler, Held(), None, tmp_path, Progress(4), None))
+    config = PPOConfig(data=DataConfig(train_batch_size=1, val_batch_size=together), actor_rollout_ref=policy)
+    trainer, seeds = Trainer(Run(config, None, None, Held(), None, Held(), None, tmp_path, Progress(4), None)), []
 
     def generate(prompts, count, purpose, step, first):
-        batch = prompts.rows([row for row in range(len(prompts)) for _ in range(count)])
+        batch = spread(prompts, count, 1, purpose, step, first)
+        seeds.extend(batch["seed"].tolist())
         masks = {name: torch.ones(len(batch), 2, dtype=torch.bool) for name in ("attention_mask", "response_mask")}
         return batch.with_(input_ids=batch["prompt_ids"].expand(-1, 2), **masks).drop("prompt_ids", "prompt_mask")
 
     monkeypatch.setattr(trainer.samples, "responses", generate)
     monkeypatch.setattr(trainer.samples, "scores_of", lambda batch: Scores(torch.ones(len(batch)), {}))
-    metrics = trainer.validation.run()
+    return trainer.validation.run(), seeds
+
+
+@pytest.mark.parametrize(("val", "samples"), [({"n": 4}, 1), ({"n": 4, "do_sample": True, "temperature": 1.0}, 4)])
+def test_greedy_validation_takes_one_response_to_a_prompt(val, samples, tmp_path, monkeypatch):
+    metrics, _ = validating(tmp_path, monkeypatch, val, 2)
     assert metrics["val/accuracy"] == 1.0
     assert [name for name in metrics if "@" in name and "core" in name] == [
         f"val-core/x/reward/{what}" for what in ("mean@4", "best@4/mean") if samples == 4
@@ -100,22 +107,7 @@ def test_greedy_validation_takes_one_response_to_a_prompt(val, samples, tmp_path
 
 @pytest.mark.parametrize("together", [None, 1, 2])
 def test_validation_draws_the_same_samples_by_any_batch_size(together, tmp_path, monkeypatch):
-    policy = ActorRolloutRefConfig(
-        rollout=RolloutConfig(val_kwargs=ValKwargsConfig(n=2, do_sample=True, temperature=1))
-    )
-    config = PPOConfig(data=DataConfig(train_batch_size=1, val_batch_size=together), actor_rollout_ref=policy)
-    trainer = Trainer(Run(config, None, None, Held(), None, Held(), None, tmp_path, Progress(4), None))
-    seeds = []
-
-    def generate(prompts, count, purpose, step, first):
-        seeds.extend(spread(prompts, count, 1, purpose, step, first)["seed"].tolist())
-        batch = prompts.rows([row for row in range(len(prompts)) for _ in range(count)])
-        masks = {name: torch.ones(len(batch), 2, dtype=torch.bool) for name in ("attention_mask", "response_mask")}
-        return batch.with_(input_ids=batch["prompt_ids"].expand(-1, 2), **masks).drop("prompt_ids", "prompt_mask")
-
-    monkeypatch.setattr(trainer.samples, "responses", generate)
-    monkeypatch.setattr(trainer.samples, "scores_of", lambda batch: Scores(torch.ones(len(batch)), {}))
-    trainer.validation.run()
+    _, seeds = validating(tmp_path, monkeypatch, {"n": 2, "do_sample": True, "temperature": 1}, together)
     assert seeds == [seed_for(1, "val", 0, prompt, sample) for prompt in range(3) for sample in range(2)]
 
 

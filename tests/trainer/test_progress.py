@@ -2,11 +2,10 @@ import io
 import logging
 import re
 import sys
-import time
 from pathlib import Path
 
 import pytest
-from metrics_page import PAGE, described
+from run_tools import PAGE, described
 
 from rlx.trainer.progress import (
     HEADER_EVERY,
@@ -14,7 +13,6 @@ from rlx.trainer.progress import (
     PHASES,
     PLAIN_WIDTH,
     PROGRESS_COLUMNS,
-    MemoryTable,
     Progress,
     StepTable,
     count,
@@ -139,16 +137,6 @@ def test_memory_before_and_after_each_phase_comes_with_a_header_and_when_it_chan
     assert [lines[index - 1].split()[0] for index in found] == ["1/100", "4/100", f"{HEADER_EVERY + 1}/100"]
 
 
-def test_memory_folds_between_phases():
-    table, width = MemoryTable(), 40
-    metrics = memory_of(**{phase: (31.25, 131.0) for phase in PHASES})
-    lines = table.lines(metrics, width, with_header=True)
-    assert max(len(line) for line in lines) <= width
-    cells = " ".join(" ".join(lines).split()).removeprefix("GB before>after: ")
-    assert cells == " ".join(f"{title} 31.2>131" for title, *_ in PHASES.values())
-    assert table.lines({"reward/mean": 1.0}, width, with_header=True) == []
-
-
 def test_missing_metrics_show_as_a_dash_and_nan_as_nan():
     cells = (
         StepTable(PLAIN_WIDTH, 10, OPTIONAL)
@@ -198,17 +186,11 @@ def test_a_pipe_gets_plain_lines_with_a_header_every_few_rows(monkeypatch: pytes
 
 def test_step_yields_the_seconds_of_its_own_phases():
     progress, _ = plain()
-    with progress.phase("validate"):
-        time.sleep(0.01)
-    with progress.step(1) as first:
-        with progress.phase("rollout"):
-            time.sleep(0.02)
-        with progress.phase("rollout"):
-            time.sleep(0.02)
-    with progress.step(2) as second, progress.phase("update_actor"):
+    with progress.phase("validate"), progress.step(1) as first, progress.phase("rollout"):
         pass
-    assert set(first) == {"timing_s/rollout", "timing_s/step"}
-    assert first["timing_s/step"] >= first["timing_s/rollout"] >= 0.04
+    with progress.step(2) as second, progress.phase("update_actor"), progress.phase("update_actor"):
+        pass
+    assert set(first) == {"timing_s/rollout", "timing_s/step"} and first["timing_s/step"] >= first["timing_s/rollout"]
     assert set(second) == {"timing_s/update_actor", "timing_s/step"}
 
 
@@ -229,15 +211,12 @@ def test_held_out_results_are_shown_with_and_without_a_training_row():
     ]
 
 
-def test_generations_cannot_control_the_terminal():
+def test_generations_cannot_control_the_terminal_and_show_one_of_several_blank_lines():
     progress, stream = plain()
     progress.generations([{"prompt": "1+1?\nSay", "response": "\x1b[2J\x07 [bold]2[/bold]", "score": 1.0}])
     text = stream.getvalue()
     assert "\\x1b[2J\\x07 [bold]2[/bold]" in text and "\x1b" not in text and "\x07" not in text
     assert printable("é→", "ascii") == "\\xe9\\u2192"
-
-
-def test_of_blank_lines_in_a_generation_one_is_shown():
     progress, stream = plain()
     progress.generations([{"response": "one\n\n \n\n  two\nthree"}])
     shown = [line.strip("│ ") for line in stream.getvalue().splitlines()[1:-1]]
@@ -256,6 +235,10 @@ def test_the_summary_tells_what_was_reached_and_where_things_lie(tmp_path: Path)
     assert "mean of 2 steps" in text and "0.200 -> 0.500" in text
     assert f"run          {tmp_path}\n" in text and f"metrics      {tmp_path / 'metrics.jsonl'}\n" in text
     assert "checkpoints" not in text
+    progress, stream = plain(0)
+    only = {"val/accuracy": 0.3, "step": 0.0}
+    progress.summary(only, only, tmp_path, None)
+    assert "30.0% at step 0, before training" in stream.getvalue() and "->" not in stream.getvalue()
 
 
 def test_no_path_is_broken_and_a_terminal_shows_those_from_the_current_folder(tmp_path: Path, monkeypatch):
@@ -303,15 +286,6 @@ def test_after_a_run_the_next_commands_are_named(tmp_path: Path):
     assert curves.startswith(f"tensorboard --logdir {tmp_path} ")
 
 
-def test_the_summary_of_a_run_that_only_validated(tmp_path: Path):
-    progress, stream = plain(0)
-    only = {"val/accuracy": 0.3, "step": 0.0}
-    progress.summary(only, only, tmp_path, tmp_path / "report.png")
-    assert "held-out accuracy" in stream.getvalue() and "->" not in stream.getvalue()
-    assert "30.0% at step 0, before training" in stream.getvalue()
-    progress.summary({}, {}, tmp_path, tmp_path / "report.png")
-
-
 def test_the_summary_of_a_resumed_run_says_which_numbers_are_of_its_last_part(tmp_path: Path):
     progress, stream = plain(10)
     for step in (6, 7):
@@ -352,8 +326,8 @@ def test_a_terminal_gets_a_bar_with_the_phase_and_is_left_clean(monkeypatch: pyt
 
 
 def test_what_rlx_logs_is_shown_while_a_run_lasts():
-    stream = io.StringIO()
-    with Progress(3, stream=stream):
+    progress, stream = plain()
+    with progress:
         logging.getLogger("rlx.anything").info("layers found: 4")
         logging.getLogger("rlx.anything").warning("host memory is short")
     logging.getLogger("rlx.anything").warning("too late")

@@ -8,7 +8,7 @@ from threading import Event
 from uuid import uuid4
 
 import pytest
-from checkpoint_tools import STATE, Disk, make, saver_of
+from run_tools import STATE, Disk, make, saver_of
 
 from rlx.checkpoint.folders import RemoteFolder
 from rlx.checkpoint.manifest import damage

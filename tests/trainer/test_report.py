@@ -5,11 +5,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from matplotlib.figure import Figure
 from matplotlib.image import imread
 
 from rlx.trainer.progress import Progress
-from rlx.trainer.report import _accuracy, _headline, style, write_report
+from rlx.trainer.report import _headline, write_report
 from rlx.trainer.tracking import TrackingError, read_metrics
 
 
@@ -54,19 +53,6 @@ def test_steps_that_a_resumed_run_replaces_are_dropped_and_equal_steps_are_merge
     steps = [(1, 0.1), (2, 0.2), (3, 0.3), (4, 0.4), (3, 3.0)]
     path = write(tmp_path / "m.jsonl", [*({"step": s, "a": a} for s, a in steps), {"step": 3, "b": 1.0}])
     assert read_metrics(path) == {1: {"a": 0.1}, 2: {"a": 0.2}, 3: {"a": 3.0, "b": 1.0}}
-
-
-@pytest.mark.parametrize("highest", [0.06, 0.1, 1.0])
-def test_the_ticks_of_an_accuracy_are_not_rounded(highest: float):
-    axes = Figure().add_subplot()
-    style(axes)
-    _accuracy(axes, {1: {"reward/accuracy": 0.0}, 2: {"reward/accuracy": highest}})
-    axes.figure.draw_without_rendering()
-    low, high = axes.get_ylim()
-    ticks = {tick: label.get_text() for tick, label in zip(axes.get_yticks(), axes.get_yticklabels(), strict=True)}
-    assert all(
-        float(text.rstrip("%")) == pytest.approx(100 * tick) for tick, text in ticks.items() if low <= tick <= high
-    )
 
 
 @pytest.mark.parametrize("rewards", [(0.3, 0.675), (0.3, 0.4, 0.35, 0.375, 0.5, 0.4, 0.3, 0.35, 0.55, 0.675)])

@@ -1,10 +1,13 @@
-"""Whole runs with environments: one turn equals a single response, several turns resume exactly, transcripts hold them."""
+"""Whole runs with environments: one turn equals a single response, several turns resume exactly and may fork, transcripts hold them."""
 
 import json
 import re
+import shutil
+from collections import defaultdict
 
 import pytest
-from test_run import results, resume_from
+from run_tools import results, resume_from
+from transformers import AutoTokenizer
 
 from rlx.cluster.errors import WorkerFailure, end_of
 from rlx.errors import ExplainedError
@@ -40,6 +43,29 @@ RAISES = 1 + OWN.splitlines().index('            raise ValueError("unlucky")')
 UNLUCKY = f"error: raised ValueError (own.py:{RAISES}): unlucky"
 
 
+# Turns before the last user message are written without all behind their second letter.
+SHORTENS = (
+    "{%- for m in messages -%}{%- set said = m.content -%}"
+    "{%- if m.role == 'assistant' and not loop.last -%}{%- set said = said[:2] -%}{%- endif -%}"
+    "{{ '<|' + m.role + '|>' + said }}{%- if m.role == 'assistant' -%}{{ eos_token }}{%- endif -%}"
+    "{%- endfor -%}{%- if add_generation_prompt -%}{{ '<|assistant|>' }}{%- endif -%}"
+)
+
+
+@pytest.fixture
+def shortening(tmp_path, untrained):
+    """The overrides of a model whose template rewrites earlier turns, and that forks then."""
+    folder = tmp_path / "model"
+    shutil.copytree(untrained, folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = SHORTENS
+    tokenizer.save_pretrained(folder)
+    return [
+        f"actor_rollout_ref.model.path={folder}",
+        "actor_rollout_ref.rollout.multi_turn.on_rewritten_history=fork",
+    ]
+
+
 @pytest.fixture
 def own(tmp_path):
     path = tmp_path / "own.py"
@@ -64,7 +90,7 @@ def read_transcripts(folder, step):
 
 @pytest.mark.slow
 def test_one_turn_with_an_environment_changes_no_number(train, own, scored):
-    steps = ["trainer.total_training_steps=2", "trainer.test_freq=2", *scored]
+    steps = ["trainer.total_training_steps=1", "trainer.test_freq=1", *scored]
     _, alone = train(*steps)
     folder, with_it = train(*steps, *own("Once"))
     for step, expected in alone.items():
@@ -72,13 +98,7 @@ def test_one_turn_with_an_environment_changes_no_number(train, own, scored):
         added = {name for name in found if name.startswith("conversation/")}
         assert {name: x for name, x in found.items() if name not in added} == results(expected)
         assert not added or (found["conversation/turns_mean"], found["conversation/loss_token_share"]) == (1.0, 1.0)
-    assert len(read_transcripts(folder, 2)) == 32
-
-
-VLLM = [
-    "actor_rollout_ref.rollout.name=vllm",
-    "actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_memory_bytes=16777216",
-]
+    assert len(read_transcripts(folder, 1)) == 32
 
 
 @pytest.mark.slow
@@ -111,10 +131,13 @@ def test_conversations_resume_exactly_and_are_kept(train, own):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("cpu_vllm")
-def test_processes_around_one_vllm_engine_have_the_same_conversations(train, own):
-    """Only the first of them has environments; the trainer's log-probs of every turn are the sampler's."""
+def test_processes_around_one_vllm_engine_have_the_same_conversations_and_train_on_the_rows_it_saw(
+    train, own, shortening
+):
+    """Only the first process has environments; the trainer's log-probs of every turn are the sampler's, also of forks."""
     options = [
-        *VLLM,
+        "actor_rollout_ref.rollout.name=vllm",
+        "actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_memory_bytes=16777216",
         "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
         "actor_rollout_ref.rollout.temperature=0.7",
         "actor_rollout_ref.rollout.multi_turn.max_assistant_turns=2",
@@ -123,14 +146,54 @@ def test_processes_around_one_vllm_engine_have_the_same_conversations(train, own
         "trainer.total_training_steps=1",
         *own("Echo", "environment.rewards=replace", "environment.max_parallel=20"),
     ]
-    folder, steps = train(*options)
-    assert steps[1]["conversation/turns_max"] == 2
+    folder, steps = train(*options, *shortening)
+    assert steps[1]["conversation/turns_max"] == 2 and steps[1]["conversation/forks"] > 0
     for turn in ("turn_1/", "turn_2/"):
-        assert 0 < steps[1][f"mismatch/{turn}max_abs_log_prob"] < 1e-4
+        assert 0 < steps[1][f"mismatch/{turn}max_abs_log_prob"] < 1e-3
     records = read_transcripts(folder, 1)
-    assert len(records) == 32
-    for record in records:
-        check(record)
+    assert len({(record["group"], record["sample"]) for record in records}) == 32 < len(records)
+
+
+@pytest.mark.slow
+def test_conversations_fork(train, own, shortening):
+    """GRPO with dynamic sampling on two processes, which hold other numbers of rows."""
+    folder, whole = train(
+        "algorithm.adv_estimator=grpo",
+        "algorithm.norm_adv_by_std_in_grpo=False",
+        "algorithm.filter_groups.enable=True",
+        "algorithm.filter_groups.metric=seq_reward",
+        "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean",
+        "actor_rollout_ref.actor.use_kl_loss=True",
+        "actor_rollout_ref.rollout.temperature=0.7",
+        "data.max_response_length=48",
+        "trainer.n_gpus_per_node=2",
+        "trainer.test_freq=2",
+        "trainer.total_training_steps=2",
+        *own("Echo", "environment.rewards=replace"),
+        *shortening,
+    )
+    assert whole[2]["conversation/forks"] > 0 and whole[2]["conversation/turns_mean"] > 1
+    assert 0 < whole[2]["mismatch/turn_2/max_abs_log_prob"] < 1e-4, "the sampler saw the row that is trained on"
+    lines = read_transcripts(folder, 1)
+    assert len(lines) == pytest.approx(32 * (1 + whole[1]["conversation/forks"]))
+    of_conversation = defaultdict(list)
+    for line in lines:
+        of_conversation[line["group"], line["sample"]].append(line)
+    assert len(of_conversation) == 32 and max(map(len, of_conversation.values())) == 3
+    for rows in of_conversation.values():
+        assert [row["branch"] for row in rows] == [*range(len(rows))] and len({row["reward"] for row in rows}) == 1
+        turns = [turn for row in rows for turn in row["turns"]]
+        check({**rows[0], "reward": rows[0]["reward"] - sum(t["reward"] or 0.0 for t in turns if t["branch"])})
+        for row in rows[1:]:
+            assert row["turns"][0]["role"] == "history" and row["turns"][-1]["end"] == len(row["token_ids"])
+            assert (
+                row["token_ids"][: rows[0]["turns"][0]["start"]] == rows[0]["token_ids"][: rows[0]["turns"][0]["start"]]
+            )
+    for group in {group for group, _ in of_conversation}:
+        own = [rows for (number, _), rows in of_conversation.items() if number == group]
+        advantages = [{x for row in rows for x in row["advantages"] if x is not None} for rows in own]
+        assert all(len(each) == 1 for each in advantages), "one number for all rows of a conversation"
+        assert sum(each.pop() for each in advantages) == pytest.approx(0.0, abs=1e-4)
 
 
 @pytest.mark.slow

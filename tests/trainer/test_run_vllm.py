@@ -1,7 +1,7 @@
 """A whole run that samples with vLLM: two processes around one tensor-parallel engine, and activations that leave the device."""
 
 import pytest
-from test_run import results, resume_from
+from run_tools import results, resume_from
 
 pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("cpu_vllm")]
 

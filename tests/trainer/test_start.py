@@ -2,8 +2,6 @@
 
 import json
 import os
-from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 
@@ -11,13 +9,11 @@ from rlx.checkpoint.manifest import seal
 from rlx.config.compose.command_line import compose
 from rlx.data.files import DataError
 from rlx.models.loading import ModelError
-from rlx.models.tiny import make_tiny_tokenizer
 from rlx.rewards.manager import RewardError
 from rlx.trainer import checkpoints as ck
 from rlx.trainer import run as module
 from rlx.trainer.run_lock import RunLocked
 from rlx.trainer.start import StartError, policy_tokenizer, prepare
-from rlx.trainer.warm_start import warm_start
 
 
 def row(source):
@@ -174,39 +170,15 @@ def test_a_mistake_costs_no_warm_start_and_leaves_no_folder(config, tmp_path, mo
     assert not (tmp_path / "runs").exists() and not (tmp_path / "cache").exists()
 
 
-def test_the_tokenizer_before_the_warm_start_is_the_one_after_it(config):
-    small = [f"actor_rollout_ref.model.tiny.{name}=32" for name in ("hidden_size", "intermediate_size")]
-    tiny = config(
-        *small, "actor_rollout_ref.model.tiny.num_hidden_layers=1", "warm_start.max_steps=1", model="builtin:tiny"
-    )
-    before, policy = policy_tokenizer(tiny), tiny.actor_rollout_ref
-    made = replace(tiny, actor_rollout_ref=replace(policy, model=replace(policy.model, path=str(warm_start(tiny)))))
-    after = policy_tokenizer(made)
+def test_the_tokenizer_before_the_warm_start_is_the_one_after_it(config, untrained):
+    before, after = policy_tokenizer(config(model="builtin:tiny")), policy_tokenizer(config(model=untrained))
     chat = [{"role": "system", "content": "ä"}, {"role": "user", "content": " 1 + 1 .\n"}]
-    for tokenizer in (before, make_tiny_tokenizer()):
-        assert type(tokenizer) is type(after) and len(tokenizer) == len(after)
-        assert (tokenizer.pad_token_id, tokenizer.eos_token_id) == (after.pad_token_id, after.eos_token_id)
-        ids = [
-            each.apply_chat_template(chat, add_generation_prompt=True, return_dict=False) for each in (tokenizer, after)
-        ]
-        assert ids[0] == ids[1]
-        texts = [
-            each.decode([*ids[0], each.eos_token_id], skip_special_tokens=s)
-            for each in (tokenizer, after)
-            for s in (0, 1)
-        ]
-        assert texts[:2] == texts[2:] and texts[0] != texts[1]
-
-
-@pytest.mark.parametrize(
-    ("of_ranks", "said"),
-    [
-        (
-            [{"device": 0.5, "actor": 3.0, "rollout": 41.24}, {"device": 2.04, "actor": 2.0, "rollout": 40.0}],
-            "ready: device in 2.0 s, actor in 3.0 s, rollout in 41.2 s",
-        ),
-        ([{"device": 0.5, "actor": 3.0, "rollout": 6.0}], ""),
-    ],
-)
-def test_what_a_long_start_took_its_time_for_is_said(of_ranks, said):
-    assert module._long_start(SimpleNamespace(broadcast=lambda *_: of_ranks)) == said
+    assert type(before) is type(after) and len(before) == len(after)
+    assert (before.pad_token_id, before.eos_token_id) == (after.pad_token_id, after.eos_token_id)
+    ids, again = (
+        each.apply_chat_template(chat, add_generation_prompt=True, return_dict=False) for each in (before, after)
+    )
+    assert ids == again
+    for skip in (False, True):
+        texts = [each.decode([*ids, each.eos_token_id], skip_special_tokens=skip) for each in (before, after)]
+        assert texts[0] == texts[1]

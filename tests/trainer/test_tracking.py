@@ -56,7 +56,7 @@ def test_a_resume_from_an_earlier_step_neither_doubles_nor_loses_rows(tmp_path: 
 
 def test_a_damaged_line_is_named_before_anything_starts(tmp_path: Path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\nnonsense\n{"step": 3}\n')
-    with pytest.raises(TrackingError, match=r"metrics\.jsonl, line 2: got b'nonsense', expected"):
+    with pytest.raises(TrackingError, match=r"metrics\.jsonl, line 2: got 'nonsense', expected"):
         tracker(tmp_path, resume_step=1)
     assert (tmp_path / "metrics.jsonl").read_text().count("\n") == 3
 
@@ -88,32 +88,29 @@ def test_a_lost_folder_and_a_run_that_may_not_write_show_at_the_next_row(tmp_pat
         tracking.log({"a": 1.0}, 2)
 
 
-def test_tensorboard_keeps_scalars_and_texts_and_hides_what_a_resume_replaces(tmp_path: Path):
-    with tracker(tmp_path, "tensorboard") as tracking:
-        for step in (1, 2, 3):
-            tracking.log({"reward/mean": step / 10, "actor/grad_norm": float("inf")}, step)
-        tracking.generations([{"prompt": "1+1?", "response": "#### 2", "score": 1.0}], 3)
-    with tracker(tmp_path, "tensorboard", resume_step=1) as tracking:
-        tracking.log({"reward/mean": 0.9}, 2)
-    events = EventAccumulator(str(tmp_path / "tensorboard"))
+def scalars(folder: Path) -> tuple[list[tuple[int, float]], list[str]]:
+    events = EventAccumulator(str(folder / "tensorboard"))
     events.Reload()
-    assert [(e.step, round(e.value, 3)) for e in events.Scalars("reward/mean")] == [(1, 0.1), (2, 0.9)]
-    assert "val/generation_0/text_summary" in events.Tags()["tensors"]
+    return [(e.step, round(e.value, 3)) for e in events.Scalars("reward/mean")], events.Tags()["tensors"]
 
 
-def test_tensorboard_too_goes_back_where_a_checkpoint_was_damaged(tmp_path: Path):
+def test_tensorboard_keeps_scalars_and_texts_and_hides_what_a_resume_replaces(tmp_path: Path):
+    """Also where the checkpoint to resume from is damaged and the run goes further back."""
     with tracker(tmp_path, "tensorboard") as tracking:
-        for step in (1, 2, 3):
-            tracking.log({"reward/mean": step / 10}, step)
+        for step in (1, 2, 3, 4):
+            tracking.log({"reward/mean": step / 10, "actor/grad_norm": float("inf")}, step)
+        tracking.generations([{"prompt": "1+1?", "response": "#### 2", "score": 1.0}], 2)
     with tracker(tmp_path, "tensorboard", resume_step=3) as tracking:
         tracking.rewind(3)
         assert len(list((tmp_path / "tensorboard").iterdir())) == 2, "no file without need"
-        tracking.rewind(1)
-        tracking.log({"reward/mean": 0.9}, 2)
-    events = EventAccumulator(str(tmp_path / "tensorboard"))
-    events.Reload()
-    shown = [(1, 0.1), (2, 0.9)]
-    assert [(e.step, round(e.value, 3)) for e in events.Scalars("reward/mean")] == shown
+        tracking.log({"reward/mean": 0.8}, 4)
+    shown = [(1, 0.1), (2, 0.2), (3, 0.3), (4, 0.8)]
+    assert scalars(tmp_path) == (shown, ["val/generation_0/text_summary"])
+    with tracker(tmp_path, "tensorboard", resume_step=4) as tracking:
+        tracking.rewind(2)
+        tracking.log({"reward/mean": 0.9}, 3)
+    shown = [(1, 0.1), (2, 0.2), (3, 0.9)]
+    assert scalars(tmp_path)[0] == shown
     assert [(row["step"], row["reward/mean"]) for row in rows(tmp_path)] == shown
 
 

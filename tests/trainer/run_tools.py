@@ -1,6 +1,9 @@
-"""What tests of checkpoints share: small checkpoints, and workers that only write a file."""
+"""What tests of this folder share: small checkpoints, workers that only write a file, and the metrics of a run."""
 
+import json
+import re
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 from rlx.checkpoint.manifest import seal
@@ -9,6 +12,10 @@ from rlx.errors import StorageError
 from rlx.trainer import checkpoints as ck
 from rlx.trainer.saver import Saver
 
+PAGE = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
+PATTERNS = re.findall(r"^\| `([^`]+/[^`]+)` \|", PAGE, re.MULTILINE)
+MACHINE = ("timing_s/", "perf/", "memory/", "time")
+"""Numbers of a step that do not say what was computed, but how long it took and what it used."""
 STATE = ck.DriverState(
     step=3,
     seed=1,
@@ -35,8 +42,8 @@ def make(run, step, *roles):
 class Disk:
     """Workers of one process with an actor: `busy` polls pass before the file is written, or the disk fails."""
 
-    def __init__(self, busy=0, fails=None):
-        self.busy, self.fails, self.calls = busy, fails, []
+    def __init__(self, busy=0, fails=None, damaged=None):
+        self.busy, self.fails, self.damaged, self.calls = busy, fails, damaged or {}, []
 
     def call(self, role, method, *arguments):
         self.calls.append(method)
@@ -48,6 +55,8 @@ class Disk:
             (self.folder / "weights").write_text("weights")
         if method == "finish_save":
             seal(self.folder, {})
+        if method == "damage":
+            return [self.damaged.get(arguments[0], [])]
         if method == "is_written":
             self.busy -= 1
             return [self.busy < 0]
@@ -57,3 +66,24 @@ class Disk:
 def saver_of(folder, workers, clock=lambda: 0.0, **trainer):
     base = PPOConfig(algorithm=AlgorithmConfig(adv_estimator="grpo"))
     return Saver(replace(base, trainer=replace(base.trainer, **trainer)), workers, folder, clock)
+
+
+def described(name: str) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in PATTERNS)
+
+
+def metrics_of(folder: Path) -> dict[int, dict[str, float]]:
+    """metrics.jsonl by step, the last line of a step winning."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    steps: dict[int, dict[str, float]] = {}
+    for line in lines:
+        steps.setdefault(line["step"], {}).update(line)
+    return steps
+
+
+def results(metrics: dict[str, float]) -> dict[str, float]:
+    return {name: value for name, value in metrics.items() if not name.startswith(MACHINE)}
+
+
+def resume_from(folder, step: int) -> list[str]:
+    return ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={folder}/checkpoints/global_step_{step}"]
