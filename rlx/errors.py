@@ -118,7 +118,7 @@ def kernel_line(pid: int, log: str = "/dev/kmsg") -> str:
 def wrapped(text: str) -> str:
     """Return the text with lines longer than WIDTH wrapped at blanks; names and paths stay whole.
 
-    A wrapped line goes on below its beginning, after its number or its label: `got:`, `expected:`, `remedy:`.
+    A wrapped line continues below its beginning, after its number or its label: `got:`, `expected:`, `remedy:`.
     """
     lines: list[str] = []
     for line in text.split("\n"):

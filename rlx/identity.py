@@ -10,7 +10,7 @@ import psutil
 
 
 def machine_identity() -> str:
-    """Return what the processes of this machine and container have in common, and nobody else has.
+    """Return what identifies this machine and container among all others.
 
     Such processes can open each other's files in /proc. A host's name says less: clones of a machine and containers may share it.
     """

@@ -22,7 +22,7 @@ def data_kind(file: str) -> str:
 def data_parts(file: str) -> list[str]:
     """Return the files that a name of rows means: itself, those of a folder, or those that a pattern matches; none if missing.
 
-    A URL is returned as it is.
+    A URL is returned unchanged.
     """
     path = Path(file).expanduser()
     if "://" in file:

@@ -177,7 +177,7 @@ def reinforce_plus_plus(token_rewards: Tensor, mask: Tensor, gamma: float, over_
     """Return REINFORCE++ advantages: discounted rewards to go, whitened over all response tokens of the batch.
 
     G_t = sum of gamma^(k - t) r_k over the row's response tokens k >= t. With the KL in the reward and gamma = 1 it is the
-    score minus the KL penalties from t on. Tokens outside the mask take no time step, whereas verl starts anew after them. With
+    score minus the KL penalties from t on. Tokens outside the mask take no time step, whereas verl restarts after them. With
     `over_turns` t and k count turns instead of tokens, see `gae_over_turns`.
 
     Source: arXiv:2501.03262; verl-project/verl@018f23b, `reinforce_plus_plus`.

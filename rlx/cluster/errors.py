@@ -179,7 +179,7 @@ class WorkerFailure(ExplainedError, RuntimeError):
 
 
 def _log_tail(log: Path) -> str:
-    """The last lines of a dead worker's standard error if its file lies on this machine, else where to look."""
+    """The last lines of a dead worker's standard error if its file is on this machine, else where to look."""
     if not log.is_file():
         return f"standard error on its node: {log}"
     lines = [line for line in log.read_text(errors="replace").splitlines() if not line.startswith(_RAY_MARKS)]

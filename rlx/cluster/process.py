@@ -117,7 +117,7 @@ class WorkerProcess:
     def reserve_port(self, address: str) -> int:
         """Return a free port of this address, and keep it for the process group's store.
 
-        torch would listen on all interfaces. It takes a bound socket instead, whose number stands in MASTER_LISTEN_FD.
+        torch would listen on all interfaces. It takes a bound socket instead, whose number is in MASTER_LISTEN_FD.
         """
         reserved = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
         reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # torch's env:// binds the port once more

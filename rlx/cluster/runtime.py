@@ -128,7 +128,7 @@ def _set_local_environment() -> None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_enable_metrics_collection", "0")  # its port would be open to other machines
     os.environ.setdefault("RAY_worker_niceness", "0")  # 15: workers would wait for everything else on the machine
-    os.environ.setdefault("RAY_prestart_worker_first_driver", "0")  # a process per core, most of which nothing uses
+    os.environ.setdefault("RAY_prestart_worker_first_driver", "0")  # a process per core, most of them unused
     named = os.environ.get("RAY_AUTH_TOKEN") or os.environ.get("RAY_AUTH_TOKEN_PATH")
     if not named and not (Path.home() / ".ray" / "auth_token").exists():
         os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)

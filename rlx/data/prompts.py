@@ -215,7 +215,7 @@ class PromptDataset:
         """Return the tokens of the prompts that the tokenizer takes, by row; the others go to `faults`."""
         try:
             return dict(zip(prompts, self._tokenise(list(prompts.values())), strict=True))
-        except Exception:  # templates and tokenizers raise any kind of error; look for the rows, else raise it as it is
+        except Exception:  # templates and tokenizers raise any kind of error; look for the rows, else re-raise it
             self._look_until = self._look_until or time.monotonic() + LOOK_S
             found: dict[int, list[int]] = {}
             for row, prompt in prompts.items():

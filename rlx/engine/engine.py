@@ -176,7 +176,7 @@ class Engine:
         return columns
 
     def update(self, batch: Batch, micro: MicroBatchRule, objective: Objective) -> Metrics:
-        """Take one optimizer step over one mini-batch, of which `batch` is this process's share, to minimise the objective.
+        """Take one optimizer step over one mini-batch (`batch` is this process's share) to minimise the objective.
 
         The result does not depend on the division into micro-batches or processes, except for rounding. If the gradient's norm
         is not finite, all processes skip the step; it still counts for the schedule.

@@ -57,7 +57,7 @@ class Forward:
     Args:
         root: the module to call: the model `plain`, sharded or not.
         attention: for packed sequences, as transformers names it; None to pad the rows.
-        sequence_group: the processes that share each packed row, of which `MicroBatch.packed` then holds a part.
+        sequence_group: the processes that share each packed row; `MicroBatch.packed` then holds a part of it.
     """
 
     def __init__(

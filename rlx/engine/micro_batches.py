@@ -104,7 +104,7 @@ def divide(
     """Return the row numbers of each micro-batch; together they hold each row exactly once.
 
     A row that is longer than a limit of tokens becomes a micro-batch of its own. If rows are not packed, padding counts as tokens.
-    The processes agree on `at_least` micro-batches, of which some may be empty. Packed rows of a group stay together as far as
+    The processes agree on `at_least` micro-batches, some of them possibly empty. Packed rows of a group stay together as far as
     the limit allows.
     """
     if not packs:
@@ -313,7 +313,7 @@ class SequenceGroup:
     """Neighbouring processes that share every row of packed sequences (Ulysses). All processes build theirs together.
 
     Raises ValueError if `size` does not divide the number of processes or of query heads, or if the frequencies of the model's
-    rotary embedding depend on the longest sequence, of which each process sees only a part.
+    rotary embedding depend on the longest sequence, and each process sees only a part of it.
     """
 
     def __init__(self, size: int, config: "PreTrainedConfig"):

@@ -76,7 +76,7 @@ class Objective:
 
 
 def totals_of(batch: Batch, objective: Objective, copies: int, device: torch.device) -> Totals:
-    """Return the counts of a mini-batch of which each process has a share, and `copies` processes the same one."""
+    """Return the counts of a mini-batch that the processes share, and `copies` processes the same one."""
     mask_BR = objective.mask(batch)
     samples = denominator(mask_BR, objective.loss_agg_mode, batch.tensors.get(SAMPLE_TOKENS))
     counts = torch.stack([samples.double(), mask_BR.sum().double()]).to(device)

@@ -1,4 +1,4 @@
-"""Write an engine's state to a checkpoint while training goes on: a thread writes bytes that do not change meanwhile.
+"""Write an engine's state to a checkpoint during training: a thread writes bytes that do not change meanwhile.
 
 Note [who waits for a save]
 `begin` copies device memory to staging in the arena, and waits for these copies. Bytes that are in host memory already, of a

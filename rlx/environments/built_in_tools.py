@@ -78,7 +78,7 @@ class Calculator(ToolEnvironment):
 
 
 class PythonTool(ToolEnvironment):
-    """A conversation with the tool `python`, which runs a program and returns what it prints. Each call begins anew.
+    """A conversation with the tool `python`, which runs a program and returns what it prints. Each call starts a new process.
 
     Args:
         tool_format: see ToolEnvironment.

@@ -95,7 +95,7 @@ class Chat:
         tokenizer: of the policy.
         on_rewritten: when the template would write earlier turns in another way than before, such as without their thinking:
             `refuse` lets `between` return RewrittenHistory; `keep` keeps their tokens and adds the new messages' alone; `fork`
-            writes the whole conversation anew.
+            rewrites the whole conversation.
 
     Attributes:
         forks: whether it is `fork`.
@@ -169,7 +169,7 @@ class Chat:
         return self._texts(chats, tools) != self._texts(chats, [])
 
     def fault_of(self, role: str) -> str:
-        """Return why no conversation goes on with messages of this role, user or tool; empty if plain ones do."""
+        """Return why no conversation can continue with messages of this role, user or tool; empty if plain ones do."""
         turn, answer = _ROLES.get(role, _ROLES["user"])
         history, added = [{"role": "user", "content": "a"}, turn], [{**answer, "role": role}]
         try:
@@ -317,7 +317,7 @@ class Chat:
         ]
 
     def _plain(self, text: str) -> list[str]:
-        """Return pieces of a text of which none holds a special token: each is cut behind its first character."""
+        """Return pieces of a text without special tokens: each is cut behind its first character."""
         found = self._marker.search(text)
         if found is None or len(found[0]) < 2:
             return [text]

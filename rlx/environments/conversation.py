@@ -1,6 +1,6 @@
 """One conversation in tokens: those that the model sampled, and those that the chat template puts between its turns.
 
-A turn's tokens stay as they were sampled; nobody reads them again from text. Where the template writes the history in another way
+A turn's tokens stay as they were sampled; they are never read again from text. Where the template writes the history in another way
 and a fork follows, a new branch begins: a row of its own, with that history. Pure data: no sampler, no process.
 """
 

@@ -82,7 +82,7 @@ class Reset(NamedTuple):
 
 
 class Failure(NamedTuple):
-    """The reason why a conversation cannot go on.
+    """The reason why a conversation cannot continue.
 
     Kinds: "error", the environment raised; "timeout", it took too long; "memory", it wanted more than it may have; "crash", its process
     ended; "nonsense", its answer has another form than `Observation`. The traceback is that of the environment's own code, empty if there

@@ -40,7 +40,7 @@ def bounds(config: PPOConfig) -> ConversationBounds:
 
 
 def require_usable_template(config: PPOConfig, tokenizer: "PreTrainedTokenizerBase") -> None:
-    """Raise UnusableTemplate if the chat template lets no conversation go on, neither by a user's messages nor by tools' output."""
+    """Raise UnusableTemplate if the chat template lets no conversation continue, neither by a user's messages nor by tools' output."""
     chat = Chat(tokenizer, config.actor_rollout_ref.rollout.multi_turn.on_rewritten_history)
     faults = [chat.fault_of(role) for role in ("user", "tool")]
     if all(faults):

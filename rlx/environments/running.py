@@ -1,6 +1,6 @@
 """Run conversations: sample their turns, and bring each to its environment and the answer back.
 
-The sampler goes on with other conversations while environments work. Only when nothing is left to sample does it wait for them.
+The sampler continues other conversations while environments work. Only when nothing is left to sample does it wait for them.
 """
 
 import contextlib
@@ -212,7 +212,7 @@ class _Run:
         return dict(self._pool.poll(0.0 if self._sampled else IDLE_WAIT_S))
 
     def _take_answers(self, answers: dict[int, Answer]) -> None:
-        """Let conversations go on, or end. The tokens between their turns are made together, which is faster."""
+        """Let conversations continue, or end. The tokens between their turns are made together, which is faster."""
         self._take_prompts({key: answer for key, answer in answers.items() if isinstance(answer, Reset)})
         gaps: dict[int, Gap] = {}
         for key, answer in answers.items():

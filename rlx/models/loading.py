@@ -146,7 +146,7 @@ def load_config(config: ModelConfig) -> "PreTrainedConfig":
 
 
 def generation_of(path: str | None) -> "tuple[GenerationConfig | None, str]":
-    """Return a model's generation_config.json as it is, None without one, and why transformers rejects it, if it does.
+    """Return a model's generation_config.json unchanged, None without one, and why transformers rejects it, if it does.
 
     Raises ModelError if it cannot be read.
     """
@@ -194,7 +194,7 @@ def load_model(config: ModelConfig, head: Head, dtype: torch.dtype, seed: int = 
     generation, why_rejected = generation_of(config.path) if head == "lm" else (None, "")
     if why_rejected:
         logger.warning(
-            "generation_config.json of %s: transformers rejects it (%s). Checkpoints and exports keep it as it is; correct it "
+            "generation_config.json of %s: transformers rejects it (%s). Checkpoints and exports keep it unchanged; correct it "
             "before you load them with transformers",
             config.path,
             why_rejected,

@@ -221,7 +221,7 @@ def _mask(query: Tensor, key: Tensor, call: Call) -> Tensor | None:
 
 
 def to_device(x: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor on the device, copied in the order of the current stream; on CUDA the host goes on at once.
+    """Return a tensor on the device, copied in the order of the current stream; on CUDA the host continues at once.
 
     A blocking copy lets the device finish first. Then it idles while the host launches a small model's kernels one by one.
     """

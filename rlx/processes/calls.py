@@ -86,7 +86,7 @@ class Raised(Exception):
 async def limited(limit_s: float, interrupts: bool, call: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
     """Call a function, async or not. Raises TooLong after this time, also where the call swallows its cancellation.
 
-    With `interrupts` it also interrupts Python code that computes for so long.
+    With `interrupts` it also interrupts Python code that computes that long.
     """
     busy_s = limit_s if interrupts else 0.0
     with at_work(busy_s, waiting_counts=True):

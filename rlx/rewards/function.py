@@ -39,7 +39,7 @@ class Function:
     limit_s: float  # longest call [seconds]
     batched: bool = False  # one call scores a list of samples
     options: dict[str, Any] = field(default_factory=dict)  # further arguments by name
-    # The process itself interrupts a longer call, and goes on [seconds of the processor]; 0: never
+    # The process itself interrupts a longer call, and continues [seconds of the processor]; 0: never
     cpu_limit_s: float = 0
 
     @property

@@ -187,7 +187,7 @@ class DeviceMemory(NamedTuple):
 
     @classmethod
     def of(cls, device: torch.device) -> "DeviceMemory":
-        """Return a device's memory as it is now."""
+        """Return a device's current memory."""
         free, total = torch.cuda.mem_get_info(device)
         return cls(total, free, torch.accelerator.memory_reserved(device))
 
@@ -264,7 +264,7 @@ def own_random_state(with_numpy: bool = True) -> Iterator[None]:
 
 
 class OwnRandomState:
-    """States of torch's generators and numpy's that go on where they ended, whatever the process draws between uses."""
+    """States of torch's and numpy's generators that continue where they ended, whatever the process draws between uses."""
 
     def __init__(self, seed: int = 0) -> None:
         self.seed(seed)

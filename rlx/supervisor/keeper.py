@@ -63,7 +63,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 BY_SIGNAL: dict[int | None, int] = {128 + signum: signum for signum in SIGNALS}  # exit code -> signal
 MOST_BEFORE_IT_BEGINS = 1  # restarts of a driver that was killed before it could tell `trainer.max_restarts`
 TICK_S = 0.3  # between two looks at the driver and at Ray's processes
-FROZEN_S = 20.0  # a driver that is suspended for so long is lost
+FROZEN_S = 20.0  # a driver suspended for this long is lost
 DRIVER_ENDING_S = 15.0  # for a driver that failed: to close its loggers
 PROBE_EVERY_S, PROBES = 5.0, 4  # the head of a cluster that does not answer so many times in a row is lost
 
@@ -161,7 +161,7 @@ class Driver:
 
     def is_frozen(self) -> bool:
         """Whether it has been suspended for FROZEN_S. It cannot tell of itself, and no worker need be there to miss it."""
-        # Looks are counted, because time goes on while this process is suspended, too.
+        # Looks are counted, because time passes while this process is suspended, too.
         self._suspended_looks = self._suspended_looks + 1 if family.status_of(self.pid) == psutil.STATUS_STOPPED else 0
         return self._suspended_looks * TICK_S >= FROZEN_S
 

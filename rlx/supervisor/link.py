@@ -80,7 +80,7 @@ class Stopping:
 
     @property
     def left_s(self) -> float | None:
-        """Seconds left to save and end, or None if nobody asked the run to end."""
+        """Seconds left to save and end, or None if the run was not asked to end."""
         return None if self._deadline_s is None else self._deadline_s - time.monotonic()
 
     def _terminate(self, number: int, frame: FrameType | None) -> None:

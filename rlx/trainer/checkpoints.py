@@ -58,7 +58,7 @@ class DriverState:
 
 
 class Choice(NamedTuple):
-    """A checkpoint to continue from, or None to start anew; and newer ones that cannot be used, each with the reason."""
+    """A checkpoint to continue from, or None for a new run; and newer ones that cannot be used, each with the reason."""
 
     checkpoint: Path | None
     passed_over: list[str]
@@ -131,7 +131,7 @@ def starting_checkpoint(config: PPOConfig) -> Choice:
     """Return the checkpoint to continue from.
 
     `auto` takes the newest run that has checkpoints, by the time in its folder's name, and in it the latest step that is whole. If
-    all of them are damaged, training begins anew in another folder: nobody may be there to decide, and nothing is lost by it.
+    all of them are damaged, a new run starts in another folder: no user may be there to decide, and nothing is lost.
 
     Raises ResumeError: resume_from_path is no whole checkpoint; or none of the newest run can be used, but another version
     could use one or the system refused, or trainer.val_only asks for one.
@@ -348,7 +348,7 @@ def keep_newest(folder: Path, role: str, keep: int | None, spare: Path | None = 
     """Remove the role's part of all but its newest `keep` checkpoints, and folders left without parts; None keeps all.
 
     Args:
-        spare: a checkpoint to leave as it is, even if it is older.
+        spare: a checkpoint to keep, even if it is older.
     """
     if keep is None:
         return

@@ -59,7 +59,7 @@ class Learner:
     def advantages(self, batch: Batch) -> tuple[Batch, Metrics]:
         """Write rewards, advantages, returns if there is a critic, and what corrects the sampler's log-probs; return the metrics.
 
-        All this is computed over conversations, of which each counts once, also if it has several rows.
+        All this is computed over conversations; each counts once, even with several rows.
         """
         algorithm = self._config.algorithm
         with self._run.progress.phase("advantages"):

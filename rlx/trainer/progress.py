@@ -323,7 +323,7 @@ class Progress(logging.Handler):
             self._line(command, "dim")
 
     def near(self, path: Path) -> Path:
-        """Return the path from the current folder if it is below it; in a log, which is read elsewhere, as it is."""
+        """Return the path from the current folder if it is below it; unchanged in a log, which is read elsewhere."""
         return path.relative_to(Path.cwd()) if self._live and path.is_relative_to(Path.cwd()) else path
 
     def _panel(self, facts: Mapping[str, str], title: str | None) -> None:

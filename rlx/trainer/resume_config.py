@@ -38,7 +38,7 @@ REFUSED = {
         *("algorithm.adv_estimator", "algorithm.kl_ctrl.type"),
     ),
 }
-"""Keys that the saved state belongs to: with another value the run would go on with another meaning."""
+"""Keys that the saved state belongs to: with another value the run would continue with another meaning."""
 
 OF_THE_RESUME = ("trainer.resume_mode", "trainer.resume_from_path")
 SAID = ("trainer.total_epochs", "trainer.total_training_steps", "trainer.critic_warmup", "trainer.device")
@@ -104,7 +104,7 @@ def changes(folder: Path, step: int, text: str, knows_rows: bool = False) -> lis
 
 
 def keep(folder: Path, text: str, step: int, changed: list[ChangedKey]) -> list[str]:
-    """Write the configuration of a new run, or the changes of one that goes on from `step`; return what to tell the user."""
+    """Write the configuration of a new run, or the changes of one that continues from `step`; return what to tell the user."""
     if not (folder / FIRST).is_file():
         _write(folder / FIRST, text)
         return []

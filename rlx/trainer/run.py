@@ -81,7 +81,7 @@ def _folder_to_continue(config: PPOConfig) -> Path | None:
 
 
 def continued(config: PPOConfig) -> PPOConfig:
-    """Return the configuration of a restart: resume from the run's newest whole checkpoint, or begin anew without any.
+    """Return the configuration of a restart: resume from the run's newest intact checkpoint, or start from scratch without any.
 
     Raises ResumeError if none can be used, but not because all are damaged.
     """
@@ -103,7 +103,7 @@ def _folder_of(config: PPOConfig, checkpoint: Path | None) -> Path:
 
 
 def _tell_beginning(config: PPOConfig, yaml: str, prepared: Prepared, folder: Path, progress: Progress) -> None:
-    """Tell how the run begins; keep the settings of one that begins anew, and set its damaged checkpoints aside."""
+    """Tell how the run begins; keep the settings of a new run, and set its damaged checkpoints aside."""
     for notice in prepared.notices(config):
         progress.notice(notice)
     progress.remark(f"run {progress.near(folder)}")

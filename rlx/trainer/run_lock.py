@@ -153,7 +153,7 @@ class RunLock:
 
 def _read(file: Path) -> tuple[dict[str, Any], float]:
     """Return the holder, empty if it cannot be read, and the time at which it touched the lock [s since 1970]."""
-    with file.open("rb") as opened:  # opened anew, because a network file system then asks its server for the time
+    with file.open("rb") as opened:  # reopened, because a network file system then asks its server for the time
         text, touched_s = opened.read(), os.fstat(opened.fileno()).st_mtime
     try:
         holder = json.loads(text)

@@ -56,7 +56,7 @@ class Run:
         """Continue from a checkpoint that `Saver` wrote; a run that does so equals one that never stopped.
 
         The workers check its tensors before they read them. With `falls_back` take an older one of the run instead of a damaged
-        one, and begin anew if all are damaged. Raises ResumeError: it is damaged.
+        one, and start from scratch if all are damaged. Raises ResumeError: it is damaged.
         """
         trainer, notice = self.config.trainer, self.progress.notice
         whole, passed_over = saver.undamaged(checkpoint, falls_back)

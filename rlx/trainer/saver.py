@@ -103,7 +103,7 @@ class Saver:
         return checkpoint, passed_over
 
     def is_due(self, step: int, last: int) -> bool:
-        """Whether to save after this step, of which `last` is the last one."""
+        """Whether to save after this step; `last` is the run's last one."""
         trainer = self._config.trainer
         minutes = trainer.save_every_minutes
         if minutes is not None and (self._clock() - self._last_s >= 60 * minutes or step == last):
@@ -196,7 +196,7 @@ class Saver:
         return checkpoint if self._settled(deadline_s) else None
 
     def wait_for_copies(self, at_most_s: float) -> None:
-        """Wait for copies to object storage, if there are any, but at most so long. Raises StorageError if one failed."""
+        """Wait for copies to object storage, if there are any, up to the limit. Raises StorageError if one failed."""
         if self._remote is not None:
             self._remote.wait(at_most_s)
 
@@ -258,7 +258,7 @@ class RemoteRun:
             yield self._copied
 
     def wait(self, at_most_s: float | None = None) -> None:
-        """Wait for all copies, or at most so long. Raises StorageError if one failed."""
+        """Wait for all copies, up to the limit. Raises StorageError if one failed."""
         wait(self._sent, at_most_s, FIRST_EXCEPTION)
         for each in self._sent:
             if each.done():

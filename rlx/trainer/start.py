@@ -66,7 +66,7 @@ class StartError(ExplainedError, ValueError):
 class Prepared(NamedTuple):
     """The parts of the driver, if there are no faults."""
 
-    checkpoint: Path | None  # the run continues from it; None: it starts anew
+    checkpoint: Path | None  # the run continues from it; None: a new run
     lock: RunLock | None  # holds the folder of a resumed run
     changed: list[ChangedKey]  # other values of keys than the run had before
     tokenizer: "PreTrainedTokenizerBase"  # of the policy

@@ -42,7 +42,7 @@ class Logger(ABC):
         """Keep some generations of the validation at `step`; each row maps a name to its value."""
 
     def rewind(self, step: int) -> None:  # noqa: B027, not every store can
-        """Hide what was logged beyond `step`, from which the run goes on."""
+        """Hide what was logged beyond `step`, from which the run continues."""
 
 
 class TensorboardLogger(Logger):
@@ -76,7 +76,7 @@ class TensorboardLogger(Logger):
 class WandbLogger(Logger):
     """Continues a wandb run with the configuration; its id is kept in the run's folder for a resumed run.
 
-    It has no `rewind`: wandb takes back no rows of a run that goes on, so repeated steps are there twice.
+    It has no `rewind`: wandb cannot remove rows of a continued run, so repeated steps are there twice.
     """
 
     def __init__(self, run_dir: Path, config_yaml: str, project: str, experiment: str) -> None:
@@ -118,7 +118,7 @@ class Tracker:
         loggers: as `trainer.logger`; `console` is skipped, because `Progress` handles it.
         run_dir: folder of the run. Existing files are appended to.
         config_yaml, project, experiment: for wandb.
-        resume_step: the step after which the run goes on, and later ones are replaced; None: nothing is replaced.
+        resume_step: the step after which the run continues, and later ones are replaced; None: nothing is replaced.
         metrics_file: name of the file in `run_dir`.
         may_write: is called before each row, and raises if the run must end.
         notice: shows a text to the user.
@@ -163,7 +163,7 @@ class Tracker:
         self._let_all("close")
 
     def rewind(self, step: int) -> None:
-        """Let the run go on from an earlier step than `resume_step`."""
+        """Let the run continue from an earlier step than `resume_step`."""
         if self._resume_step not in (None, step):
             self._resume_step = step
             rewind(self._file, step)
@@ -221,7 +221,7 @@ def append_row(path: Path, metrics: Mapping[str, float], step: int) -> None:
 
 
 def rewind(path: Path, step: int) -> None:
-    """Keep the rows of a metrics file, if it exists, up to `step`, from which the run goes on, so that each step has one row.
+    """Keep the rows of a metrics file, if it exists, up to `step`, from which the run continues, so that each step has one row.
 
     Later rows move to SUPERSEDED_FILE beside it. A last line that a kill has torn is dropped. The file is replaced as a whole.
     Raises TrackingError if a line before the last is no row, StorageError if the file cannot be written.

@@ -1,4 +1,4 @@
-"""Keep `builtin:tiny` as it is after its training by imitation, so that it is trained once."""
+"""Cache `builtin:tiny` after its training by imitation, so that it is trained once."""
 
 import hashlib
 import json

@@ -221,7 +221,7 @@ class MemoryLog:
         self._note(f"{name}_after")
 
     def take(self) -> dict[str, float]:
-        """Return `<name>_before_gb`, `<name>_after_gb` and so on for the last run of calls of each name, and start anew."""
+        """Return `<name>_before_gb`, `<name>_after_gb` and so on for the last run of calls of each name, and reset them."""
         figures, self._figures, self._last = self._figures, {}, ""
         return figures
 

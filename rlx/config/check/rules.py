@@ -131,7 +131,7 @@ def validates_on_other_tasks(s: CheckContext) -> bool:
 
 
 def own_function_scores_them(s: CheckContext) -> bool:
-    """Whether the user's function scores all rows, and nobody said that it scores these."""
+    """Whether the user's function scores all rows, without a setting that it scores these."""
     custom = s.config.custom_reward_function
     scores_all = custom.path is not None and not custom.data_sources and not has_environment(s.config)
     return scores_all and "data.val_files" not in s.set_keys

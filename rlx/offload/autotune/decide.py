@@ -6,7 +6,7 @@ so it is not measured.
 
 Note [states that come later]
 With gradient accumulation, passes are planned before the optimizer's first step makes its states, and use the memory that these will
-take. So each planned pass looks at what is free when it begins. If that is much less than the plan's budget, the pass is planned anew
+take. So each planned pass looks at what is free when it begins. If that is much less than the plan's budget, the pass is replanned
 from the same profile, before its first layer runs.
 
 Note [ranks plan by themselves]
@@ -55,7 +55,7 @@ logger = logging.getLogger("rlx.offload")
 BUCKET_RATIO = 1.25  # the longest over the shortest length that share a plan
 LAYER_STRIDE = 4  # a pass profiles one of this many layers (Note [a device that waits for the host])
 MARGIN = 0.05  # share of device memory that a plan leaves free
-SPARE = MARGIN / 5  # of it may be taken by others before plans are made anew
+SPARE = MARGIN / 5  # of it may be taken by others before replanning
 LINK_BYTES_PER_S, DISK_BYTES_PER_S = 25e9, 1e9  # until copies have been timed
 
 

@@ -1,6 +1,6 @@
 """The entry point `python -m rlx.offload.plan`.
 
-With `--measure` the command needs `rlx.offload` as a whole. This package imports nothing but itself, so the command lies beside it.
+With `--measure` the command needs `rlx.offload` as a whole. This package imports nothing but itself, so the command is outside it.
 """
 
 import sys

@@ -70,7 +70,7 @@ class Budget:
     device_bytes: int  # device memory for backward, above weights, gradients and optimizer states
     host_bytes: int | None = None  # None: no limit
     disk_bytes_per_s: float = 0.0  # of a disk for layers that the host has no room for, one direction at a time
-    loss_s: float = 0.0  # compute time of head and loss, in which the link goes on copying
+    loss_s: float = 0.0  # compute time of head and loss, in which the link keeps copying
     loss_bytes: int = 0  # peak memory in that time, without the bytes of the last two layers, still being copied
 
     @property

@@ -63,7 +63,7 @@ def _summary(costs: Sequence[LayerCost], plan: Plan, budget: Budget) -> Iterable
     estimates = assign_tiers([estimate_layer(cost, layer, budget) for cost, layer in layers], budget)
     out_s = sum(one.out_s for one in estimates)
     in_s = sum(one.in_s for one in estimates[:-1])  # the last fetches nothing
-    forward_s = found.forward_s + budget.loss_s  # copies go on during the loss, so it counts as forward
+    forward_s = found.forward_s + budget.loss_s  # copies continue during the loss, so it counts as forward
     yield (
         f"link{' or disk' * (found.disk_bytes > 0)} busy {out_s / forward_s:.0%} of forward, "
         f"{in_s / (found.step_s - forward_s):.0%} of backward; fetched {_fetched(costs, plan)}"

@@ -270,7 +270,7 @@ class ModuleState:
         for index, name, was in list(self._watched()):
             now = self._places[index].get(name)
             if index < len(self._kinds) and now is not was.tensor():
-                del self._noted[index][name]  # the last result, say: a recomputation sets it anew
+                del self._noted[index][name]  # the last result, say: a recomputation sets it again
             elif now is not was.tensor() or not was.is_whole():
                 raise RuntimeError(
                     f"a layer's forward changes {self._named(index, name)}, and recomputation would change it again. It is not "

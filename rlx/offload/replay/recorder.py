@@ -105,7 +105,7 @@ class Recorder(OpMode):
     def _next_op(self) -> int:
         op = self.call_count
         self.call_count += 1
-        self.cached_ops[op] = None  # stays None if the call fails and the layer goes on
+        self.cached_ops[op] = None  # stays None if the call fails and the layer continues
         return op
 
     def _stash(self, op: int, tensor: Tensor) -> StashedTensor | None:

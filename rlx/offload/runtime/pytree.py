@@ -109,7 +109,7 @@ def _sort(values: Iterable[Any], tensors: list[Tensor], others: list[Any], seen:
         elif kind is tuple:
             _sort(value, tensors, others, seen)
         elif id(value) not in seen:
-            seen[id(value)] = value  # held, since a mapping may make its values anew
+            seen[id(value)] = value  # held, since a mapping may create new values
             if kind is dict:
                 _sort(value.values(), tensors, others, seen)
             elif (items := _items(value)) is not None:

@@ -179,7 +179,7 @@ def _write_chunk(
                 tier.file.write(block.views, chunk.offset)
     except BaseException as error:
         failure = _without_frames(error)
-    allocation = None  # dropped before waiters go on, so that its extents are free by then
+    allocation = None  # dropped before waiters continue, so that its extents are free by then
     tier.staging.free_written(block)
     written.done(failure)
 

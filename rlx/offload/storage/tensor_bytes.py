@@ -206,7 +206,7 @@ class MovingWeights(Protocol):
     """Moves weights between devices (layer streaming).
 
     `pack` returns what a pack hook holds in place of a weight that moves, or a view of it; None for any other tensor. `present`
-    returns a weight that moves on the device, any other parameter as it is.
+    returns a weight that moves on the device, any other parameter unchanged.
     """
 
     def pack(self, tensor: Tensor) -> Packed | None: ...
