@@ -2,7 +2,8 @@
 
 import json
 import math
-from typing import Any
+import reprlib
+from typing import Any, get_args
 
 from rlx.environments.protocol import Failure, Message, Observation, Reset
 from rlx.processes.lines import BadAnswer
@@ -12,26 +13,18 @@ LARGEST_REWARD = 1e30
 """Rewards are stored, added and compared in fp32."""
 LONGEST_REASON, LONGEST_TRACEBACK = 2000, 4000  # characters
 Answer = Reset | Observation | Failure
-KINDS = ("error", "timeout", "memory", "crash", "nonsense")
+_shown = reprlib.Repr()
+_shown.maxstring = _shown.maxother = 200
 
 
 class Nonsense(ValueError):
     """An environment's answer has another form than the protocol's."""
 
 
-def shown(value: Any) -> str:
-    """Return a short description of any object, also of one whose repr fails."""
-    try:
-        text = repr(value)
-    except Exception as fault:
-        text = f"<{type(value).__name__} whose repr raised {type(fault).__name__}>"
-    return text if len(text) <= 200 else f"{text[:200]}…"
-
-
 def checked_reset(messages: Any, tools: Any) -> Reset:
     """Return the beginning of a conversation. Raises Nonsense."""
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise Nonsense(f"has tools {shown(tools)}, expected a list of JSON schemas")
+        raise Nonsense(f"has tools {_shown.repr(tools)}, expected a list of JSON schemas")
     found = _messages(messages, "reset")
     if not found:
         raise Nonsense("reset returned no messages, expected at least one")
@@ -44,14 +37,16 @@ def checked_observation(value: Any) -> Observation:
         try:
             value = Observation(**value)
         except TypeError as fault:
-            raise Nonsense(f"step returned {shown(value)}, expected the fields of an Observation ({fault})") from None
+            raise Nonsense(
+                f"step returned {_shown.repr(value)}, expected the fields of an Observation ({fault})"
+            ) from None
     if not isinstance(value, Observation):
-        raise Nonsense(f"step returned {shown(value)}, expected an Observation or a dict with its fields")
+        raise Nonsense(f"step returned {_shown.repr(value)}, expected an Observation or a dict with its fields")
     done, info = plain(value.done), value.info
     if not isinstance(done, bool):
-        raise Nonsense(f"step returned done={shown(done)}, expected True or False")
+        raise Nonsense(f"step returned done={_shown.repr(done)}, expected True or False")
     if not isinstance(info, dict):
-        raise Nonsense(f"step returned info={shown(info)}, expected a dict")
+        raise Nonsense(f"step returned info={_shown.repr(info)}, expected a dict")
     reward, messages = _reward(value.reward), _messages(value.messages, "step")
     if not messages and not done:
         raise Nonsense("step returned no messages and done=False, expected messages or the end")
@@ -65,20 +60,19 @@ def _reward(value: Any) -> float | None:
         return None
     if isinstance(value, int | float) and abs(value) <= LARGEST_REWARD:  # false for NaN
         return float(value)
-    raise Nonsense(f"step returned reward={shown(value)}, expected a finite number (in fp32) or None")
+    raise Nonsense(f"step returned reward={_shown.repr(value)}, expected a finite number (in fp32) or None")
 
 
 def _messages(value: Any, what: str) -> list[Message]:
     if not isinstance(value, list | tuple):
-        raise Nonsense(f"{what} returned {shown(value)} as messages, expected a list of dicts")
+        raise Nonsense(f"{what} returned {_shown.repr(value)} as messages, expected a list of dicts")
     for message in value:
-        is_message = (
-            isinstance(message, dict)
-            and isinstance(message.get("role"), str)
-            and isinstance(message.get("content", ""), str | list | None)
+        match message:
+            case {"role": str()} if isinstance(message.get("content", ""), str | list | None):
+                continue
+        raise Nonsense(
+            f"{what} returned {_shown.repr(message)} as a message, expected a dict with `role` and `content`"
         )
-        if not is_message:
-            raise Nonsense(f"{what} returned {shown(message)} as a message, expected a dict with `role` and `content`")
     return [{"content": "", **message, **_readable(message)} for message in value]
 
 
@@ -118,7 +112,7 @@ def as_json(value: Any) -> Any:
     """Return what `json.dumps` writes in place of a value that it does not know. Raises TypeError."""
     found = plain(value)
     if found is value:
-        raise TypeError(f"{shown(value)} of type {type(value).__name__}")
+        raise TypeError(f"{_shown.repr(value)} of type {type(value).__name__}")
     return found
 
 
@@ -132,13 +126,14 @@ def decode(record: Any, asked: dict[int, Any]) -> tuple[int, Answer]:
     Raises:
         BadAnswer: another form, or an answer to a question that was not asked.
     """
+    kinds = get_args(Failure.__annotations__["kind"])
     try:
         match record:
             case [int(number), "reset", messages, tools] if number in asked and not asked[number].taken:
                 return number, checked_reset(messages, tools)
             case [int(number), "step", dict(fields)] if number in asked and asked[number].taken:
                 return number, checked_observation(fields)
-            case [int(number), "failure", str(reason), str(kind), str(trace)] if number in asked and kind in KINDS:
+            case [int(number), "failure", str(reason), str(kind), str(trace)] if number in asked and kind in kinds:
                 return number, Failure(reason, kind, trace)  # type: ignore[arg-type]
     except Nonsense as fault:
         raise BadAnswer(f"sent an answer of another form than rlx's: {fault}") from None

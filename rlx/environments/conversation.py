@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from rlx.environments.chat import CLOSE, OPEN, Gap, Tools, Written, contents_of
 from rlx.environments.protocol import Message, Observation, Turn
-from rlx.rollout.protocol import Completion
+from rlx.rollout.protocol import Completion, PrefixMemory
 
 LARGEST_NUMBER = 1e300
 OPENED_THOUGHT = re.compile(rf"{OPEN}\s*\Z")  # at the end of a prompt
@@ -50,6 +50,7 @@ class Conversation:
         info: numbers of the environment; a later turn's replace an earlier one's.
         failure_reward: the reward of a failure.
         traceback: of the environment's failure; empty if there is none.
+        memory: what the sampler knows of its tokens.
     """
 
     prompt_ids: list[int]
@@ -68,6 +69,7 @@ class Conversation:
     info: dict[str, float] = field(default_factory=dict)
     failure_reward: float = 0.0
     traceback: str = ""
+    memory: PrefixMemory = field(default_factory=PrefixMemory, compare=False, repr=False)
 
     @property
     def room(self) -> int:
@@ -89,14 +91,17 @@ class Conversation:
         self._append(completion.token_ids, True, log_probs, "assistant", text, finish_reason=completion.finish_reason)
         return turn
 
-    def add_answer(self, observation: Observation, text: str, seconds: float) -> None:
-        """Keep the environment's answer to the last turn, whose text is `text`, but not its messages."""
+    def add_answer(self, observation: Observation, seconds: float) -> None:
+        """Keep the environment's answer to the last turn, but not its messages."""
         numbers = {name: x for name, x in observation.info.items() if isinstance(x, bool | int | float)}
         self.info |= {name: float(x) for name, x in numbers.items() if abs(x) < LARGEST_NUMBER}  # NaN is not
         calls = observation.info.get("calls")
         calls = [call for call in calls if isinstance(call, dict)] if isinstance(calls, list) else []
-        self.own_turns[-1].update(seconds=seconds, reward=observation.reward, calls=calls)
-        self.messages.append(self._with_opening(observation.assistant or {"role": "assistant", "content": text}))
+        turn = self.own_turns[-1]
+        turn.update(seconds=seconds, reward=observation.reward, calls=calls)
+        self.messages.append(
+            self._with_opening(observation.assistant or {"role": "assistant", "content": turn["text"]})
+        )
 
     def _with_opening(self, message: Message) -> Message:
         """Return the turn with the opening of a thought that the prompt has and the turn closes: templates look for both."""
@@ -121,7 +126,8 @@ class Conversation:
             prompt, role = max(1, _common(self.prompt_ids, ids)), "history"
             if len(ids) - prompt >= self.width:
                 return False
-            self._fork(ids[:prompt])
+            self.earlier = self.branches
+            self.prompt_ids, self.token_ids, self.sampled, self.log_probs = ids[:prompt], [], [], []
             ids = ids[prompt:]
         elif len(ids) >= self.room:
             return False
@@ -130,13 +136,6 @@ class Conversation:
         self.text = written.text
         self._append(ids, False, [0.0] * len(ids), role, contents_of(messages))
         return True
-
-    def _fork(self, prompt_ids: list[int]) -> None:
-        self.earlier = self.branches
-        self.prompt_ids, self.token_ids, self.sampled, self.log_probs = prompt_ids, [], [], []
-
-    def end(self, reason: str) -> None:
-        self.reason = reason
 
     def fail(self, reason: str, reward: float, traceback: str = "") -> None:
         """End the conversation with a failure; the last turn, if there is one, gets the reward."""

@@ -1,25 +1,35 @@
-"""The environments of a process that samples, as the configuration names them."""
+"""The environments of a process that samples: from a batch of prompts to conversations and back. Letters as in `rlx/data/batch.py`."""
 
 import logging
-from collections.abc import Iterable
+import sys
+from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
 
 from rlx.config.schema import PPOConfig
-from rlx.data.batch import Batch
+from rlx.data.batch import Batch, BatchError, left_padded
 from rlx.environments.chat import Chat, UnusableTemplate
-from rlx.environments.conversation import Conversation
+from rlx.environments.conversation import Branch, Conversation
 from rlx.environments.environment_pool import EnvironmentPool
-from rlx.environments.rows import batch_of, rows_of
-from rlx.environments.running import ConversationBounds, ConversationOptions, run_conversations
+from rlx.environments.running import (
+    ConversationBounds,
+    ConversationOptions,
+    ConversationRow,
+    RanConversations,
+    run_conversations,
+)
 from rlx.environments.spec import environment_spec
 from rlx.rollout.protocol import FirstRank, Rollout, Sampling
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-
 logger = logging.getLogger(__name__)
+
+ROW_INFO = ("raw_prompt", "data_source", "ground_truth", "extra_info")
+"""The entries of a batch's info that an environment's `reset` gets; raw_prompt as `prompt`."""
 
 
 def bounds(config: PPOConfig) -> ConversationBounds:
@@ -107,3 +117,108 @@ class ConversationSampler:
                 "whose template writes their schemas",
                 ", ".join(str(tool.get("function", tool).get("name")) for tool in tools),
             )
+
+
+def rows_of(batch: Batch) -> list[ConversationRow]:
+    """Return the rows of a batch with prompt_ids, prompt_mask, seed and info ROW_INFO. Raises BatchError."""
+    missing = [name for name in ROW_INFO if name not in batch.info]
+    if missing and len(batch):
+        raise BatchError(f"the data set gives no info {missing}, expected {list(ROW_INFO)} for environments")
+    rows = []
+    for index in range(len(batch)):
+        data: dict[str, Any] = {name.removeprefix("raw_"): batch.info[name][index] for name in ROW_INFO}
+        if isinstance(data["prompt"], str):
+            data["prompt"] = [{"role": "user", "content": data["prompt"]}]
+        seed = int(batch["seed"][index])
+        prompt = batch["prompt_ids"][index][batch["prompt_mask"][index]].tolist()
+        rows.append(ConversationRow(data | {"seed": seed}, seed, prompt))
+    return rows
+
+
+def batch_of(
+    ran: RanConversations,
+    rows: Sequence[ConversationRow],
+    pad_token_id: int,
+    response_length: int,
+    version: int | None,
+    with_log_probs: bool,
+) -> Batch:
+    """Return the conversations as a batch, a row for each: its last branch.
+
+    Returns:
+        seed, input_ids, attention_mask, response_mask (True on sampled tokens alone), policy_version, turn_rewards, with log-probs
+        rollout_log_probs; and info conversation and earlier_rows. A conversation without a prompt of its own has that of its row.
+    """
+    shape = pad_token_id, response_length, version or 0, with_log_probs
+    last, earlier = [], []
+    for own, row in zip(ran.conversations, rows, strict=True):
+        branches = [each._replace(prompt_ids=each.prompt_ids or row.prompt_ids) for each in own.branches]
+        written = [_Row(*each) for each in zip([row.seed] * len(branches), branches, _rewards(own), strict=True)]
+        last.append(written[-1])
+        earlier.append(_columns(written[:-1], *shape) if own.earlier else None)
+    records = [_record(own, ran.waited_s) for own in ran.conversations]
+    return _columns(last, *shape).with_({"conversation": records, "earlier_rows": earlier})
+
+
+class _Row(NamedTuple):
+    seed: int
+    branch: Branch
+    rewards: list[float]
+
+
+def _columns(
+    rows: Sequence[_Row], pad_token_id: int, response_length: int, version: int, with_log_probs: bool
+) -> Batch:
+    def padded(values: Iterable[Sequence[float]], padding: float, dtype: torch.dtype) -> torch.Tensor:
+        return _right_padded([*values], response_length, padding, dtype)
+
+    branches = [row.branch for row in rows]
+    prompts = [own.prompt_ids for own in branches]
+    prompt_ids, prompt_mask = (
+        left_padded(prompts, pad_token_id) if prompts else (torch.zeros(0, 1, dtype=torch.int64),) * 2
+    )
+    responses = padded((own.token_ids for own in branches), pad_token_id, torch.int64)
+    written = padded(([True] * len(own.token_ids) for own in branches), False, torch.bool)
+    batch = Batch.of(
+        {
+            "seed": torch.tensor([row.seed for row in rows], dtype=torch.int64),
+            "input_ids": torch.cat([prompt_ids, responses], dim=1),
+            "attention_mask": torch.cat([prompt_mask.bool(), written], dim=1),
+            "response_mask": padded((own.sampled for own in branches), False, torch.bool),
+            "policy_version": torch.full((len(rows),), version, dtype=torch.int64),
+            "turn_rewards": padded((row.rewards for row in rows), 0.0, torch.float32),
+        }
+    )
+    if not with_log_probs:
+        return batch
+    return batch.with_(rollout_log_probs=padded((own.log_probs for own in branches), 0.0, torch.float32))
+
+
+def _right_padded(rows: Sequence[Sequence[float]], width: int, padding: float, dtype: torch.dtype) -> torch.Tensor:
+    padded = torch.full((len(rows), width), padding, dtype=dtype)
+    for row, values in zip(padded, rows, strict=True):
+        row[: len(values)] = torch.tensor(values, dtype=dtype)
+    return padded
+
+
+def _rewards(conversation: Conversation) -> list[list[float]]:
+    """Return the reward of each token of each branch: that of a turn on its last one."""
+    branches = conversation.branches
+    rewards = [[0.0] * len(own.token_ids) for own in branches]
+    for turn in conversation.own_turns:
+        branch = turn["branch"]
+        rewards[branch][turn["end"] - len(branches[branch].prompt_ids) - 1] = float(turn["reward"] or 0.0)
+    return rewards
+
+
+def _record(conversation: Conversation, waited_s: float) -> dict[str, Any]:
+    """Return the parts of a conversation that are no tensor; see INFO in `rlx/data/batch.py`."""
+    return {
+        "turns": conversation.turns,
+        "reason": conversation.reason,
+        "failed": conversation.failed,
+        "traceback": sys.intern(conversation.traceback),  # one object, so that thousands of equal ones are pickled once
+        "reward": conversation.reward,
+        "info": conversation.info,
+        "waited_s": waited_s,
+    }

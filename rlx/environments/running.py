@@ -20,7 +20,7 @@ from rlx.environments.environment_pool import EnvironmentPool
 from rlx.environments.protocol import Failure, Message, Observation, Reset
 from rlx.errors import ExplainedError, cause_of
 from rlx.heartbeat import beat
-from rlx.rollout.protocol import Completion, FirstRank, PrefixMemory, Request, Rollout, Sampling, aborting
+from rlx.rollout.protocol import Completion, FirstRank, Request, Rollout, Sampling, aborting
 
 IDLE_WAIT_S = 0.2  # for environments while nothing is sampled; then the process shows that it lives, and waits again
 TEMPLATE_REASON = "template"
@@ -127,16 +127,6 @@ def run_conversations(
     return RanConversations([run.ended[row] for row in range(len(rows))], run.waited_s)
 
 
-class _Open:
-    """A conversation that runs."""
-
-    def __init__(self, conversation: Conversation):
-        self.conversation = conversation
-        self.asked = time.monotonic()
-        self.text = ""  # of the last turn
-        self.memory = PrefixMemory()
-
-
 class _Run:
     def __init__(
         self,
@@ -148,7 +138,8 @@ class _Run:
         self._rollout, self._pool, self._rows, self._options = rollout, pool, rows, options
         self._chat, self._bounds = options.chat, options.bounds
         self._waiting = deque(range(len(rows)))
-        self._open: dict[int, _Open] = {}
+        self._open: dict[int, Conversation] = {}
+        self._asked: dict[int, float] = {}  # when a row's environment got its turn
         self._sampled: dict[int, int] = {}  # rows by numbers of requests
         self._arrived: dict[int, Answer] = {}
         self.ended: dict[int, Conversation] = {}
@@ -181,7 +172,7 @@ class _Run:
             getattr(self._pool, method)(*arguments)
 
     def _begin(self, row: int) -> None:
-        self._open[row] = _Open(Conversation([], self._bounds.response_tokens))
+        self._open[row] = Conversation([], self._bounds.response_tokens)
         self._to_pool("reset", row, self._rows[row].data)
 
     def _take_turns(self, stopped: list[tuple[int, Completion]]) -> None:
@@ -190,10 +181,8 @@ class _Run:
         texts = self._chat.texts_of([completion for _, completion in stopped])
         for (number, completion), text in zip(stopped, map(self._options.sampling.shown, texts), strict=True):
             key = self._sampled.pop(number)
-            run = self._open[key]
-            turn = run.conversation.add_turn(completion, text)
-            run.text, run.asked = text, time.monotonic()
-            self._to_pool("step", key, turn)
+            self._asked[key] = time.monotonic()
+            self._to_pool("step", key, self._open[key].add_turn(completion, text))
 
     def _listen(self) -> None:
         """Take the answers that have arrived; in waves wait for all of them."""
@@ -216,28 +205,28 @@ class _Run:
         self._take_prompts({key: answer for key, answer in answers.items() if isinstance(answer, Reset)})
         gaps: dict[int, Gap] = {}
         for key, answer in answers.items():
-            run = self._open[key]
+            conversation = self._open[key]
             if isinstance(answer, Failure):
-                self._fail(run.conversation, answer.kind, answer.reason, answer.traceback)
+                self._fail(conversation, answer.kind, answer.reason, answer.traceback)
             elif isinstance(answer, Observation):
-                run.conversation.add_answer(answer, run.text, time.monotonic() - run.asked)
-                if self._goes_on(run.conversation, answer):
+                conversation.add_answer(answer, time.monotonic() - self._asked[key])
+                if self._goes_on(conversation, answer):
                     added = [_cut(message, self._bounds) for message in answer.messages]
-                    gap = run.conversation.gap(added, self._chat.forks)
+                    gap = conversation.gap(added, self._chat.forks)
                     if gap is None:
-                        run.conversation.end("length")
+                        conversation.reason = "length"
                     else:
                         gaps[key] = gap
         for (key, gap), written in zip(gaps.items(), self._chat.between([*gaps.values()]), strict=True):
-            conversation = self._open[key].conversation
+            conversation = self._open[key]
             if isinstance(written, Exception):
                 self._hopeless = self._hopeless or self._chat.fault_of(str(gap.added[0].get("role")))
                 self._fail(conversation, TEMPLATE_REASON, f"{type(written).__name__}: {written}")
             elif not conversation.add_messages(gap.added, written):
-                conversation.end("length")
+                conversation.reason = "length"
         for key in answers:
-            if self._open[key].conversation.reason:
-                self.ended[key] = self._open.pop(key).conversation
+            if self._open[key].reason:
+                self.ended[key] = self._open.pop(key)
                 self._to_pool("end", key)
             else:
                 self._ask(key)
@@ -246,7 +235,7 @@ class _Run:
         found = self._chat.first([(answer.messages, answer.tools) for answer in answers.values()])
         longest = self._bounds.prompt_tokens
         for (key, answer), written in zip(answers.items(), found, strict=True):
-            conversation = self._open[key].conversation
+            conversation = self._open[key]
             if isinstance(written, Exception):
                 self._fail(conversation, TEMPLATE_REASON, f"{type(written).__name__}: {written}")
                 self._hopeless = conversation.reason
@@ -261,11 +250,11 @@ class _Run:
         """Return whether the environment's messages follow; otherwise the conversation ends here."""
         bounds, own = self._bounds, len(conversation.own_turns)
         if answer.done:
-            conversation.end("done")
+            conversation.reason = "done"
         elif conversation.turns[-1]["finish_reason"] == "length" and not (bounds.turn_tokens and conversation.room):
-            conversation.end("length")
+            conversation.reason = "length"
         elif own == bounds.turns or len(conversation.turns) - own == bounds.answers:
-            conversation.end("max_turns")
+            conversation.reason = "max_turns"
         elif not answer.messages:
             self._fail(conversation, "nonsense", "it gave no message and did not end the conversation")
         return not conversation.reason
@@ -280,14 +269,13 @@ class _Run:
 
     def _ask(self, key: int) -> None:
         """Request the next turn."""
-        run, seed = self._open[key], self._rows[key].seed
-        conversation = run.conversation
+        conversation, seed = self._open[key], self._rows[key].seed
         turn, sampling = len(conversation.own_turns), self._options.sampling
         most = min(conversation.room, self._bounds.turn_tokens or conversation.room)
         if most < sampling.max_tokens:
             sampling = replace(sampling, max_tokens=most)
         tokens = (*conversation.prompt_ids, *conversation.token_ids)
-        request = Request(tokens, seed_for(seed, turn) if turn else seed, sampling, run.memory)
+        request = Request(tokens, seed_for(seed, turn) if turn else seed, sampling, conversation.memory)
         self._sampled[self._rollout.add_request(request)] = key
 
 

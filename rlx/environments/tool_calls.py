@@ -40,9 +40,6 @@ class Parsed(NamedTuple):
     calls: list[ToolCall]
 
 
-Parser = Callable[[str, Sequence[str]], Parsed]
-
-
 def parse(tool_format: str, text: str, names: Sequence[str]) -> Parsed:
     """Return the calls of a turn.
 
@@ -140,7 +137,9 @@ def tags(text: str, names: Sequence[str]) -> Parsed:
     return Parsed("".join((*outside, text[place:])), calls)
 
 
-FORMATS: dict[str, Parser] = {parser.__name__: parser for parser in (tags, hermes, llama3_json, mistral, qwen3_coder)}
+FORMATS: dict[str, Callable[[str, Sequence[str]], Parsed]] = {
+    parser.__name__: parser for parser in (tags, hermes, llama3_json, mistral, qwen3_coder)
+}
 
 
 def _cut(text: str, begin: str, end: str) -> tuple[str, list[tuple[str, bool]]]:
@@ -158,26 +157,20 @@ def _cut(text: str, begin: str, end: str) -> tuple[str, list[tuple[str, bool]]]:
     return "".join((*outside, text[place:])), inside
 
 
-def _refuse(constant: str) -> Any:
-    raise ValueError(f"{constant} is no JSON")
-
-
-_BETWEEN = re.compile(r"[\s;]*")
-
-
 def _finite(text: str) -> float:
     number = float(text)
     if not math.isfinite(number):
-        raise ValueError(f"{text} is too large")
+        raise ValueError(f"{text} is not finite")
     return number
 
 
-_DECODER = json.JSONDecoder(parse_constant=_refuse, parse_float=_finite)
+_DECODER = json.JSONDecoder(parse_constant=_finite, parse_float=_finite)
+_BETWEEN = re.compile(r"[\s;]*")
 
 
 def _json(text: str) -> Any:
     try:
-        return json.loads(text, parse_constant=_refuse, parse_float=_finite)
+        return _DECODER.decode(text)
     except (ValueError, RecursionError) as fault:
         return _faulty(_no_json(fault))
 

@@ -8,19 +8,22 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from rlx.config.schema import CustomRewardConfig, RewardConfig
-from rlx.data.batch import Batch
+from rlx.data.batch import SEQUENCE, Batch, left_padded
 from rlx.errors import ExplainedError, cause_of, storing
 from rlx.rewards import gsm8k
 from rlx.rewards.function import BATCHED, SINGLE, Function, Numbers, Outcome, outcome_of, own_function, raised
-from rlx.rewards.judge_inputs import Conversations
 from rlx.rewards.rules import MATH_SOURCES, no_function_for, remedy_for, scored_sources
-from rlx.rewards.scoring_pool import NotSendable, RewardCall, ScoringPool
+from rlx.rewards.scoring_pool import RewardCall, ScoringPool
+from rlx.user_code import TEMPLATE_LIMIT_S, call_within
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +58,53 @@ class Scores(NamedTuple):
         by_score_B = (self.scores >= 1.0).double()
         own_B = torch.tensor(self.extra.get("acc", [math.nan] * len(self.scores)), dtype=torch.float64)
         return torch.where(own_B.isnan(), by_score_B, own_B)
+
+
+class ConversationError(ExplainedError, ValueError):
+    """A conversation cannot be written for the reward model."""
+
+
+class Conversations:
+    """Turns samples into the sequences of a reward model.
+
+    If policy and judge have the same vocabulary and chat template, the sequences are the policy's own tokens. Otherwise the
+    reward model's chat template formats the prompt's messages and the response's text, without special tokens. A prompt of
+    plain text needs no template: the response follows it directly.
+    """
+
+    def __init__(self, policy: "PreTrainedTokenizerBase", judge: "PreTrainedTokenizerBase"):
+        self._judge = judge
+        self.same = policy.get_vocab() == judge.get_vocab() and policy.chat_template == judge.chat_template
+
+    def of(self, batch: Batch) -> Batch:
+        """Return the columns SEQUENCE to score, row by row, of a batch with them and with info raw_prompt and response_text.
+
+        Raises ConversationError if the reward model's tokenizer refuses a chat, or if a user's data set gives no raw_prompt.
+        """
+        if self.same:
+            return batch.select(*SEQUENCE)
+        if "raw_prompt" not in batch.info:
+            raise ConversationError(
+                "the reward model has another tokenizer than the policy and needs the prompts' messages, but the data set "
+                "gives no info raw_prompt (text, or a list of messages, for each row); let its batch() give them"
+            )
+        texts = zip(batch.info["raw_prompt"], batch.info["response_text"], strict=True)
+        ids_BT, mask_BT = left_padded([self._tokens(*each) for each in texts])
+        # The model scores the whole sequence, so any part of it may count as the response.
+        return Batch.of({"input_ids": ids_BT, "attention_mask": mask_BT, "response_mask": mask_BT[:, -1:]})
+
+    def _tokens(self, prompt: str | list[dict[str, Any]], response: str) -> list[int]:
+        if isinstance(prompt, str):
+            return list(self._judge(prompt + response)["input_ids"])
+        messages = [*prompt, {"role": "assistant", "content": response}]
+        try:
+            template = self._judge.apply_chat_template
+            return list(call_within(TEMPLATE_LIMIT_S, template, messages, tokenize=True, return_dict=False))
+        except Exception as fault:  # templates raise any kind of error
+            raise ConversationError(
+                f"the reward model's tokenizer does not take a chat ({type(fault).__name__}: {fault}); expected a chat template "
+                "for these roles; save one with the tokenizer, or use prompts of plain text"
+            ) from None
 
 
 class RewardModel(NamedTuple):
@@ -118,10 +168,13 @@ class RewardManager:
     def __exit__(self, *_: object) -> None:
         self._pool.close()
 
+    @property
+    def _calls_functions(self) -> bool:
+        return self._model is None or self._model.rule_weight != 0
+
     def check_sources(self, data_sources: Iterable[str]) -> None:
         """Raise RewardError that names all of these data sources without a reward function, before the first sample comes."""
-        asks_none = self._model is not None and self._model.rule_weight == 0
-        known = None if asks_none else scored_sources(self._custom)
+        known = scored_sources(self._custom) if self._calls_functions else None
         if known is not None and (unknown := set(data_sources) - known):
             remedy = remedy_for(unknown, self._custom)
             raise RewardError(f"{no_function_for(unknown)}; known: {', '.join(sorted(known))}; {remedy}")
@@ -134,11 +187,7 @@ class RewardManager:
         Args:
             answers: data source and ground truth by index.
         """
-        if (
-            self._config.on_error != "stop"
-            or self._all is not None
-            or (self._model is not None and self._model.rule_weight == 0)
-        ):
+        if self._config.on_error != "stop" or self._all is not None or not self._calls_functions:
             return {}
         same: dict[tuple[Function, str], list[int]] = {}
         for index, (source, truth) in answers.items():
@@ -253,7 +302,8 @@ class RewardManager:
         smallest = {call.function: len(rows) // SMALLEST_PART for rows, call in calls}
         while calls:
             asked, calls = calls, []
-            outcomes = self._run([call for _, call in asked])
+            outcomes, counts = self._pool.run([call for _, call in asked])
+            self._taken.update(counts._asdict())
             answered |= {call.function for (_, call), outcome in zip(asked, outcomes, strict=True) if not outcome.kind}
             for (rows, call), outcome in zip(asked, outcomes, strict=True):
                 may_be_cut = call.function in answered or len(rows) > smallest[call.function]
@@ -263,17 +313,6 @@ class RewardManager:
                     reports |= dict(zip(rows, _reports(call.function, outcome, len(rows)), strict=True))
             self._taken["retries"] += len(calls)
         return reports
-
-    def _run(self, calls: list[RewardCall]) -> list[Outcome]:
-        try:
-            outcomes, counts = self._pool.run(calls)
-        except NotSendable as fault:
-            raise RewardError(
-                f"ground_truth or extra_info of a sample cannot be sent to the reward processes ({fault}); keep numbers, "
-                "text, lists and dicts in them"
-            ) from fault
-        self._taken.update(counts._asdict())
-        return outcomes
 
     def _stops_at(self, kind: str) -> bool:
         """Whether the run stops at an error, a timeout or a crash."""

@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple, get_args
 
+from rlx.errors import ExplainedError
 from rlx.processes.lines import BadAnswer
 from rlx.processes.pool import IsolatedProcess, Loadable, Loaded, Lost, WorkerPool
 from rlx.rewards.function import LARGEST_SCORE, Function, Kind, Outcome
@@ -24,13 +25,12 @@ SLACK_S = 1.0
 """Longer than the delay of a message on a busy machine [s]."""
 MESSAGES_PER_PROCESS = 4
 """The driver sends a process's calls in about this many messages, so that all processes end together."""
-CALLS_PER_MESSAGE = 256
 HOPELESS = 4
 """If this many calls per process are lost before the first one gets a reply, the others are not tried."""
 
 
-class NotSendable(TypeError):
-    """Arguments of a call cannot be sent to another process."""
+class NotSendable(ExplainedError, TypeError):
+    """Arguments of a call cannot be sent to another process; the cause says why."""
 
 
 class RewardCall(NamedTuple):
@@ -100,10 +100,9 @@ class ScoringPool(WorkerPool):
             places.setdefault(call.function, []).append(place)
         parts = []
         for function, own in places.items():
-            # Concurrent calls of an async function must be in one process.
-            messages = self.size if function in self._async else self.size * MESSAGES_PER_PROCESS
-            most = len(own) if function in self._async else CALLS_PER_MESSAGE
-            length = min(most, -(-len(own) // messages))
+            # Concurrent calls of an async function must be in one message.
+            messages = self.size * (1 if function in self._async else MESSAGES_PER_PROCESS)
+            length = -(-len(own) // messages)
             parts += [own[first : first + length] for first in range(0, len(own), length)]
         return parts
 
@@ -138,7 +137,10 @@ class _Run:
         try:
             content = pickle.dumps([call.arguments for call in chosen], pickle.HIGHEST_PROTOCOL)
         except (TypeError, AttributeError, pickle.PicklingError) as fault:
-            raise NotSendable(str(fault)) from fault
+            raise NotSendable(
+                f"ground_truth or extra_info of a sample cannot be sent to the reward processes ({fault}); keep numbers, "
+                "text, lists and dicts in them"
+            ) from fault
         worker = next(iter(self._pool.workers - self.busy), None) or self._pool.start()
         self.busy.add(worker)
         numbers, samples = [place + 1 for place in places], [call.samples for call in chosen]

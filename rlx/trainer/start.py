@@ -32,8 +32,7 @@ from rlx.models.hf_folder import try_saving
 from rlx.models.loading import Head, ModelError, load_config, load_tokenizer
 from rlx.models.preflight import faults_of
 from rlx.models.tiny import make_tiny_tokenizer
-from rlx.rewards.judge_inputs import Conversations
-from rlx.rewards.manager import RewardManager, RewardModel
+from rlx.rewards.manager import Conversations, RewardManager, RewardModel
 from rlx.rewards.rules import scored_sources
 from rlx.trainer.checkpoints import (
     Choice,

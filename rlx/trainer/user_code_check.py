@@ -186,7 +186,7 @@ def _failure(pool: ScoringPool, call: RewardCall) -> tuple[str, str] | None:
     try:
         (outcome,), _ = pool.run([call])
     except NotSendable as error:
-        return "error", f"cannot be sent the row ({error})"
+        return "error", f"cannot be sent the row ({error.__cause__})"
     if outcome.kind == "timeout":
         return "timeout", f"took longer than {call.function.limit_s:g} s for one response"
     if outcome.kind:

@@ -1,4 +1,4 @@
-"""Attacks on the sandbox, each a program that says whether it got out; run as a script, it runs them all and prints what each said.
+"""Attacks on the sandbox, each a process that says whether it got out; run as a script, it runs them all and prints what each said.
 
 python sandbox_attacks.py FOLDER PORT PID      # a folder with files and sockets to reach, a TCP port, a process
 """
@@ -9,7 +9,7 @@ import sys
 
 from rlx.environments.sandbox import SandboxLimits, run_python
 
-LIMITS = SandboxLimits(time_s=60.0, processes=8, file_bytes=10**6, output_bytes=1000, memory_bytes=5 * 10**8)
+LIMITS = SandboxLimits(time_s=60.0, processes=8, file_bytes=10**6, output_bytes=10**5, memory_bytes=5 * 10**8)
 
 # What an attack may use. It has won where its last expression is true, and is held where that is false or the system says no.
 PREAMBLE = """
@@ -38,13 +38,18 @@ def child():
     if os.fork() == 0:
         time.sleep(30)
         os._exit(0)
-def attack():
-{body}
-try:
-    won = attack()
-except (OSError, MemoryError, ImportError, ValueError):
-    won = False
-print("ESCAPED" if won else "held")
+{attacks}
+for name, attack in {names}:
+    attacker = os.fork()
+    if attacker == 0:
+        try:
+            won = attack()
+        except (OSError, MemoryError, ImportError, ValueError):
+            won = False
+        print(name, "ESCAPED" if won else "held", sep="\\t", flush=True)
+        os._exit(0)
+    if status := os.waitpid(attacker, 0)[1]:
+        print(name, f"ended with {{status}}", sep="\\t")
 """
 
 ATTACKS = {
@@ -121,16 +126,28 @@ ATTACKS = {
 }
 
 
-def program(name: str, folder: str, port: int, pid: int) -> str:
-    body = "\n".join(f"    {line}" for line in ATTACKS[name].split("\n"))
-    return PREAMBLE.format(folder=folder, port=port, pid=pid, body=body)
+EXHAUSTING = {
+    *("starts more processes", "starts more threads", "writes more than its folder holds"),
+    *("keeps more in shared memory than its folder holds", "makes more files than its folder holds"),
+}
+"""These use up what the others need, so each has a sandbox of its own."""
 
 
-def outcome(name: str, folder: str, port: int, pid: int) -> str:
-    """`held`, or what else the program said."""
-    output, fault = asyncio.run(run_python(program(name, folder, port, pid), LIMITS))
-    return output.strip() + (f" ({fault})" if fault else "")
+def outcomes(folder: str, port: int, pid: int) -> dict[str, str]:
+    """`held`, or what else each attack said."""
+    said = {}
+    for names in ([name for name in ATTACKS if name not in EXHAUSTING], *([name] for name in EXHAUSTING)):
+        attacks, pairs = "", ""
+        for place, name in enumerate(names):
+            body = "\n".join(f"    {line}" for line in ATTACKS[name].split("\n"))
+            attacks += f"def attack_{place}():\n{body}\n"
+            pairs += f"({name!r}, attack_{place}), "
+        code = PREAMBLE.format(folder=folder, port=port, pid=pid, attacks=attacks, names=f"({pairs})")
+        output, fault = asyncio.run(run_python(code, LIMITS))
+        told = dict(line.partition("\t")[::2] for line in output.splitlines())
+        said |= {name: told.get(name, f"nothing: {output[-300:]} {fault}") for name in names}
+    return said
 
 
 if __name__ == "__main__":
-    print(json.dumps({name: outcome(name, sys.argv[1], *map(int, sys.argv[2:])) for name in ATTACKS}))
+    print(json.dumps(outcomes(sys.argv[1], *map(int, sys.argv[2:]))))

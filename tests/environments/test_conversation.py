@@ -112,7 +112,7 @@ def test_a_large_batch_of_chats_has_more_time(tokenizer, monkeypatch):
 
 def test_chats_behind_three_that_take_too_long_are_not_tried(tokenizer, monkeypatch):
     """Off the main thread, where Ray runs a worker's methods."""
-    monkeypatch.setattr(chat_module, "TEMPLATE_LIMIT_S", 1.0)
+    monkeypatch.setattr(chat_module, "TEMPLATE_LIMIT_S", 0.5)
     monkeypatch.setattr(chat_module, "TEMPLATE_CHAT_S", 0.0)
     endless = "{%- for a in range(99999) -%}{%- for b in range(99999) -%}{%- endfor -%}{%- endfor -%}"
     tokenizer.chat_template = "{%- if messages[0].content == 'stop' -%}" + endless + "{%- endif -%}ab"

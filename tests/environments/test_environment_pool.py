@@ -13,6 +13,7 @@ import pytest
 
 import rlx.environments.environment_pool
 from rlx.environments.protocol import Failure, Observation, Turn
+from rlx.environments.spec import EnvironmentSpec
 from rlx.user_code import UserCodeError
 
 ENVIRONMENT = """
@@ -65,6 +66,8 @@ class Table:
             return Observation([{"role": "user", "content": str(Table.most)}])
         if turn.text == "clock":
             return Observation([{"role": "user", "content": str(time.time())}])
+        if turn.text == "seconds":
+            return Observation([{"role": "user", "content": "ok"}], info={"calls": [{"seconds": time.time()}]})
         wrong = {"none": None, "NaN": {"messages": [], "reward": float("nan")}, "text": "fine", "fields": {"message": []},
             "reward": {"messages": [], "reward": "1"}, "role": {"messages": [{"content": "x"}]}, "empty": {"messages": []},
             "long": {"messages": [{"role": "user", "content": "y" * 2**20}]}, "object": {"messages": [], "done": True, "info": {"a": object()}},
@@ -83,27 +86,6 @@ class Table:
     def close(self):
         if self.row.get("extra_info"): Path(self.row["extra_info"]).write_text("closed")
 """
-TOOLS = '''
-import os
-
-def double(x: int) -> int:
-    """Double a number.
-
-    Args:
-        x: the number.
-    """
-    return 2 * x
-
-def leave(code: int) -> int:
-    """End the process.
-
-    Args:
-        code: of its exit.
-    """
-    os._exit(code)
-
-tools = [double, leave]
-'''
 ROW = {"prompt": "p", "data_source": "d", "ground_truth": "1", "extra_info": None, "seed": 5}
 
 
@@ -247,23 +229,15 @@ def test_a_conversation_does_not_begin_again_for_ever(make_pool, answers, monkey
 
 
 def test_a_conversation_that_begins_again_must_get_the_same_answers(make_pool, answers):
+    """But for `info`: a tool may take another time."""
     pool = make_pool("Table", ENVIRONMENT)
-    begin(pool, answers, range(2))
+    begin(pool, answers, range(3))
     step(pool, answers, "clock", 1)
+    assert step(pool, answers, "seconds", 2).info["calls"]
     step(pool, answers, "exit", 0)
     failure = step(pool, answers, "ok", 1)
     assert failure.kind == "crash" and "an answer changed" in failure.reason
-
-
-def test_a_conversation_begins_again_though_its_tools_take_another_time(make_pool, answers):
-    pool = make_pool("tools", TOOLS, tool_format="tags")
-    for key in range(2):
-        pool.reset(key, {**ROW, "prompt": [{"role": "user", "content": "p"}]})
-    answers(pool, range(2))
-    first = step(pool, answers, "<double>21</double>", 1)
-    assert first.messages[0]["content"] == "42" and first.info["calls"][0]["seconds"] > 0
-    assert step(pool, answers, "<leave>3</leave>", 0).reason == "ended its process (exit code 3)"
-    assert step(pool, answers, "<double>4</double>", 1).messages[0]["content"] == "8"
+    assert step(pool, answers, "ok", 2).messages[0]["content"] == "ok 2"
 
 
 def test_a_process_that_ends_by_itself_is_nobodys_fault(make_pool, answers, tmp_path):
@@ -327,11 +301,17 @@ def test_processes_end_with_the_pool(make_pool, answers):
     assert not any(each.is_running() for each in mine)
 
 
+@pytest.mark.parametrize(("text", "expected"), [("1 / 0", "ZeroDivision"), ("import os; os._exit(4)", "exit code 4")])
+def test_an_environment_that_cannot_be_loaded_is_an_error(make_pool, text, expected):
+    pool = make_pool("Table", text)
+    pool.reset(0, ROW)
+    with pytest.raises(UserCodeError, match=expected):
+        pool.poll(60.0)
+
+
 @pytest.mark.parametrize(
     ("text", "name", "expected"),
     [
-        ("1 / 0", "Table", "ZeroDivisionError"),
-        ("import os; os._exit(4)", "Table", "exit code 4"),
         (
             "class Table:\n    def reset(self, row): ...",
             "Table",
@@ -347,8 +327,8 @@ def test_processes_end_with_the_pool(make_pool, answers):
         (None, "calculater", "calculator"),
     ],
 )
-def test_an_environment_that_cannot_be_loaded_is_an_error(make_pool, text, name, expected):
-    pool = make_pool(name, text)
-    pool.reset(0, ROW)
+def test_what_is_no_environment_is_an_error(tmp_path, text, name, expected):
+    path = tmp_path / "mine.py"
+    path.write_text(text or "")
     with pytest.raises(UserCodeError, match=expected):
-        pool.poll(60.0)
+        EnvironmentSpec(name, text and str(path)).load()

@@ -1,14 +1,15 @@
 """Environments that fail, through their processes to what a run says of them: once, with the user's own lines, or as the run's end."""
 
+import asyncio
 import re
 from pathlib import Path
 
 import pytest
-from in_this_process import Sampler
+from in_this_process import Pool, Sampler
 
 from rlx.config.schema import EnvironmentConfig
 from rlx.environments.chat import Chat
-from rlx.environments.rows import batch_of
+from rlx.environments.role import batch_of
 from rlx.environments.running import (
     ConversationBounds,
     ConversationOptions,
@@ -16,6 +17,7 @@ from rlx.environments.running import (
     EnvironmentFailed,
     run_conversations,
 )
+from rlx.environments.tools import ToolEnvironment, Tools
 from rlx.errors import shown
 from rlx.rollout.protocol import Sampling
 from rlx.trainer.environment_rows import MOST_SHOWN, FailedConversations
@@ -47,17 +49,6 @@ class Game:
         if self.how.startswith("line"):
             exec(compile("\\n" * int(self.how[4:]) + "1 / 0", "elsewhere.py", "exec"))
         return {"messages": [], "done": True, "reward": 1.0}
-"""
-TOOLS = """
-def look(text: str) -> str:
-    '''Look it up.
-
-    Args:
-        text: what.
-    '''
-    raise KeyError(text)
-
-TOOLS = [look]
 """
 PROMPT = [{"role": "user", "content": "go"}]
 CALL = '<tool_call>\n{"name": "look", "arguments": {"text": "a"}}\n</tool_call>'
@@ -156,9 +147,25 @@ def test_a_run_goes_on_where_a_conversation_is_left_or_there_was_one_alone(play,
     failed.judge(play(*hows))
 
 
-def test_a_tool_that_raises_in_every_conversation_is_an_answer_and_no_failure(play, failed, screen, make_pool):
-    tools = make_pool("TOOLS", TOOLS, tool_format="hermes")
-    batch = play("", "", pool=tools, say=CALL)
+def look(text: str) -> str:
+    """Look it up.
+
+    Args:
+        text: what.
+    """
+    raise KeyError(text)
+
+
+class Looks(ToolEnvironment):
+    def __init__(self):
+        super().__init__(Tools([look]), "hermes")
+
+    def step(self, turn):
+        return asyncio.run(super().step(turn))
+
+
+def test_a_tool_that_raises_in_every_conversation_is_an_answer_and_no_failure(play, failed, screen):
+    batch = play("", "", pool=Pool(Looks), say=CALL)
     failed.judge(batch)
     assert screen.notices == screen.remarks == []
     for record in batch.info["conversation"]:

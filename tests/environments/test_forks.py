@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from rlx.environments.chat import Chat
 from rlx.environments.protocol import Observation
-from rlx.environments.rows import batch_of
+from rlx.environments.role import batch_of
 from rlx.environments.running import ConversationBounds, ConversationOptions, ConversationRow, run_conversations
 from rlx.environments.tools import ToolEnvironment, Tools
 from rlx.rollout.protocol import Completion, Sampling

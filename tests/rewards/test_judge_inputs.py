@@ -3,7 +3,7 @@ import torch
 
 from rlx.data.batch import Batch
 from rlx.models.tiny import make_tiny_tokenizer
-from rlx.rewards.judge_inputs import ConversationError, Conversations
+from rlx.rewards.manager import ConversationError, Conversations
 
 CHAT = [{"role": "user", "content": "1+1?"}]
 

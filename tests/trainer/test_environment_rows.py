@@ -13,7 +13,7 @@ from rlx.algorithms.kl import KLController
 from rlx.config.schema import AlgorithmConfig, EnvironmentConfig, PPOConfig, RolloutConfig
 from rlx.data.batch import Batch
 from rlx.environments.conversation import Conversation
-from rlx.environments.rows import batch_of, rows_of
+from rlx.environments.role import batch_of, rows_of
 from rlx.environments.running import ConversationRow, RanConversations
 from rlx.models.tiny import make_tiny_tokenizer
 from rlx.rewards.manager import Scores

@@ -17,7 +17,7 @@ from rlx.config.schema import (
 )
 from rlx.data.batch import Batch
 from rlx.environments.conversation import Conversation
-from rlx.environments.rows import batch_of
+from rlx.environments.role import batch_of
 from rlx.environments.running import ConversationRow, RanConversations
 from rlx.models.tiny import make_tiny_tokenizer
 from rlx.rewards.manager import Scores
