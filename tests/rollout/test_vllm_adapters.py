@@ -123,9 +123,8 @@ def test_samplers_have_the_dequantised_base(vllm_ranks, tmp_path):
 def test_the_mismatch_in_bf16_is_small_with_merged_weights(vllm_ranks, folders):
     vllm_ranks("vllm", "start", folders["tied"], "fsdp2", MERGED, {"temperature": 0.7, "dtype": "bf16"})
     vllm_ranks("vllm", "sync", 0)
-    for version in (1, 2, 3):
-        vllm_ranks("vllm", "learn")
-        vllm_ranks("vllm", "sync", version)
+    vllm_ranks("vllm", "learn")
+    vllm_ranks("vllm", "sync", 1)
     pairs = vllm_ranks("vllm", "log_probs", SAMPLED)
     vllm_ranks("vllm", "stop")
     assert torch.cat([(said - own).abs() for said, own in pairs]).mean() < 0.02

@@ -1,4 +1,4 @@
-"""What surrounds vLLM: options by type of model, memory, random states, outputs, hashes of blocks; no engine is started."""
+"""What surrounds vLLM: options by type of model, memory, random states, outputs; no engine is started."""
 
 from types import SimpleNamespace
 
@@ -6,10 +6,8 @@ import numpy
 import pytest
 import torch
 
-from rlx.config.vllm_range import CPU_HEAD_WIDTHS
-from rlx.rollout.protocol import EngineError, PrefixMemory, Request, Sampling
+from rlx.rollout.protocol import EngineError, Request, Sampling
 from rlx.rollout.vllm_support import (
-    ContinuedHashes,
     DeviceMemory,
     OwnRandomState,
     experts_of,
@@ -19,7 +17,6 @@ from rlx.rollout.vllm_support import (
 )
 
 LFM2 = SimpleNamespace(model_type="lfm2", hidden_size=64, conv_dim=64)
-BLOCK = 3
 
 
 def test_options_of_the_user_stay_beside_the_operators_of_lfm2():
@@ -35,13 +32,6 @@ def test_options_of_the_user_stay_beside_the_operators_of_lfm2():
     assert alone["compilation_config"] == {"custom_ops": ["-rotary_embedding"]}
     mode = with_needs({"compilation_config": 0, "hf_overrides": {}}, LFM2, torch.device("cpu"))
     assert mode["compilation_config"] == {"mode": 0, "custom_ops": ["-rotary_embedding"]}, "a number is the mode"
-
-
-@pytest.mark.usefixtures("cpu_vllm")
-def test_the_widths_of_heads_on_the_cpu_are_those_that_vllm_names():
-    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
-
-    assert set(CPU_HEAD_WIDTHS) <= set(CPUAttentionBackend.get_supported_head_sizes())
 
 
 def test_memory_is_counted_before_it_is_taken():
@@ -126,91 +116,3 @@ def test_experts_of_prompt_and_response_without_the_last_token(given, kept):
     ):
         with pytest.raises(EngineError, match=said):
             experts_of(request, output(routed))
-
-
-class Counting:
-    """Hashes a block to all tokens up to its end, as vLLM's hasher does in bytes, and counts the blocks."""
-
-    blocks = 0
-
-    def __call__(self, request):
-        first = len(request.block_hashes)
-        ends = range(BLOCK * (first + 1), len(request.all_token_ids) + 1, BLOCK)
-        self.blocks += len(ends)
-        return [tuple(request.all_token_ids[:end]) for end in ends]
-
-
-@pytest.fixture
-def core():
-    return SimpleNamespace(request_block_hasher=Counting())
-
-
-@pytest.fixture
-def take(core):
-    """take(tokens, memory) returns a request that vLLM has taken, and how many blocks were hashed for it."""
-    counted = core.request_block_hasher
-    hashes = ContinuedHashes(core)
-
-    def taken(tokens, memory=None):
-        hashes.expect(memory)
-        before = counted.blocks
-        request = SimpleNamespace(all_token_ids=list(tokens), block_hashes=[], _block_hasher=core.request_block_hasher)
-        request.block_hashes.extend(request._block_hasher(request))
-        assert request._block_hasher is counted, "decoding calls vLLM's own hasher"
-        assert request.block_hashes == Counting()(SimpleNamespace(all_token_ids=tokens, block_hashes=[]))
-        return request, counted.blocks - before
-
-    taken.forget = hashes.forget
-    return taken
-
-
-def decode(request, *tokens):
-    for token in tokens:
-        request.all_token_ids.append(token)
-        request.block_hashes.extend(request._block_hasher(request))
-
-
-def test_only_blocks_behind_the_turn_before_are_hashed(take):
-    memory = PrefixMemory()
-    request, count = take(range(10), memory)
-    assert count == 3
-    decode(request, 10, 11, 12)
-    request, count = take(range(20), memory)
-    assert count == 2, "of 6 blocks 4 are known"
-    decode(request, 20)
-    assert take(range(21), memory)[1] == 0, "no block is new"
-    assert take(range(21))[1] == 7, "without a memory all are"
-
-
-@pytest.mark.parametrize("tokens", [[0, 1, 2, 9, *range(4, 20)], range(9), range(1, 20), []])
-def test_hashes_of_other_tokens_are_not_used(take, tokens):
-    memory = PrefixMemory()
-    take(range(12), memory)
-    assert take(tokens, memory)[1] == len(tokens) // BLOCK
-    assert take([*tokens, 7, 7, 7], memory)[1] == 1, "from then on the new tokens are known"
-
-
-def test_hashes_are_those_of_one_engine_until_it_forgets_them(take):
-    memory = PrefixMemory()
-    take(range(12), memory)
-    take.forget()
-    assert take(range(12), memory)[1] == 4
-    assert take(range(12), memory)[1] == 0
-    ContinuedHashes(other := SimpleNamespace(request_block_hasher=Counting())).expect(memory)
-    other.request_block_hasher(SimpleNamespace(all_token_ids=list(range(12)), block_hashes=[]))
-    assert memory.tokens == list(range(12))
-    assert take(range(12), memory)[1] == 4
-
-
-@pytest.mark.parametrize("core", [None, SimpleNamespace(), SimpleNamespace(request_block_hasher=None)])
-def test_a_core_that_hashes_nothing_stays_as_it_is(core):
-    before = core and {**vars(core)}
-    hashes = ContinuedHashes(core)
-    hashes.expect(PrefixMemory())
-    hashes.forget()
-    assert (core and vars(core)) == before
-
-
-def test_requests_are_equal_whatever_a_sampler_knows():
-    one, other = Request((1,), 0, Sampling(2), PrefixMemory()), Request((1,), 0, Sampling(2))
-    assert one == other and hash(one) == hash(other)
