@@ -110,18 +110,15 @@ def _load(model: ModelConfig, head: Head, dtype: torch.dtype, seed: int) -> "Pre
 def stream_frozen(
     model: nn.Module,
     layers: Sequence[nn.Module],
-    strategy: str,
     dtype: torch.dtype,
     device: torch.device,
     directory: str | None = None,
 ) -> LayerOffloading:
     """Move the frozen weights of layers to host memory or a disk, in the type of computation, before the model is sharded.
 
-    The processes of a machine share one copy. Rank 0 has the weights; other processes may have them on the meta device. Raises
-    ValueError with FSDP1, which cannot ignore parameters, and OSError if host memory or the disk has no room.
+    The processes of a machine share one copy. Rank 0 has the weights; other processes may have them on the meta device. FSDP2
+    alone can ignore parameters. Raises OSError if host memory or the disk has no room.
     """
-    if strategy != "fsdp2":
-        raise ValueError(f"layer_offload: got strategy={strategy}, expected fsdp2; set layer_offload=False")
     group = None
     if dist.get_world_size() > 1:
         machines: list[str] = [""] * dist.get_world_size()

@@ -57,7 +57,7 @@ class Engine:
         memory: moves them between device and host.
         stepper: the optimizer and its schedule; None without `optim`.
 
-    Raises ValueError if the options do not fit together, the model or the number of processes.
+    The configuration was checked before. Raises ValueError if the model does not fit it.
     """
 
     def __init__(
@@ -85,8 +85,7 @@ class Engine:
             layer.compile()
         streaming, streamed = None, frozenset[torch.nn.Parameter]()
         if model.layer_offload and (optim is None or adapters):
-            place = device, model.layer_offload_directory
-            streaming = stream_frozen(plain, layers, strategy, precision.compute, *place)
+            streaming = stream_frozen(plain, layers, precision.compute, device, model.layer_offload_directory)
             streamed = streaming.parameters
         self.device = device
         self.sharded = shard(plain, strategy, fsdp, precision, device, streamed)

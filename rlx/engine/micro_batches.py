@@ -32,17 +32,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class MicroBatchRule:
-    """The largest micro-batch: a number of `rows`, or of `tokens` that its forward computes. Raises ValueError for another choice."""
+    """The largest micro-batch: either a number of `rows`, or of `tokens` that its forward computes."""
 
     rows: int | None = None
     tokens: int | None = None
-
-    def __post_init__(self) -> None:
-        given = [size for size in (self.rows, self.tokens) if size is not None]
-        if len(given) != 1 or given[0] < 1:
-            raise ValueError(
-                f"micro-batch rule: got rows={self.rows}, tokens={self.tokens}, expected exactly one of the two, at least 1"
-            )
 
 
 class RowLength(NamedTuple):

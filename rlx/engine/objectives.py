@@ -217,17 +217,13 @@ class PolicyObjective(Objective):
 class ValueObjective(Objective):
     """The clipped squared error of the value model.
 
-    Metrics: vf_loss, clip_fraction, vpred_mean (mean value). `horizon` is the longest response allowed [tokens]. Raises
-    ValueError if loss_agg_mode is null, which would mean the actor's.
+    Metrics: vf_loss, clip_fraction, vpred_mean (mean value). `horizon` is the longest response allowed [tokens].
     """
 
     columns = ("values", "returns")
 
     def __init__(self, critic: CriticConfig, horizon: int):
-        if critic.loss_agg_mode is None:
-            raise ValueError(
-                "critic.loss_agg_mode: got null, expected a mode; set it to the actor's before building the objective"
-            )
+        assert critic.loss_agg_mode is not None, "null means the actor's, which is set here by then"
         self.loss_agg_mode, self.clip, self.horizon = critic.loss_agg_mode, critic.cliprange_value, horizon
 
     def share(self, outputs: dict[str, Tensor], batch: Batch, totals: Totals) -> Share:

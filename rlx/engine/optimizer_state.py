@@ -12,6 +12,7 @@ offloads it. A step can only lack device memory, which is checked before anythin
 import math
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -43,7 +44,6 @@ class ParameterState:
 
     def __init__(self, optimizer: ShardAdamW, parameter: Tensor, nbytes: int, arena: HostArena, name: str):
         self.optimizer, self.parameter, self.nbytes, self._place = optimizer, parameter, nbytes, (arena, name)
-        self.steps: Tensor | None = None  # before the step that is under way
         self.forget()
 
     def forget(self) -> None:
@@ -100,7 +100,7 @@ class _Slice:
 
     def __init__(self, state: ParameterState, start: int, end: int, nbytes: int):
         self.state, self.start, self.end, self.nbytes = state, start, end, nbytes
-        self.is_first, self.is_last = start == 0, end == local(state.parameter).numel()
+        self.is_last = end == local(state.parameter).numel()
         self._parts: dict[str, Tensor] = {}
 
     def read(self) -> Pairs:
@@ -119,10 +119,7 @@ class _Slice:
         own = local(parameter).detach().view(-1)[self.start : self.end]
         own.grad_dtype = None  # any type, as the parameter's
         own.grad = local(parameter.grad).reshape(-1)[self.start : self.end]
-        if self.is_first:
-            self.state.steps = optimizer.state[parameter]["step"].clone()
-        assert self.state.steps is not None
-        optimizer.state[own] = {"step": self.state.steps.clone(), **self._parts}
+        optimizer.state[own] = {"step": optimizer.state[parameter]["step"].clone(), **self._parts}
         return own
 
     def end_step(self, own: Tensor) -> None:
@@ -146,41 +143,12 @@ class _Slice:
         return (local(tensor).storage_offset() + self.start) * tensor.itemsize
 
 
+@dataclass
 class StatePiece:
-    """Slices whose states are on the device at once. A step calls `fetch`, `step`, `leave` and `release`, in this order."""
+    """Slices whose states are on the device at once."""
 
-    def __init__(self, optimizer: ShardAdamW, slices: list[_Slice]):
-        self.nbytes = sum(each.nbytes for each in slices)
-        self._optimizer, self._slices = optimizer, slices
-        self._copied: torch.Event | None = None
-
-    def _stepped(self) -> list[_Slice]:
-        return [each for each in self._slices if each.state.parameter.grad is not None]
-
-    def fetch(self, stream: torch.Stream | None) -> None:
-        self._copied = copy_on(stream, [pair for each in self._stepped() for pair in each.read()])
-
-    def step(self) -> None:
-        """Step these slices after the copies."""
-        self._wait()
-        own = {id(each.state.parameter): each.begin_step() for each in self._stepped()}
-        with stepping_only(self._optimizer, own):
-            self._optimizer.step()
-        for each in self._stepped():
-            each.end_step(own[id(each.state.parameter)])
-
-    def leave(self, stream: torch.Stream | None) -> None:
-        self._copied = copy_on(stream, [pair for each in self._stepped() for pair in each.written()])
-
-    def release(self) -> None:
-        self._wait()
-        for each in self._stepped():
-            each.release()
-
-    def _wait(self) -> None:
-        if self._copied is not None:
-            torch.accelerator.current_stream(local(self._slices[0].state.parameter).device).wait_event(self._copied)
-            self._copied = None
+    slices: list[_Slice]
+    nbytes: int
 
 
 class OptimizerStateOnHost:
@@ -217,8 +185,8 @@ class OptimizerStateOnHost:
         self.pieces: list[StatePiece] = []
         for group in self._groups:
             slices = [piece for state in group for piece in state.cut(piece_bytes)]
-            together = [slices] if len(group) > 1 else [[each] for each in slices]
-            self.pieces += [StatePiece(optimizer, each) for each in together]
+            for each in [slices] if len(group) > 1 else [[one] for one in slices]:
+                self.pieces.append(StatePiece(each, sum(one.nbytes for one in each)))
 
     @property
     def _moving(self) -> list[ParameterState]:
@@ -242,21 +210,37 @@ class OptimizerStateOnHost:
         self._require_room()
         for state in self._moving:
             state.make()
-        for piece in self.pieces[:1]:
-            piece.fetch(self._arriving)
+        pieces = [[each for each in piece.slices if each.state.parameter.grad is not None] for piece in self.pieces]
+        arrived = self._fetch(pieces[0]) if pieces else None
         with stepping_only(self._optimizer, {id(p): p for p in self.staying}):  # while the first piece arrives
             step_in_parts(self._optimizer)
-        before: StatePiece | None = None
-        for piece, following in zip(self.pieces, [*self.pieces, None][1:], strict=True):
-            if following is not None:
-                following.fetch(self._arriving)
-            piece.step()
-            piece.leave(self._leaving)
-            if before is not None:
-                before.release()
-            before = piece
-        if before is not None:
-            before.release()
+        before: list[_Slice] = []
+        left: torch.Event | None = None
+        for piece, following in zip(pieces, [*pieces[1:], []], strict=False):
+            arriving = self._fetch(following)
+            self._wait(arrived)
+            own = {id(each.state.parameter): each.begin_step() for each in piece}
+            with stepping_only(self._optimizer, own):
+                self._optimizer.step()
+            for each in piece:
+                each.end_step(own[id(each.state.parameter)])
+            leaving = copy_on(self._leaving, [pair for each in piece for pair in each.written()])
+            self._release(before, left)
+            arrived, before, left = arriving, piece, leaving
+        self._release(before, left)
+
+    def _fetch(self, piece: list[_Slice]) -> torch.Event | None:
+        # The list first: its tensors are the compute stream's.
+        return copy_on(self._arriving, [pair for each in piece for pair in each.read()])
+
+    def _release(self, piece: list[_Slice], left: torch.Event | None) -> None:
+        self._wait(left)
+        for each in piece:
+            each.release()
+
+    def _wait(self, copied: torch.Event | None) -> None:
+        if copied is not None:
+            torch.accelerator.current_stream(self._device).wait_event(copied)
 
     def replace(self, make: Callable[[], None]) -> None:
         """Replace the whole state, without holding the moving part on the device all at once.

@@ -58,14 +58,9 @@ def casts(precision: Precision, model: nn.Module) -> bool:
 
 
 def build_mesh(fsdp_size: int, device: torch.device) -> DeviceMesh:
-    """Return a mesh with one dimension `shard`, or `replicate` x `shard` for shards over a part of the processes (HSDP).
-
-    Raises ValueError if `fsdp_size` does not divide the number of processes.
-    """
+    """Return a mesh with one dimension `shard`, or `replicate` x `shard` for shards over a part of the processes (HSDP)."""
     world = dist.get_world_size()
     size = world if fsdp_size == -1 else fsdp_size
-    if size < 1 or world % size:
-        raise ValueError(f"fsdp_size: got {fsdp_size}, expected -1 or a divisor of the number of processes, {world}")
     if size == world:
         return init_device_mesh(device.type, (world,), mesh_dim_names=("shard",))
     return init_device_mesh(device.type, (world // size, size), mesh_dim_names=("replicate", "shard"))
@@ -131,10 +126,8 @@ def shard(
     """Shard a model, with rank 0's weights in host memory, over all processes; `streamed` weights stay where they are.
 
     With `fsdp2` a single process has nothing to shard. FSDP2 is used there only to cast weights to the type of computation layer
-    by layer, or for its offload policy. Raises ValueError if the configuration does not fit the processes or the strategy.
+    by layer, or for its offload policy.
     """
-    if strategy not in ("fsdp", "fsdp2"):
-        raise ValueError(f"strategy: got {strategy!r}, expected fsdp2 or fsdp")
     if strategy == "fsdp":
         return FSDP1Model(model, fsdp, precision, device)
     if dist.get_world_size() == 1 and not fsdp.offload_policy:
@@ -226,14 +219,6 @@ class FSDP1Model(Sharded):
         shards = mesh["shard"].size()
         self.replicas = mesh.size() // shards
         self._summed: dict[nn.Parameter, Tensor] = {}
-        if shards == 1 and len({p.requires_grad for p in model.parameters()}) == 2:
-            # After backward FSDP1 leaves a frozen unit's parameters as plain tensors, and the next forward fails.
-            raise ValueError("lora_rank: FSDP1 cannot train adapters in a single process; use strategy=fsdp2")
-        if trained_dtypes(model) - {precision.stored}:
-            raise ValueError(
-                f"lora_rank: adapters are fp32 and the weights {precision.stored}, but FSDP1 keeps a layer's parameters in one "
-                "type; use strategy=fsdp2 or model_dtype=fp32"
-            )
         # FSDP1 has no sharded state_dict for a single process; the full one reads and writes the same format.
         self.state_options = StateDictOptions(full_state_dict=shards == 1)
         options: dict[str, Any] = {
@@ -291,20 +276,11 @@ class FSDP1Model(Sharded):
 
 
 def _fsdp1_strategy(fsdp: FSDPConfig, mesh: DeviceMesh) -> ShardingStrategy:
-    if fsdp.offload_policy:
-        raise ValueError(
-            "offload_policy: FSDP1 loses accumulated gradients with it; use strategy=fsdp2, or param_offload and optimizer_offload"
-        )
     if mesh.size() == 1:
         return ShardingStrategy.NO_SHARD
     reshards = fsdp.reshards(mesh.size())
     if mesh.ndim == 1:
         return ShardingStrategy.FULL_SHARD if reshards else ShardingStrategy.SHARD_GRAD_OP
-    if fsdp.fsdp_size == 1 or not reshards:
-        raise ValueError(
-            f"fsdp_size={fsdp.fsdp_size} with reshard_after_forward={fsdp.reshard_after_forward}: FSDP1 can only replicate groups "
-            "of 2 or more processes that reshard after forward; use strategy=fsdp2"
-        )
     return ShardingStrategy.HYBRID_SHARD
 
 

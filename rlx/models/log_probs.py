@@ -55,17 +55,8 @@ def token_log_probs(
         raise ValueError(
             f"token_log_probs: got logits {tuple(logits.shape)} and ids {tuple(ids.shape)}, expected (..., V) and (...)"
         )
-    check_temperature(temperature)
     log_probs, entropy = _TokenLogProbs.apply(logits, ids, temperature, with_entropy)
     return log_probs, entropy
-
-
-def check_temperature(temperature: float) -> None:
-    """Raise ValueError for a temperature that logits cannot be divided by."""
-    if not (
-        temperature >= torch.finfo(torch.float32).tiny and math.isfinite(temperature)
-    ):  # anything less is 0 or denormal in fp32
-        raise ValueError(f"temperature: got {temperature}, expected a finite number above 0")
 
 
 def head_log_probs(
@@ -82,7 +73,6 @@ def head_log_probs(
             f"head_log_probs: got hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)} and ids {tuple(ids.shape)}, "
             "expected (..., H), (V, H) and (...)"
         )
-    check_temperature(temperature)
     if torch.is_autocast_enabled(hidden.device.type) and hidden.dtype != torch.float64:  # as in a linear map
         hidden, weight = (x.to(torch.get_autocast_dtype(x.device.type)) for x in (hidden, weight))
     figures = _HeadLogProbs.apply(hidden.flatten(0, -2), weight, ids.flatten(), temperature, with_entropy)
@@ -313,7 +303,9 @@ class _HeadLogProbs(torch.autograd.Function):
 
 
 def _begin(ctx: Any, inputs: Tensor, ids: Tensor, temperature: float, with_entropy: bool) -> list[Tensor]:
-    """Prepare a forward; return tensors like `ids` for the results of `_read`."""
+    """Prepare a forward; return tensors like `ids` for the results of `_read`. Raises ValueError for a temperature that is none."""
+    if not torch.finfo(torch.float32).tiny <= temperature < math.inf:  # anything less is 0 or denormal in fp32
+        raise ValueError(f"temperature: got {temperature}, expected a finite number above 0")
     dtype = torch.promote_types(inputs.dtype, torch.float32)
     ctx.temperature = torch.full((), temperature, dtype=dtype, device=inputs.device)  # no copy from the host
     ctx.set_materialize_grads(False)

@@ -78,13 +78,10 @@ def add_lora(model: "PreTrainedModel", config: ModelConfig, seed: int = 0) -> di
     experts are named and shaped as in Note [how experts are adapted]. `all-linear` is every linear layer except the head, and no
     experts. The fresh adapters of a `seed` are the same on every machine; the caller's random state is unchanged.
 
-    Returns the adapted layers by name, for `merged_weights`. Raises ModelError if peft is missing, the rank is 0, or a target does
-    not exist, is neither linear nor experts, or is tied to another weight.
+    Returns the adapted layers by name, for `merged_weights`. Raises ModelError if peft is missing, or a target does not exist, is neither linear nor experts, or is tied to another weight.
 
     Source: arXiv:2106.09685, section 4.1; DoRA: arXiv:2402.09353, equation 5; rsLoRA: arXiv:2312.03732.
     """
-    if config.lora_rank < 1:
-        raise ModelError(f"lora_rank: got {config.lora_rank}, expected at least 1 to add adapters")
     head, targets = _value_head(model), adapter_targets(model, config.target_modules)
     experts = expert_targets(model, config.target_modules)
     if experts and config.lora.use_dora:

@@ -66,13 +66,7 @@ class Tree:
     def __init__(self, lengths: Sequence[int], parents: Sequence[int] | None = None, padding: int = 0):
         self.lengths = list(lengths)
         self.parents = [ROOT] * len(self.lengths) if parents is None else list(parents)
-        faults = [n for n in self.lengths if n < 1]
-        faults += [p for i, p in enumerate(self.parents) if not ROOT <= p < i]
-        if faults or len(self.parents) != len(self.lengths) or not self.lengths:
-            raise ValueError(
-                f"tree: got lengths {self.lengths} and parents {self.parents}, expected lengths of at least 1, and for each a "
-                f"parent that comes before it or {ROOT}"
-            )
+        assert len(self.parents) == len(self.lengths) > 0 < min(self.lengths)
         self.starts, self.padding = [0, *accumulate(self.lengths)], padding
         _MADE[self] = {}
 

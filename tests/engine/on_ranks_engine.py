@@ -259,14 +259,6 @@ def small_updates_on_bf16(folder, rows):
     return types, min(of_a), {p.dtype for p in engine.root.parameters() if not p.requires_grad}
 
 
-def refused(folder, strategy, fsdp, model=None):
-    """The message with which the engine refuses a configuration."""
-    try:
-        build(folder, dataclasses.replace(FP64, **fsdp), strategy, model=model)
-    except ValueError as error:
-        return str(error)
-
-
 def weights_are_copies(folder: str) -> list[bool]:
     """Whether streamed weights have memory of their own, with all of each shard on every process (fsdp_size=1)."""
     engine = build(folder, dataclasses.replace(FP64, fsdp_size=1))

@@ -33,6 +33,19 @@ def kind(request):
     return request.param
 
 
+WAYS = {
+    "policy": ("fsdp2", None, True),
+    "corrected": ("fsdp", "attention", "auto"),
+    "value": ("fsdp2", "boundary", False),
+}
+
+
+@pytest.fixture(scope="module")
+def way(kind):
+    """Strategy, what is kept of activations, and whether prompts are shared."""
+    return WAYS[kind]
+
+
 @pytest.fixture(scope="module")
 def expected(kind, model_folder, one_rank):
     return one_rank("invariance", "naive", model_folder, (kind,))[0]
@@ -43,15 +56,13 @@ def expected_of_losses(model_folder, one_rank):
     return one_rank("invariance", "naive", model_folder, LOSSES)[0]
 
 
-@pytest.mark.parametrize("strategy", ["fsdp2", "fsdp"])
-def test_one_process_by_any_cut(strategy, kind, expected, model_folder, one_rank):
-    (results,) = one_rank("invariance", "cut_gradients", model_folder, (kind,), strategy, ONE_PROCESS)
+def test_one_process_by_any_cut(way, kind, expected, model_folder, one_rank):
+    (results,) = one_rank("invariance", "cut_gradients", model_folder, (kind,), way[0], ONE_PROCESS)
     agree(results, expected)
 
 
-@pytest.mark.parametrize("strategy", ["fsdp2", "fsdp"])
-def test_two_processes_with_any_shares(strategy, kind, expected, model_folder, two_ranks):
-    for results in two_ranks("invariance", "cut_gradients", model_folder, (kind,), strategy, TWO_PROCESSES):
+def test_two_processes_with_any_shares(way, kind, expected, model_folder, two_ranks):
+    for results in two_ranks("invariance", "cut_gradients", model_folder, (kind,), way[0], TWO_PROCESSES):
         agree(results, expected)
 
 
@@ -87,8 +98,8 @@ def test_four_processes_of_which_some_have_no_rows_or_the_same(model_folder, one
 SHARED = [((8,), ROWS[2], None), ((8,), TOKENS[1], "reordered")]
 
 
-@pytest.mark.parametrize(("strategy", "offload"), [("fsdp2", None), ("fsdp2", "attention"), ("fsdp", "attention")])
-def test_two_processes_that_share_every_sequence(strategy, offload, kind, expected, model_folder, two_ranks):
+def test_two_processes_that_share_every_sequence(way, kind, expected, model_folder, two_ranks):
+    strategy, offload, _ = way
     for results in two_ranks("invariance", "cut_gradients", model_folder, (kind,), strategy, SHARED, 2, offload):
         agree(results, expected)
 
@@ -102,27 +113,25 @@ def expected_of_groups(kind, model_folder, one_rank):
 GROUPS = [((8,), ROWS[0], None), ((8,), ROWS[2], None), ((8,), TOKENS[0], "left"), ((8,), TOKENS[1], "reordered")]
 
 
-@pytest.mark.parametrize(("strategy", "shares"), [("fsdp2", True), ("fsdp2", "auto"), ("fsdp", True)])
-def test_prompts_that_are_computed_once(strategy, shares, kind, expected_of_groups, model_folder, one_rank):
-    arguments = (model_folder, (kind,), strategy, GROUPS, 1, None, shares)
+def test_prompts_that_are_computed_once(way, kind, expected_of_groups, model_folder, one_rank):
+    arguments = (model_folder, (kind,), way[0], GROUPS, 1, None, way[2] or True)
     (results,) = one_rank("invariance", "grouped_gradients", *arguments)
     agree(results, expected_of_groups)
     saved = [figures["tokens_saved"] for figures in results[1]]
     assert max(saved) > 0.2 > min(saved), "a small limit parts groups"
 
 
-@pytest.mark.parametrize("strategy", ["fsdp2", "fsdp"])
-def test_prompts_that_are_computed_once_in_two_processes(strategy, kind, expected_of_groups, model_folder, two_ranks):
+def test_prompts_that_are_computed_once_in_two_processes(way, kind, expected_of_groups, model_folder, two_ranks):
     cases = [((5, 3), ROWS[0], None), ((4, 4), ROWS[2], None), ((8, 0), TOKENS[0], None)]
-    arguments = (model_folder, (kind,), strategy, cases, 1, "boundary", True)
+    arguments = (model_folder, (kind,), way[0], cases, 1, "boundary", True)
     for results in two_ranks("invariance", "grouped_gradients", *arguments):
         agree(results, expected_of_groups)
 
 
-@pytest.mark.parametrize(("strategy", "offload"), [("fsdp2", None), ("fsdp2", "attention"), ("fsdp", "attention")])
 def test_prompts_that_are_computed_once_in_processes_that_share_them(
-    strategy, offload, kind, expected_of_groups, model_folder, two_ranks
+    way, kind, expected_of_groups, model_folder, two_ranks
 ):
+    strategy, offload, _ = way
     cases = [((8,), ROWS[0], None), ((8,), TOKENS[0], "reordered")]
     arguments = (model_folder, (kind,), strategy, cases, 2, offload, True)
     for results in two_ranks("invariance", "grouped_gradients", *arguments):
@@ -135,21 +144,17 @@ def expected_of_conversations(kind, model_folder, one_rank):
     return one_rank("invariance", "naive_of_conversations", model_folder, (kind,))[0]
 
 
-@pytest.mark.parametrize("shares", [False, True])
-def test_conversations_of_several_rows(shares, kind, expected_of_conversations, model_folder, one_rank):
+def test_conversations_of_several_rows(way, kind, expected_of_conversations, model_folder, one_rank):
     cases = [((8,), ROWS[0], None), ((8,), ROWS[3], "reordered"), ((8,), TOKENS[0], None)]
-    arguments = (model_folder, (kind,), "fsdp2", cases, 1, None, shares, True)
+    arguments = (model_folder, (kind,), "fsdp2", cases, 1, None, way[2], True)
     (results,) = one_rank("invariance", "grouped_gradients", *arguments)
     agree(results, expected_of_conversations)
 
 
-@pytest.mark.parametrize("strategy", ["fsdp2", "fsdp"])
-def test_conversations_of_several_rows_in_two_processes(
-    strategy, kind, expected_of_conversations, model_folder, two_ranks
-):
+def test_conversations_of_several_rows_in_two_processes(way, kind, expected_of_conversations, model_folder, two_ranks):
     """Rows of a conversation are on both."""
     cases = [((4, 4), ROWS[2], None), ((5, 3), TOKENS[0], "reordered"), ((8, 0), ROWS[1], "reordered")]
-    arguments = (model_folder, (kind,), strategy, cases, 1, None, "auto", True)
+    arguments = (model_folder, (kind,), way[0], cases, 1, None, "auto", True)
     for results in two_ranks("invariance", "grouped_gradients", *arguments):
         agree(results, expected_of_conversations)
 

@@ -1,4 +1,3 @@
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -105,12 +104,6 @@ def test_a_group_has_its_prompt_once_and_reads_its_last_token_for_each_response(
     assert packed.input_ids.tolist() == [[5, 6, 1, 3]] and packed.position_ids.tolist() == [[0, 1, 2, 2]]
     assert packed.tree.lengths == [2, 1, 1] and packed.starts.tolist() == [0, 2, 3, 4]
     assert packed.predicting.tolist() == [1, 2, 1, 3, 1, 2] and packed.targets.tolist() == [[1, 2, 3, 4, 1, 9]]
-
-
-@pytest.mark.parametrize("arguments", [{}, {"rows": 2, "tokens": 3}, {"rows": 0}, {"tokens": 0}])
-def test_a_rule_is_rows_or_tokens(arguments):
-    with pytest.raises(ValueError, match="exactly one"):
-        MicroBatchRule(**arguments)
 
 
 def batch() -> Batch:

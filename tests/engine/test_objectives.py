@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from rlx.algorithms.rollout_correction import mismatch_sums
-from rlx.config.schema import ActorConfig, CriticConfig, PolicyLossConfig, RolloutCorrectionConfig
+from rlx.config.schema import ActorConfig, PolicyLossConfig, RolloutCorrectionConfig
 from rlx.data.batch import Batch
-from rlx.engine.objectives import PolicyObjective, Totals, ValueObjective
+from rlx.engine.objectives import PolicyObjective, Totals
 from rlx.models.log_probs import token_log_probs
 from rlx.user_code import UserCodeError
 
@@ -146,8 +146,3 @@ def test_every_policy_loss_reads_its_settings(batch, logits):
     for mode, options in read.items():
         for name, value in options.items():
             assert loss(mode, **{name: value}) != loss(mode), (mode, name)
-
-
-def test_the_critics_aggregation_must_be_resolved():
-    with pytest.raises(ValueError, match="loss_agg_mode"):
-        ValueObjective(CriticConfig(), horizon=3)

@@ -11,14 +11,6 @@ TWO_GROUPS = Tree([4, 2, 3, 1, 5, 7], [ROOT, ROOT, 0, 0, 1, ROOT])
 FORKS = Tree([3, 2, 4, 1], [ROOT, 0, 0, 1])
 
 
-@pytest.mark.parametrize(
-    ("lengths", "parents"), [([], []), ([1, 0], [ROOT, 0]), ([1, 1], [ROOT, 1]), ([1, 1], [ROOT]), ([1], [-2])]
-)
-def test_what_is_no_tree_is_refused(lengths, parents):
-    with pytest.raises(ValueError, match="expected lengths of at least 1, and for each a parent that comes before it"):
-        Tree(lengths, parents)
-
-
 def test_positions_continue_those_of_the_parent():
     assert FORKS.positions().tolist() == [0, 1, 2, 3, 4, 3, 4, 5, 6, 5] and FORKS.longest == 7
     assert Tree([2, 3]).positions().tolist() == [0, 1, 0, 1, 2]
