@@ -16,6 +16,7 @@ from rlx.config.schema import (
     RolloutCorrectionConfig,
 )
 from rlx.data.batch import Batch
+from rlx.environments.chat import Written
 from rlx.environments.conversation import Conversation
 from rlx.environments.role import batch_of
 from rlx.environments.running import ConversationRow, RanConversations
@@ -29,6 +30,7 @@ from rlx.trainer.learning import balance
 ONE = [(0, [70, 71], 1.0)]
 TWO = [(0, [70, 71], 0.5), (1, [72], 1.5)]
 THREE = [(0, [70], 0.0), (0, [71], 0.25), (1, [72], 0.0), (2, [73, 74], 2.75)]
+MESSAGE = {"role": "tool", "content": "M"}
 
 
 def conversation(turns, forks=True):
@@ -39,10 +41,9 @@ def conversation(turns, forks=True):
     own, log_prob = Conversation([60, 61], width=16, reason="done"), 0.0
     for number, (branch, tokens, reward) in enumerate(turns):
         if forks and branch > len(own.earlier):
-            own._fork([60] if branch == 2 else [60, 61])
-            own._append([90, 91], False, [0.0, 0.0], "history", "M")
+            own.add_messages([MESSAGE], Written([60, 90, 91] if branch == 2 else [60, 61, 90, 91], "", True))
         elif number:
-            own._append([80], False, [0.0], "tool", "M")
+            own.add_messages([MESSAGE], Written([80], ""))
         log_probs = [log_prob - k - 1 for k in range(len(tokens))]
         log_prob = log_probs[-1]
         own._append(tokens, True, log_probs, "assistant", "CD")
@@ -200,7 +201,7 @@ def test_a_row_without_history_behind_its_prompt_begins_a_turn_of_its_own():
     own = Conversation([60], width=4)
     for branch in range(2):
         if branch:
-            own._fork([60])
+            own.add_messages([MESSAGE], Written([60], "", True))
         own._append([70], True, [-1.0], "assistant", "C")
         own.turns[-1]["reward"] = 1.0
     batch = batch_of(RanConversations([own], 0.0), [ConversationRow({}, 0, [60])], 0, 4, 1, True)
