@@ -21,9 +21,8 @@ from rlx.config.choices import PROMPTS, chosen, most_prompts, not_chosen, why_fe
 from rlx.config.compose.command_line import Composed, compose
 from rlx.config.describe import help_text
 from rlx.config.faults import numbered
-from rlx.config.forecast.checkpoint_forecast import checkpoint_text
 from rlx.config.forecast.decoders import fetch_configs
-from rlx.config.forecast.forecast_text import long_text, short_text, verdict_text
+from rlx.config.forecast.forecast_text import checkpoint_text, long_text, short_text, verdict_text
 from rlx.config.forecast.memory_forecast import MemoryForecast
 from rlx.config.machine import Cluster, Machine, inspect_machine, named_machine
 from rlx.config.schema import PPOConfig

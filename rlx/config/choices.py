@@ -10,7 +10,7 @@ from rlx.config.compose.command_line import MODEL_KEY, Composed, compose
 from rlx.config.faults import Fault
 from rlx.config.forecast.memory_forecast import MemoryForecast
 from rlx.config.machine import Machine, on_accelerator
-from rlx.config.schema import ActorConfig, PPOConfig
+from rlx.config.schema import ActorConfig
 from rlx.config.schema.tree import with_value
 
 ACTOR, ROLLOUT, PROCESSES = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "trainer.n_gpus_per_node"
@@ -40,12 +40,12 @@ def chosen(arguments: Sequence[str], composed: Composed, machine: Machine, rows:
         machine: decides on the processes, and with the memory forecast on the tokens of a micro-batch.
         rows: training rows, counted to PROMPTS or further; None or 0 if they cannot be counted.
     """
-    given = composed.set_keys
+    given, found = composed.set_keys, dict[str, str]()
     if not _is_open(arguments, given):
         return []
-    found: dict[str, str] = {}
     if PROCESSES not in given:
-        found[PROCESSES] = str(_per_machine(composed, machine))
+        with_gpus = [count for count in machine.node_gpus if count]  # a cluster's head often has none
+        found[PROCESSES] = str(min(with_gpus, default=1) if on_accelerator(composed.partial, machine) else 1)
     if not _of_algorithm(given):
         found |= {key: value for key, value in GRPO.items() if key not in given}
         most = most_prompts(composed, machine)
@@ -64,7 +64,6 @@ def chosen(arguments: Sequence[str], composed: Composed, machine: Machine, rows:
 
 
 def most_prompts(composed: Composed, machine: Machine) -> int:
-    """Return the prompts of a batch that rlx chooses for many rows."""
     return PROMPTS if on_accelerator(composed.partial, machine) else CPU_PROMPTS
 
 
@@ -81,7 +80,6 @@ def not_chosen(arguments: Sequence[str], composed: Composed) -> dict[str, str]:
 
 
 def with_reason(fault: Fault, unchosen: Mapping[str, str]) -> Fault:
-    """Return the fault, which also says which of its keys are `not_chosen`."""
     keys = [key for key in fault.keys if key in unchosen]
     if not keys:
         return fault
@@ -101,22 +99,14 @@ def _of_algorithm(given: frozenset[str]) -> list[str]:
 
 def _sizes(composed: Composed, most: int) -> dict[str, str]:
     """Return the sizes of batch and mini-batch that are open, both in prompts; the batch has at most `most`."""
-    given, config = composed.set_keys, composed.partial
+    given, config, sizes = composed.set_keys, composed.partial, dict[str, str]()
     batch, mini = config.data.train_batch_size, config.actor_rollout_ref.actor.ppo_mini_batch_size
-    sizes: dict[str, str] = {}
     if BATCH not in given:
-        batch = most
-        if MINI_BATCH in given:
-            batch = max(batch - batch % mini, mini)
+        batch = max(most - most % mini, mini) if MINI_BATCH in given else most
         sizes[BATCH] = str(batch)
     if MINI_BATCH not in given:
         sizes[MINI_BATCH] = str(batch if batch % MINI_PROMPTS else MINI_PROMPTS)
     return sizes
-
-
-def _per_machine(composed: Composed, machine: Machine) -> int:
-    with_gpus = [count for count in machine.node_gpus if count]  # a cluster's head often has none
-    return min(with_gpus, default=1) if on_accelerator(composed.partial, machine) else 1
 
 
 def _tokens(arguments: Sequence[str], machine: Machine) -> int:
@@ -125,15 +115,12 @@ def _tokens(arguments: Sequence[str], machine: Machine) -> int:
     Without a forecast the default is returned. The sampler's phases do not count: fewer tokens would not make them fit.
     """
 
-    def of(tokens: int) -> PPOConfig:
-        return compose([*arguments, f"{TOKENS}={tokens}"]).partial
-
-    data, usual = of(MOST_TOKENS).data, ActorConfig().ppo_max_token_len_per_gpu
-    longest, tokens = data.max_prompt_length + data.max_response_length, MOST_TOKENS
+    config, tokens = compose(arguments).partial, MOST_TOKENS
+    longest = config.data.max_prompt_length + config.data.max_response_length
     while tokens > max(longest, LEAST_TOKENS):
-        forecast = MemoryForecast.of(of(tokens), machine)
+        forecast = MemoryForecast.of(with_value(config, TOKENS, tokens), machine)
         if forecast.memory_bytes is None or forecast.unknown:
-            return max(usual, longest)
+            return max(ActorConfig().ppo_max_token_len_per_gpu, longest)
         if all(phase.name in OF_SAMPLER for phase in forecast.oversized()):
             return tokens
         tokens //= 2

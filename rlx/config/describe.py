@@ -39,7 +39,6 @@ PAGE = Path(__file__).with_name("configuration.md")
 
 
 def help_text() -> str:
-    """Return the text of `--help`: usage, groups, the top of the tree."""
     lines = [USAGE, "Groups (files in configs/):"]
     for group, files in group_choices().items():
         default = DEFAULT_GROUPS.get(group)

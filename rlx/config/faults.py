@@ -30,7 +30,6 @@ class ConfigError(ValueError):
 
 
 def numbered(faults: tuple[Fault, ...]) -> str:
-    """Return the faults as a numbered list, one below the other."""
     lines: list[str] = []
     for number, fault in enumerate(faults, start=1):
         first, *rest = str(fault).splitlines()

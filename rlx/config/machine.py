@@ -2,7 +2,7 @@
 
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -35,11 +35,10 @@ class Machine:
     packages: frozenset[str]  # the installed ones of OPTIONAL_PACKAGES
     cluster: Cluster | None = None  # the cluster to join; None starts Ray on this machine alone
     vllm: str | None = None  # the version of vLLM, None if there is none
-    # Memory of the smallest device; None: not known, as on a cluster of several machines
-    device_bytes: int | None = None
-    # Memory of the machine or its container; None: not known, as on a cluster of several machines
-    host_bytes: int | None = None
-    hardware: Hardware | None = None  # of its devices; None: not known, or they differ
+    # None: not known, as on a cluster of several machines
+    device_bytes: int | None = None  # memory of the smallest device
+    host_bytes: int | None = None  # memory of the machine or its container
+    hardware: Hardware | None = None  # of its devices, if they are equal
     name: str | None = None  # of a machine that is only named; None: this machine, or the cluster's
 
     @property
@@ -48,19 +47,18 @@ class Machine:
 
     @property
     def node_gpus(self) -> tuple[int, ...]:
-        """GPUs of each machine that the run can use."""
         return (self.gpus,) if self.cluster is None else self.cluster.node_gpus
 
 
 def inspect_machine(cluster: Cluster | None = None) -> Machine:
-    """Return this machine's resources."""
     packages = frozenset(name for name in OPTIONAL_PACKAGES if find_spec(name) is not None)
     # Not every system tells which cores a process may use.
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     gpus, device_bytes, hardware = look_at_gpus()
+    machine = Machine(gpus, cpus, packages, cluster, vllm_version())
     if cluster is not None and len(cluster.node_gpus) > 1:
-        return Machine(gpus, cpus, packages, cluster, vllm_version())  # the cluster's other machines may differ
-    return Machine(gpus, cpus, packages, cluster, vllm_version(), device_bytes, all_host_bytes(), hardware)
+        return machine  # the cluster's other machines may differ
+    return replace(machine, device_bytes=device_bytes, host_bytes=all_host_bytes(), hardware=hardware)
 
 
 def named_machine(text: str) -> Machine:
@@ -92,7 +90,6 @@ def named_machine(text: str) -> Machine:
 
 
 def has_gpu_driver() -> bool:
-    """Whether a driver for CUDA devices is loaded on this machine."""
     return any(Path(file).exists() for file in DRIVER_FILES)
 
 

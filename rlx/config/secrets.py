@@ -30,9 +30,8 @@ ENVIRONMENT = "env_vars"
 _PASSWORD_IN_URL = re.compile(r"(?<=://)[^/@\s]+@")
 _NAMED = re.compile(r"""([A-Za-z_][\w.-]*)["']?\s*[:=]""")
 _QUERY = re.compile(r"(?<=[?&])([\w-]+)=[^&\s'\"]+")
-_TOKEN = re.compile(
-    r"\b(?:sk-|hf_|gh[opsu]_|github_pat_|glpat-|xox[abp]-|AKIA|Bearer\s+)[\w.-]{8,}"
-)  # keys of services by their first letters
+# Keys of services by their first letters
+_TOKEN = re.compile(r"\b(?:sk-|hf_|gh[opsu]_|github_pat_|glpat-|xox[abp]-|AKIA|Bearer\s+)[\w.-]{8,}")
 
 
 def _words(name: str) -> set[str]:
@@ -52,10 +51,8 @@ def without_secrets(value: Any) -> Any:
     (`env_vars`) unless they only name a variable, as `${oc.env:NAME}` does, passwords in URLs, and keys of known services.
     """
     if isinstance(value, dict):
-        return {
-            name: _hidden(child, str(name)) if _hides(str(name)) else without_secrets(child)
-            for name, child in value.items()
-        }
+        hidden = {name: _hidden(child, str(name)) for name, child in value.items() if _hides(str(name))}
+        return {name: hidden[name] if name in hidden else without_secrets(child) for name, child in value.items()}
     if isinstance(value, list | tuple):
         return [without_secrets(child) for child in value]
     if not isinstance(value, str):

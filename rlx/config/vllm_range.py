@@ -21,7 +21,6 @@ def vllm_version() -> str | None:
 
 
 def in_range(found: str) -> bool:
-    """Whether rlx works with a version."""
     try:
         numbers = tuple(int(part) for part in found.split(".")[:2])
     except ValueError:

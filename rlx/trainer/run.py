@@ -8,7 +8,7 @@ from pathlib import Path
 from threading import Thread
 
 from rlx.cluster.group import WorkerGroup
-from rlx.config.forecast.checkpoint_forecast import seldom_saved
+from rlx.config.forecast.forecast_text import seldom_saved
 from rlx.config.schema import PPOConfig
 from rlx.config.schema.roles import TINY, critic_settings, has_critic, is_tiny, roles_of
 from rlx.config.schema.tree import value_at, with_value

@@ -1,5 +1,8 @@
 import re
+import sys
 from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
 
 import pytest
 
@@ -7,6 +10,8 @@ from rlx.config.check.validate import Verdict, check
 from rlx.config.compose.command_line import compose
 from rlx.config.machine import Machine
 from rlx.config.schema.tree import LEAVES, is_key
+
+sys.path.insert(0, str(Path(__file__).parent / "check"))  # for case_tables
 
 Check = Callable[..., Verdict]
 
@@ -22,6 +27,11 @@ CODE = re.compile("`[^`]*`")
 FILES = ("md", "py", "json", "jsonl")
 
 
+@cache
+def composes(override: str) -> bool:
+    return not compose([override]).faults
+
+
 @pytest.fixture
 def not_whole() -> Callable[[str], list[str]]:
     """Return what a remedy names that is no whole key or group of rlx, and its key=value that do not compose."""
@@ -31,7 +41,7 @@ def not_whole() -> Callable[[str], list[str]]:
         names = [name for name in DOTTED.findall(remedy) if name.rpartition(".")[2] not in FILES]
         unknown = [name for name in names if not is_key(name) and not any(f"{name}." in leaf for leaf in LEAVES)]
         given = [f"{key}={value}" for key, value in ASSIGNED.findall(remedy)]
-        return unknown + [override for override in given if compose([override]).faults]
+        return unknown + [override for override in given if not composes(override)]
 
     return of
 

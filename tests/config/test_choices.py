@@ -98,20 +98,12 @@ def test_micro_batches_are_the_largest_that_fit_the_forecast(command):
 
 HF = "actor_rollout_ref.rollout.name=hf"
 SMOL = {
-    **SMALL,
-    **{
-        "model_type": "llama",
-        "hidden_size": 576,
-        "intermediate_size": 1536,
-        "num_hidden_layers": 30,
-        "num_attention_heads": 9,
-    },
-    **{"num_key_value_heads": 3, "vocab_size": 49152},
+    **{**SMALL, "model_type": "llama", "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30},
+    **{"num_attention_heads": 9, "num_key_value_heads": 3, "vocab_size": 49152},
 }
 
 
-@pytest.mark.parametrize("gb", [8, 16, 24, 128])
-@pytest.mark.parametrize("response", [128, 512, 4096])
+@pytest.mark.parametrize(("gb", "response"), [(8, 512), (16, 4096), (24, 512), (128, 128)])
 def test_on_a_cpu_the_sizes_leave_half_of_the_memory_and_micro_batches_do_not_shrink_for_the_sampler(
     command, tmp_path: Path, gb: int, response: int
 ):
@@ -123,14 +115,7 @@ def test_on_a_cpu_the_sizes_leave_half_of_the_memory_and_micro_batches_do_not_sh
     assert whole.config.data.train_batch_size == CPU_PROMPTS
     phases = {phase.name: phase for phase in MemoryForecast.of(whole.config, host).phases()}
     assert gb < 16 or all(phase.peak <= gb * 10**9 / 2 for phase in phases.values())
-    few = dict(
-        text.split("=", 1)
-        for text in chosen([*given, f"{SEQUENCES}=1"], compose([*given, f"{SEQUENCES}=1"]), host, 200)
-    )
-    assert found[TOKENS] == few[TOKENS]
-    assert (SEQUENCES in found) == (
-        phases["rollout"].parts["sampler"] * 2 > gb * 10**9 or int(found.get(SEQUENCES, 1024)) < 1024
-    )
+    assert found[TOKENS] == choices([*given, f"{SEQUENCES}=1"], host)[TOKENS]
 
 
 def test_sequences_are_fewer_where_the_cache_of_all_does_not_fit(command, tmp_path: Path):

@@ -41,7 +41,6 @@ def why_not_writable(folder: Path) -> str | None:
 
 
 def correct_path(key: str) -> str:
-    """Return the remedy for a path that does not exist."""
     return f"correct {key}; relative paths start at {Path.cwd()}"
 
 

@@ -145,7 +145,6 @@ METRICS = ("acc", "score", "seq_reward", "seq_final_reward")
 
 
 def critic_is_used(s: CheckContext) -> Faults:
-    """Keys of the critic need an estimator that trains a critic."""
     keys = [key for key in s.changed_keys if key.startswith("critic.")]
     if keys and not has_critic(s.config):
         remedy = f"remove {'it' if len(keys) == 1 else 'them'}, or set algorithm.adv_estimator=gae"
@@ -215,7 +214,6 @@ def offloading_roles(s: CheckContext) -> list[ModelRole]:
 
 
 def offload_options(model: ModelConfig) -> OffloadOptions:
-    """Return a model's options for the offloading engine, unchecked."""
     return OffloadOptions.unchecked(**vars(model.activation_offload))
 
 
@@ -279,7 +277,6 @@ OWNERS = {
 
 
 def vllm_is_there(s: CheckContext) -> Faults:
-    """vLLM is installed if it is used, in a version that rlx knows."""
     found = s.machine.vllm
     if s.value(NAME) != "vllm" or (found is not None and in_range(found)):
         return
@@ -359,7 +356,6 @@ JUDGE, FORM = "reward_model.model.path", "reward.format"
 
 
 def form_is_an_expression(s: CheckContext) -> Faults:
-    """The form is a known name or a valid regular expression."""
     form = s.config.reward.format
     try:
         re.compile("" if form is None or form in FORMS else form)

@@ -26,7 +26,6 @@ LONGEST_RAY_FOLDER = 26
 
 
 def cluster_can_be_joined(s: CheckContext) -> Faults:
-    """The driver can join the named cluster; a run on several machines names one."""
     cluster, nodes = s.machine.cluster, s.config.trainer.nnodes
     if cluster is not None and cluster.error is not None:
         remedy = "start the cluster (docs/cluster.md), or unset RAY_ADDRESS to run on this machine alone"
@@ -111,7 +110,6 @@ def models_exist(s: CheckContext) -> Faults:
 
 
 def data_files_exist(s: CheckContext) -> Faults:
-    """Prompts are there."""
     for key in ("data.train_files", "data.val_files"):
         expected = f"files ending in {', '.join(DATA_KINDS)}, a folder or pattern of them, a URL, or {ARITHMETIC}"
         if not s.value(key):
@@ -133,7 +131,6 @@ def data_files_exist(s: CheckContext) -> Faults:
 
 
 def user_code_exists(s: CheckContext) -> Faults:
-    """The files of a user's dataset class, reward function, environment and policy loss exist."""
     own = ("data.custom_cls", "custom_reward_function", "environment", "actor_rollout_ref.actor.policy_loss")
     for key in (f"{each}.path" for each in own):
         if s.value(key) is not None and not is_python_file(s.value(key)):
@@ -141,7 +138,6 @@ def user_code_exists(s: CheckContext) -> Faults:
 
 
 def checkpoint_exists(s: CheckContext) -> Faults:
-    """The checkpoint to resume from exists and is finished."""
     trainer, key = s.config.trainer, "trainer.resume_from_path"
     named = trainer.resume_from_path
     if trainer.resume_mode == "resume_path" and named is not None and not is_url(named):
@@ -154,7 +150,6 @@ def checkpoint_exists(s: CheckContext) -> Faults:
 
 
 def folders_can_be_written(s: CheckContext) -> Faults:
-    """The driver can write to its folders, or make them."""
     trainer, keys = s.config.trainer, ("trainer.rollout_data_dir", "trainer.validation_data_dir")
     written = [(key, Path(s.value(key)).expanduser().absolute()) for key in keys if s.value(key) is not None]
     checkpoint = Path(trainer.resume_from_path or "").expanduser().absolute()

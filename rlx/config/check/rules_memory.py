@@ -40,7 +40,6 @@ def memory_suffices(s: CheckContext) -> Iterator[Fault]:
 
 
 def memory_warnings(s: CheckContext) -> Iterator[str]:
-    """Warn of phases that may not fit but are not refused."""
     if s.config.trainer.memory_check == "off":
         return
     forecast = MemoryForecast.of(s.config, s.machine)
@@ -99,7 +98,6 @@ def after_full_memory(forecast: MemoryForecast) -> str:
 
 
 def usable(forecast: MemoryForecast, phases: list[Phase]) -> str:
-    """Return in words how much memory the phases may use, and how much there is."""
     limit = min(phase.limit or 0.0 for phase in phases)
     what = "a device's" if forecast.on_device else "each process's part of the host's"
     return f"{gb(limit)} of {what} {gb(forecast.memory_bytes or 0.0)}"

@@ -2,14 +2,12 @@
 
 import math
 import re
-from collections.abc import Iterator
 from dataclasses import is_dataclass, replace
 from difflib import get_close_matches
-from functools import partial
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
-from rlx.config.compose.foreign_keys import IGNORED, Remedy, Renamed, remedy_for, remedy_of_trl
+from rlx.config.compose.foreign_keys import IGNORED, Renamed, remedy_for, remedy_of_trl
 from rlx.config.faults import Fault
 from rlx.config.schema import PPOConfig
 from rlx.config.schema.keys import KeyInfo, read_bounds
@@ -25,10 +23,10 @@ GENERIC = ("enable", "mode", "name", "path")
 TORCH_DTYPES = {
     "bfloat16": "bf16",
     "float16": "fp16",
-    "half": "fp16",
     "float32": "fp32",
-    "float": "fp32",
     "float64": "fp64",
+    "half": "fp16",
+    "float": "fp32",
 }
 """Torch's name of a type, in which verl's commands are written -> the name here."""
 
@@ -46,30 +44,27 @@ def build(tree: dict[str, Any]) -> tuple[PPOConfig, list[Fault]]:
 
 def nearest_keys(key: str) -> list[str]:
     """Return at most three known keys that a mistyped or misplaced key may mean, best first."""
-    *parents, name = key.split(".")
-    same_name = [known for known in LEAVES if known.rsplit(".", 1)[-1] == name]
-    if name in GENERIC:
-        same_name = [known for known in same_name if _groups_are_alike(parents[-1:], known)]
+    section, _, name = key.rpartition(".")
+    words = section.rpartition(".")[2].split("_")
+    same_name = [known for known in LEAVES if known.rpartition(".")[2] == name]
+    if name in GENERIC:  # also a word of its group is like one of the known key's groups
+        places = {known: re.split(r"[._]", known)[:-1] for known in same_name}
+        same_name = [
+            known for known in same_name if any(get_close_matches(word, places[known], cutoff=0.75) for word in words)
+        ]
     if same_name:
         return get_close_matches(key, same_name, n=3, cutoff=0.0)
-    section = ".".join(parents)
-    siblings = {known.rsplit(".", 1)[-1]: known for known in LEAVES if known.rsplit(".", 1)[0] == section}
-    near = [siblings[match] for match in get_close_matches(name, siblings, n=2, cutoff=0.6)]
-    return near or [known for known in get_close_matches(key, LEAVES, cutoff=0.75) if _tails_are_alike(key, known)][:1]
-
-
-def _groups_are_alike(group: list[str], known: str) -> bool:
-    """Whether a known key lies below a group with a word like one of the given group's name."""
-    words = re.split(r"[._]", known)[:-1]
-    return any(get_close_matches(word, words, cutoff=0.75) for name in group for word in name.split("_"))
-
-
-def _tails_are_alike(key: str, known: str) -> bool:
-    """Whether a key resembles a known one below their common groups; long common groups would make any two keys alike."""
-    one, other = key.split("."), known.split(".")
-    while one and other and one[0] == other[0]:
-        one, other = one[1:], other[1:]
-    return bool(get_close_matches(".".join(one), [".".join(other)]))
+    siblings = {known.rpartition(".")[2]: known for known in LEAVES if known.rpartition(".")[0] == section}
+    if near := [siblings[match] for match in get_close_matches(name, siblings, n=2, cutoff=0.6)]:
+        return near
+    for known in get_close_matches(key, LEAVES, cutoff=0.75):
+        # Long common groups make any two keys alike, so the rest below them is compared.
+        one, other = key.split("."), known.split(".")
+        while one and one[:1] == other[:1]:
+            one, other = one[1:], other[1:]
+        if get_close_matches(".".join(one), [".".join(other)]):
+            return [known]
+    return []
 
 
 def not_a_group(key: str, value: Any, below: tuple[str, ...]) -> Fault:
@@ -100,7 +95,10 @@ def _unknown(key: str, value: Any, faults: list[Fault]) -> None:
             _unknown(f"{key}.{name}", child, faults)
         return
     given = override_without_secrets(f"{key}={as_text(value)}").partition("=")[2]
-    found, meant = _of_other_framework(key, given), list[str]()
+    name, found, meant = key.rpartition(".")[2], remedy_for(key), list[str]()
+    # TRL writes keys without a prefix; below one that is wrong here no key is like it.
+    if found is None and (name == key or not nearest_keys(key)):
+        found = remedy_of_trl(name, given)
     if found == IGNORED or (found is not None and value is None):
         return
     expected = "a key of rlx"
@@ -115,14 +113,6 @@ def _unknown(key: str, value: Any, faults: list[Fault]) -> None:
     # Faults of rules about the keys that the user meant would only add noise.
     got = f"{key}={given}"
     faults.append(Fault(f"unknown key {key}", got, expected, remedy, (key, *meant)))
-
-
-def _of_other_framework(key: str, given: str) -> Remedy | None:
-    """Return the remedy for a key of verl, or of TRL: written without a prefix, or with one below which no key is like it."""
-    name = key.rpartition(".")[2]
-    if (found := remedy_for(key)) is not None:
-        return found
-    return remedy_of_trl(name, given) if name == key or not nearest_keys(key) else None
 
 
 def _renamed(found: Renamed, value: Any) -> tuple[str, list[str]]:
@@ -154,9 +144,10 @@ def _leaf(key: str, value: Any, leaf: Leaf, faults: list[Fault]) -> Any:
         got, remedy = f"{without_secrets(value)!r} ({type(value).__name__})", f"set {key}{_example(value, leaf)}"
         faults.append(Fault(f"{key} has the wrong type", got, expected, remedy, (key,)))
         return leaf.default
-    for wrong in filter(None, map(partial(_unusable, leaf.info), _texts(read))):
-        faults.append(Fault(f"{key} {wrong[0]}", wrong[1], wrong[2], f"shorten or correct {key}", (key,)))
-        return leaf.default
+    for item in read if isinstance(read, tuple) else (read,):
+        if isinstance(item, str) and (wrong := _unusable(leaf.info, item)):
+            faults.append(Fault(f"{key} {wrong[0]}", wrong[1], wrong[2], f"shorten or correct {key}", (key,)))
+            return leaf.default
     if not _allowed(read, leaf):
         remedy = _other_choice(key, read, leaf)
         faults.append(Fault(f"{key} is out of range", repr(value), expected, remedy, (key,)))
@@ -213,36 +204,25 @@ def _convert(value: Any, hint: Any, info: KeyInfo) -> Any:
 
 
 def _allowed(value: Any, leaf: Leaf) -> bool:
-    if isinstance(value, tuple):
-        return leaf.info.length in (None, len(value)) and all(_allowed(item, leaf) for item in value)
     info = leaf.info
+    if isinstance(value, tuple):
+        return info.length in (None, len(value)) and all(_allowed(item, leaf) for item in value)
     if info.choices is not None:
         return value in info.choices
     if info.bounds and isinstance(value, str):
-        return _is_bounds(value)
+        try:
+            return bool(read_bounds(value))
+        except ValueError:
+            return False
     if not isinstance(value, int | float) or isinstance(value, bool):
         return True
     return (
         math.isfinite(value)
         and (info.minimum is None or value >= info.minimum)
         and (info.maximum is None or value <= info.maximum)
-        and (info.exclusive_minimum is None or value > info.exclusive_minimum)
-        and (info.exclusive_maximum is None or value < info.exclusive_maximum)
+        and (info.above is None or value > info.above)
+        and (info.under is None or value < info.under)
     )
-
-
-def _is_bounds(text: str) -> bool:
-    try:
-        read_bounds(text)
-    except ValueError:
-        return False
-    return True
-
-
-def _texts(value: Any) -> Iterator[str]:
-    for item in value if isinstance(value, tuple) else (value,):
-        if isinstance(item, str):
-            yield item
 
 
 def _unusable(info: KeyInfo, text: str) -> tuple[str, str, str] | None:
@@ -255,8 +235,7 @@ def _unusable(info: KeyInfo, text: str) -> tuple[str, str, str] | None:
         return "is not UTF-8", ascii(text[:SHOWN]), "UTF-8"
     except RuntimeError:
         return "names the home of a user who does not exist", text, "a path"
-    longest = max(map(len, raw.split(b"/")))
-    if info.is_path and (len(raw) > LONGEST_PATH or longest > LONGEST_NAME):
+    if info.is_path and (len(raw) > LONGEST_PATH or max(map(len, raw.split(b"/"))) > LONGEST_NAME):
         got = f"{text[:SHOWN]}… of {len(raw):,} bytes"
         return "is too long for a path", got, f"at most {LONGEST_PATH:,} bytes, and {LONGEST_NAME} between two slashes"
     return None

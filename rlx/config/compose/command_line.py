@@ -47,7 +47,6 @@ class Composed:
 
     @property
     def config(self) -> PPOConfig:
-        """The tree. Raises ConfigError if there are faults."""
         if self.faults:
             raise ConfigError(self.faults)
         return self.partial
@@ -94,7 +93,7 @@ def compose(overrides: Sequence[str]) -> Composed:
     values: list[Override] = []
     given: dict[str, list[str]] = {}
     known_groups = group_choices()
-    for text in _without_splits(overrides, faults):
+    for text in _whole(overrides, faults):
         parsed = _parse(text, faults)
         if parsed is not None and not isinstance(parsed.value(), dict):  # mappings are merged
             given.setdefault(parsed.key_or_group, []).append(override_without_secrets(text))
@@ -114,26 +113,26 @@ def compose(overrides: Sequence[str]) -> Composed:
     return Composed(config, set_keys, (*faults, *misfits), read, repeated)
 
 
-def _without_splits(overrides: Sequence[str], faults: list[Fault]) -> list[str]:
+def _whole(overrides: Sequence[str], faults: list[Fault]) -> list[str]:
     """Return the overrides, those joined that come in pieces; add a fault for each.
 
     Examples: an unquoted $@ makes two arguments of a list, `data.train_files=['a',` and `'b']`; `key = 4` is three; `key 4` lacks `=`.
     """
-    whole, rest = [], list(overrides)
-    while rest:
-        pieces = [rest.pop(0)]
-        while rest and _goes_on("".join(pieces), rest[0]):
-            pieces.append(rest.pop(0))
-        whole.append("".join(pieces) if "=" in "".join(pieces) else "=".join(pieces))
+    grouped: list[list[str]] = []
+    for text in overrides:
+        if grouped and _goes_on("".join(grouped[-1]), text):
+            grouped[-1].append(text)
+        else:
+            grouped.append([text])
+    joined = [("" if "=" in "".join(pieces) else "=").join(pieces) for pieces in grouped]
+    for whole, pieces in zip(joined, grouped, strict=True):
         if len(pieces) > 1:
-            shown, got = override_without_secrets(whole[-1]), override_without_secrets(" ".join(pieces))
-            got = shown.replace("=", " ", 1) if HIDDEN in shown else got
-            key, remedy = (
-                shown.partition("=")[0],
-                f'write it as one argument: "{shown}"; in a script write "$@" with its quotes',
-            )
+            shown = override_without_secrets(whole)
+            got = shown.replace("=", " ", 1) if HIDDEN in shown else override_without_secrets(" ".join(pieces))
+            remedy = f'write it as one argument: "{shown}"; in a script write "$@" with its quotes'
+            key = shown.partition("=")[0]
             faults.append(Fault(f"{key}: the override is in pieces", got, "key=value", remedy, (key,)))
-    return whole
+    return joined
 
 
 def _goes_on(text: str, piece: str) -> bool:
@@ -141,16 +140,11 @@ def _goes_on(text: str, piece: str) -> bool:
     if re.match(r"--|[\w.+/@]+=", piece):
         return False
     if "=" not in text:
-        return piece.startswith("=") or (_is_name(text) and not _is_name(piece))
-    return re.fullmatch(r"[\w.+]+=", text) is not None or _depth(text) > 0
-
-
-def _is_name(text: str) -> bool:
-    return text in group_choices() or not LEAVES.keys().isdisjoint(_leaf_keys(text, None))
-
-
-def _depth(text: str) -> int:
-    return sum(map(text.count, "[{")) - sum(map(text.count, "]}"))
+        is_name = [
+            each in group_choices() or not LEAVES.keys().isdisjoint(_leaf_keys(each, None)) for each in (text, piece)
+        ]
+        return piece.startswith("=") or is_name == [True, False]
+    return text.endswith("=") or sum(map(text.count, "[{")) > sum(map(text.count, "]}"))
 
 
 def _parse(text: str, faults: list[Fault]) -> Override | None:
@@ -245,16 +239,15 @@ def _merged(groups: dict[str, str | None], values: list[Override], faults: list[
     tree = deepcopy(_files_on_defaults(*files))
     for override in values:
         key, value = override.key_or_group, override.value()
-        fault = _misplaced(key, value)
-        if fault is None:
-            try:
-                # Like `++key=value` in Hydra: unknown keys reach the typed tree, which finds the nearest known name.
-                OmegaConf.update(tree, key, value, merge=True, force_add=True)
-            except OmegaConfBaseException as error:
-                remedy = "look for the key in docs/configuration.md"
-                fault = Fault(f"{key} cannot be set", str(error).splitlines()[0], "key=value", remedy, (key,))
-        if fault is not None:
+        if (fault := _misplaced(key, value)) is not None:
             faults.append(fault)
+            continue
+        try:
+            # Like `++key=value` in Hydra: unknown keys reach the typed tree, which finds the nearest known name.
+            OmegaConf.update(tree, key, value, merge=True, force_add=True)
+        except OmegaConfBaseException as error:
+            remedy = "look for the key in docs/configuration.md"
+            faults.append(Fault(f"{key} cannot be set", str(error).splitlines()[0], "key=value", remedy, (key,)))
     return tree
 
 
@@ -265,14 +258,8 @@ def _misplaced(key: str, value: Any) -> Fault | None:
         return not_a_group(key, value, below)
     for leaf, known in LEAVES.items():
         if key.startswith(f"{leaf}.") and not isinstance(known.default, dict):
-            expected = f"{leaf}=<{describe_expected(known)}>"
-            return Fault(
-                f"{leaf} has no keys below it",
-                override_without_secrets(f"{key}={value}"),
-                expected,
-                f"set {leaf} itself",
-                (leaf,),
-            )
+            got, expected = override_without_secrets(f"{key}={value}"), f"{leaf}=<{describe_expected(known)}>"
+            return Fault(f"{leaf} has no keys below it", got, expected, f"set {leaf} itself", (leaf,))
     return None
 
 

@@ -20,7 +20,6 @@ class Renamed(NamedTuple):
     given: str = "={value}"
 
     def text(self, key: str, value: str = "") -> str:
-        """Return the remedy for a value of this key of rlx, or without the value."""
         return f"use {key}{self.given.format(value=value) if value else ''}{self.why and f': {self.why}'}"
 
 

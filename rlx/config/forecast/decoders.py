@@ -19,7 +19,6 @@ Known = Decoder | str
 
 
 def decoders(config: PPOConfig) -> dict[str, Known]:
-    """Return the shape of each role's model, by the role's name."""
     # The built-in critic has the policy's shape, whatever its own subtree says.
     policy = config.actor_rollout_ref.model
     models = {role.name: policy if role.model.path == TINY else role.model for role in sharded_roles(config)}
@@ -72,7 +71,6 @@ def _keys_of_text(file: Path, model: ModelConfig) -> dict[str, Any]:
 
 
 def tiny_shape(tiny: TinyModelConfig) -> dict[str, Any]:
-    """Return `builtin:tiny` in the form of a config.json."""
     return {
         **vars(tiny),
         "model_type": "qwen3",
@@ -87,43 +85,30 @@ def fetch_configs(config: PPOConfig) -> list[Fault]:
 
     The run needs it anyway, but transformers would try for 80 s until it said so.
     """
-    keys = {
-        role.model.path or "": role.model_key for role in reversed(sharded_roles(config))
-    }  # the first of a path counts
-    faults = []
-    for path, key in keys.items():
+    keys = {role.model.path or "": f"{role.model_key}.path" for role in reversed(sharded_roles(config))}
+    patience_s, faults = max(ANSWER_S, float(os.environ.get("HF_HUB_ETAG_TIMEOUT", 0))), []
+    for path, key in keys.items():  # the first key of a path
         if path == TINY or config_file(path) is not None or Path(path).expanduser().exists():
             continue
         from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
         from huggingface_hub.errors import HFValidationError
 
-        patience_s = max(ANSWER_S, float(os.environ.get("HF_HUB_ETAG_TIMEOUT", 0)))
         try:
             # The download alone would try for 20 s.
             get_hf_file_metadata(hf_hub_url(path, "config.json"), timeout=patience_s)
             hf_hub_download(path, "config.json")
         except HFValidationError:
             continue  # not a valid hub name; a rule rejects it
-        except (
-            Exception
-        ) as error:  # the hub's client raises those of its HTTP library, which is another in each version
-            reason = " ".join(str(error).split()) or type(error).__name__
-            faults.append(_fault_of_hub(f"{key}.path", path, reason, patience_s))
+        except Exception as error:  # of the client's HTTP library, which is another in each version
+            known, reason = shape_named(path), " ".join(str(error).split()) or type(error).__name__
+            what = f"{key} is neither a folder nor a cached model, and the hub did not return its config.json"
+            remedy = (
+                "check the name, the network and, for a private model, `hf auth login`; or download it elsewhere "
+                f"(`hf download {path} --local-dir DIR`) and set {key}=DIR. HF_HUB_ETAG_TIMEOUT=60 waits longer"
+            ) + (f". The forecast takes the shape of {known}" if known else "")
+            expected, got = "a folder with config.json, or a name of the hub", f"{key}={path} ({reason})"
+            faults.append(Fault(f"{what} within {patience_s:g} s", got, expected, remedy, (key,)))
     return faults
-
-
-def _fault_of_hub(key: str, path: str, reason: str, patience_s: float) -> Fault:
-    return Fault(
-        what=f"{key} is neither a folder nor a cached model, and the hub did not return its config.json within {patience_s:g} s",
-        got=f"{key}={path} ({reason})",
-        expected="a folder with config.json, or a name of the hub",
-        remedy=(
-            "check the name, the network and, for a private model, `hf auth login`; or download it elsewhere "
-            f"(`hf download {path} --local-dir DIR`) and set {key}=DIR. HF_HUB_ETAG_TIMEOUT=60 waits longer"
-            + (f". The forecast takes the shape of {known}" if (known := shape_named(path)) else "")
-        ),
-        keys=(key,),
-    )
 
 
 def config_file(path: str) -> Path | None:

@@ -1,7 +1,8 @@
 """Find settings with which a run fits into memory: the keys to change, and the largest micro-batch."""
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from math import ceil
 from typing import Any, NamedTuple
 
@@ -42,12 +43,11 @@ def remedies(forecast: MemoryForecast, is_least: bool = False) -> str:
         config = forecast.config
         for change in changes:
             config = change.of(config)
-        return not forecast.changed(config).oversized(is_least)
+        return not replace(forecast, config=config).oversized(is_least)
 
     candidates = list(_candidates(forecast))
-    enough = list({change.key: change for change in reversed(candidates) if fits(change)}.values())[
-        ::-1
-    ]  # the first of a key
+    first_of_key = {change.key: change for change in reversed(candidates) if fits(change)}
+    enough = [*reversed(first_of_key.values())]
     if sized := _lowered(forecast, fits):
         enough = [*enough[: AT_MOST - 1], sized]
     if enough:
@@ -72,11 +72,15 @@ def _candidates(forecast: MemoryForecast) -> Iterator[Change]:
     over = forecast.oversized()
     roles = sharded_roles(forecast.config)
     if not all(phase.fits_device() for phase in over):
-        for role in roles:
+        for role in (each for each in roles if each.trained):
             yield from _of_activations(forecast, role)
         if forecast.on_device:
             yield from _of_states(forecast, roles)
-            yield from _of_share(forecast)
+        for phase in forecast.phases() if forecast.on_device else ():
+            if phase.lacking and forecast.memory_bytes is not None:  # vLLM's share holds no sequence
+                least = ceil(100 * (phase.parts["sampler"] + phase.lacking) / forecast.memory_bytes) / 100
+                if least < 1:
+                    yield Change(SHARE, max(least, USUAL_SHARE))
     else:  # the host's memory is too small
         names = ("param_offload", "optimizer_offload", "offload_policy")
         flags = (f"{role.fsdp_key}.{name}" for role in roles for name in names)
@@ -89,22 +93,10 @@ def _candidates(forecast: MemoryForecast) -> Iterator[Change]:
         yield from (Change(f"{key}.layer_offload_directory", FOLDER) for key in models)
 
 
-def _of_share(forecast: MemoryForecast) -> Iterator[Change]:
-    """Yield a larger share of vLLM if its share holds no sequence."""
-    for phase in forecast.phases():
-        if phase.lacking and forecast.memory_bytes is not None:
-            least = ceil(100 * (phase.parts["sampler"] + phase.lacking) / forecast.memory_bytes) / 100
-            if least < 1:
-                yield Change(SHARE, max(least, USUAL_SHARE))
-
-
 def _of_activations(forecast: MemoryForecast, role: ModelRole) -> Iterator[Change]:
-    if not role.trained:
-        return
     model, compiles = role.model, role.name == "actor" and forecast.config.actor_rollout_ref.actor.use_torch_compile
-    if not model.enable_gradient_checkpointing and (
-        not model.enable_activation_offload or model.activation_offload.save is None
-    ):
+    saves_all = model.enable_activation_offload and model.activation_offload.save is not None
+    if not (model.enable_gradient_checkpointing or saves_all):
         yield Change(f"{role.model_key}.enable_gradient_checkpointing", True)
     if forecast.on_device and not model.enable_activation_offload and not compiles:
         yield Change(f"{role.model_key}.enable_activation_offload", True)
@@ -126,8 +118,11 @@ def _of_states(forecast: MemoryForecast, roles: list[ModelRole]) -> Iterator[Cha
         for role in applies:
             if not getattr(role.fsdp, name) and not role.fsdp.offload_policy:
                 yield Change(f"{role.fsdp_key}.{name}", True)
+    compiles = forecast.config.actor_rollout_ref.actor.use_torch_compile
     for role in roles:  # streams in each micro-batch; the flags above move weights and states between phases alone
-        if not role.model.layer_offload and _can_stream(forecast, role):
+        # As `layers_can_stream` in rlx/config/check/rules.py has it.
+        can_stream = role.strategy == "fsdp2" and has_frozen_layers(role) and not compiles
+        if not role.model.layer_offload and can_stream:
             engine = Change(f"{role.model_key}.enable_activation_offload", True)
             recomputes = role.trained and role.model.enable_gradient_checkpointing
             needs = engine if recomputes and not role.model.enable_activation_offload else None
@@ -140,47 +135,28 @@ def _of_states(forecast: MemoryForecast, roles: list[ModelRole]) -> Iterator[Cha
             yield Change(f"{ROLLOUT}.tensor_model_parallel_size", size)
 
 
-def _can_stream(forecast: MemoryForecast, role: ModelRole) -> bool:
-    """Whether a role's frozen layers may wait on the host; see `layers_can_stream` in rlx/config/check/rules_offload.py."""
-    compiles = forecast.config.actor_rollout_ref.actor.use_torch_compile
-    return role.strategy == "fsdp2" and has_frozen_layers(role) and not compiles
-
-
-class Size(NamedTuple):
-    """A key whose value can be lowered, in steps of `unit`, from `most` units now down to `least`."""
-
-    key: str
-    least: int
-    most: int
-    unit: float = 1
-
-    def change(self, units: int) -> Change:
-        """Return the change that sets the key to this number of units."""
-        return Change(self.key, round(units * self.unit, 2) if self.unit < 1 else units * int(self.unit))
-
-
-def _sizes(forecast: MemoryForecast) -> Iterator[Size]:
-    """Yield the sampler's share or batch, and the micro-batches."""
+def _sizes(forecast: MemoryForecast) -> Iterator[tuple[str, Sequence[float]]]:
+    """Yield keys that can be lowered, each with its smaller values: the sampler's share or batch, and the micro-batches."""
     config, rollout = forecast.config, forecast.config.actor_rollout_ref.rollout
     if rollout.name == "hf":
-        yield Size(f"{ROLLOUT}.max_num_seqs", 1, rollout.max_num_seqs)
+        yield f"{ROLLOUT}.max_num_seqs", range(1, rollout.max_num_seqs)
     elif forecast.on_device:
-        yield Size(SHARE, 5, int(100 * rollout.gpu_memory_utilization), 0.01)
-    longest = -(-forecast.length // LENGTH_STEP)
+        yield SHARE, [percent / 100 for percent in range(5, int(100 * rollout.gpu_memory_utilization))]
+    longest = -(-forecast.length // LENGTH_STEP) * LENGTH_STEP
     for section in ("actor_rollout_ref.actor", "critic", ROLLOUT, REF):
-        prefix = "log_prob" if section in (ROLLOUT, REF) else "ppo"
-        flag = "use_dynamic_bsz" if prefix == "ppo" else "log_prob_use_dynamic_bsz"
+        of_log_probs = section in (ROLLOUT, REF)
+        prefix, flag = ("log_prob", "log_prob_use_dynamic_bsz") if of_log_probs else ("ppo", "use_dynamic_bsz")
         rows, tokens = (f"{section}.{prefix}_{name}_per_gpu" for name in ("micro_batch_size", "max_token_len"))
         if value_at(config, f"{section}.{flag}"):
-            yield Size(tokens, longest, value_at(config, tokens) // LENGTH_STEP, LENGTH_STEP)
+            yield tokens, range(longest, value_at(config, tokens) // LENGTH_STEP * LENGTH_STEP, LENGTH_STEP)
         elif value_at(config, rows) is not None:
-            yield Size(rows, 1, value_at(config, rows))
+            yield rows, range(1, value_at(config, rows))
 
 
 def _lowered(forecast: MemoryForecast, fits: Callable[..., bool]) -> Change | None:
     """Return the largest value of one of the sizes with which the run fits; None if there is none."""
-    for size in _sizes(forecast):
-        if size.least < size.most and fits(size.change(size.least)):
-            above = range(size.least + 1, size.most)
-            return size.change(size.least + bisect_left(above, True, key=lambda units: not fits(size.change(units))))
+    for key, values in _sizes(forecast):
+        if values and fits(Change(key, values[0])):
+            fitting = bisect_left(values, True, lo=1, key=lambda value: not fits(Change(key, value)))
+            return Change(key, values[fitting - 1])
     return None

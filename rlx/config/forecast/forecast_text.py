@@ -1,7 +1,14 @@
-"""Print the memory forecast: a short table at the start of a run, a long one for `--check`."""
+"""Print the forecast of memory, in short at the start of a run and in full for `rlx check`, and what checkpoints take."""
+
+import shutil
+from pathlib import Path
+from typing import NamedTuple
 
 from rlx.config.forecast.decoders import fewest_positions
 from rlx.config.forecast.memory_forecast import LENGTH_STEP, REFUSED_FROM, MemoryForecast
+from rlx.config.machine import processes
+from rlx.config.schema import PPOConfig
+from rlx.config.schema.roles import has_critic, may_save, saves
 from rlx.offload.plan.run_memory import Phase
 from rlx.offload.plan.text_table import aligned
 
@@ -26,25 +33,25 @@ def short_text(forecast: MemoryForecast) -> str:
             f"{largest.name}, in addition to the memory of Python and torch"
         )
     elif phases:
-        rows = [("memory by phase", "peak GB", "of", LONGEST_COLUMN), *(_row(forecast, phase) for phase in phases)]
+        rows = [("memory by phase", "peak GB", "of", LONGEST_COLUMN)]
+        for phase in phases:
+            rows.append((phase.name, gb(phase.peak), _limit(phase), _longest(forecast, phase)[0]))
         lines += [*aligned(rows, texts=1), _legend(forecast), *_states(forecast), *_host(forecast, phases)]
         lines += _streams(forecast)
     return "\n".join(lines)
 
 
 def long_text(forecast: MemoryForecast) -> str:
-    """Return the text that `--check` prints: every phase by its parts."""
     phases = forecast.phases()
     parts: list[tuple[str, ...]] = [("parts in GB", *PARTS)]
     names = ("peak", "of", LONGEST_COLUMN, "full beyond", "host", "disk", "peak in")
     peaks: list[tuple[str, ...]] = [("peaks in GB", *names)]
     for phase in phases:
         parts.append((phase.name, *(_cell(phase.parts.get(part, 0.0)) for part in PARTS)))
-        full = _full_beyond(forecast, phase)
-        peaks.append((*_row(forecast, phase), full, _cell(phase.host), _cell(phase.disk), phase.where or "-"))
+        lengths, others = _longest(forecast, phase), (_cell(phase.host), _cell(phase.disk), phase.where or "-")
+        peaks.append((phase.name, gb(phase.peak), _limit(phase), *lengths, *others))
     tables = [*aligned(parts), "", *aligned(peaks), COLUMNS, _legend(forecast)] if phases else []
-    host = _host(forecast, phases) if phases else []
-    return "\n".join([*_unknown(forecast), *tables, *_states(forecast), *host, *_streams(forecast)])
+    return "\n".join([*_unknown(forecast), *tables, *_states(forecast), *_host(forecast, phases), *_streams(forecast)])
 
 
 def verdict_text(forecast: MemoryForecast) -> str:
@@ -73,30 +80,26 @@ def gb(nbytes: float) -> str:
     return f"{nbytes / 1e9:.1f}" if nbytes >= 1e10 else f"{nbytes / 1e9:.2f}"
 
 
+def _limit(phase: Phase) -> str:
+    return "?" if phase.limit is None else gb(phase.limit)
+
+
 def _cell(nbytes: float) -> str:
     return gb(nbytes) if nbytes else "-"
 
 
-def _row(forecast: MemoryForecast, phase: Phase) -> tuple[str, ...]:
+def _longest(forecast: MemoryForecast, phase: Phase) -> tuple[str, str]:
+    """Return the longest sequences that fit, and what is full beyond: `device`, `host` or the model's `positions`."""
     if phase.limit is None:
-        return (phase.name, gb(phase.peak), "?", "?")
+        return "?", "-"
     longest, positions = forecast.longest(phase.name), fewest_positions(forecast.config)
-    if longest is not None and positions is not None:
-        longest = min(
-            longest, positions
-        )  # a table of positions ends there, and rotary embeddings were not trained beyond
-    text = "any" if longest is None else f"{longest:,}" if longest else "none"
-    return (phase.name, gb(phase.peak), gb(phase.limit), text)
-
-
-def _full_beyond(forecast: MemoryForecast, phase: Phase) -> str:
-    """Return what is full first with longer sequences than those that fit: `device` or `host`, or the model's `positions`."""
-    longest = None if phase.limit is None else forecast.longest(phase.name)
     if longest is None:
-        return "-"
-    if (positions := fewest_positions(forecast.config)) is not None and positions <= longest:
-        return "positions"
-    return "device" if not forecast.phase(phase.name, longest + LENGTH_STEP).fits_device() else "host"
+        return "any", "-"
+    if positions is not None and positions <= longest:
+        # A table of positions ends there, and rotary embeddings were not trained beyond.
+        return f"{positions:,}", "positions"
+    full = "host" if forecast.phase(phase.name, longest + LENGTH_STEP).fits_device() else "device"
+    return f"{longest:,}" if longest else "none", full
 
 
 def _legend(forecast: MemoryForecast) -> str:
@@ -118,8 +121,8 @@ def _states(forecast: MemoryForecast) -> list[str]:
 
 
 def _host(forecast: MemoryForecast, phases: list[Phase]) -> list[str]:
-    most = max(phases, key=lambda phase: phase.host)
-    if not most.host:
+    most = max(phases, key=lambda phase: phase.host, default=None)
+    if most is None or not most.host:
         return []
     count, whole = forecast.config.trainer.n_gpus_per_node, forecast.machine.host_bytes
     of_machine = "memory" if whole is None else f"{gb(whole)} GB"
@@ -154,3 +157,80 @@ def _unknown(forecast: MemoryForecast) -> list[str]:
     for role, reason in forecast.unknown.items():
         reasons.setdefault(reason, []).append(role)
     return [f"memory: no prediction for {', '.join(roles)}: {reason}" for reason, roles in reasons.items()]
+
+
+# Checkpoints
+
+NOT_SAVED = "no checkpoint will be written; trainer.save_freq=20 writes one every 20 steps and after the last"
+SAVED_AT_END = (
+    "one checkpoint will be written, after the last step and without the optimizer's state; trainer.save_freq=20 writes a whole one "
+    "every 20 steps and after the last"
+)
+
+
+def seldom_saved(config: PPOConfig) -> str | None:
+    """Return what to tell of a run that trains without regular checkpoints; None of others."""
+    if saves(config) or config.trainer.val_only:
+        return None
+    return SAVED_AT_END if config.trainer.save_last else NOT_SAVED
+
+
+class RoleCheckpoint(NamedTuple):
+    """The checkpoints of one role [bytes]."""
+
+    nbytes: float  # of one
+    staged: float  # of it, copied to the host memory of all processes while a thread writes it
+    kept: int | None  # number; None: all
+
+
+def role_checkpoints(forecast: MemoryForecast) -> dict[str, RoleCheckpoint]:
+    """Return the checkpoints of the trained roles whose models are known; none if the run saves nothing."""
+    config, trainer, found = forecast.config, forecast.config.trainer, {}
+    settings = {"actor": (config.actor_rollout_ref.actor.checkpoint, trainer.max_actor_ckpt_to_keep)}
+    if has_critic(config):
+        settings["critic"] = config.critic.checkpoint, trainer.max_critic_ckpt_to_keep
+    with_state = saves(config) or trainer.save_on_sigterm_s > 0
+    for name in (each for each in settings if each in forecast.roles and may_save(config)):
+        own, (saved, kept) = forecast.run.models[name], settings[name]
+        weights = own.update.weights * own.shards * ("model" in saved.save_contents)
+        state = own.update.optimizer * own.shards * ("optimizer" in saved.save_contents and with_state)
+        exported = own.decoder.parameters * own.stored * ("hf_model" in saved.save_contents)
+        staged = 0.0
+        if saved.async_save:
+            in_place = forecast.roles[name].strategy == "fsdp2" and not exported
+            weights_on_host = in_place and (own.steps_on_host or own.weights_rest_on_host)
+            moving = in_place * min(state, own.moving_state * own.shards)
+            state_on_host = state if in_place and own.steps_on_host else moving
+            staged = weights * (not weights_on_host) + state - state_on_host
+        found[name] = RoleCheckpoint(weights + state + exported, staged, kept)
+    return found
+
+
+def checkpoint_text(forecast: MemoryForecast, folder: Path | None) -> list[str]:
+    """Return lines about disk and host memory, or that the run saves nothing; none if its models are not known.
+
+    Args:
+        forecast: of the run.
+        folder: of its runs; None: it is on another machine.
+    """
+    roles, told, trainer = role_checkpoints(forecast), seldom_saved(forecast.config), forecast.config.trainer
+    lines = [told] if told else []
+    if not roles:
+        return lines
+    room = ""
+    if folder is not None:
+        free = shutil.disk_usage(next(each for each in (folder, *folder.parents) if each.is_dir())).free
+        room = f"; {gb(free)} GB are free for {folder}"
+    by_role, keeps = ", ".join(f"{name} {gb(role.nbytes)}" for name, role in roles.items()), "all are kept"
+    if all(role.kept is not None for role in roles.values()):
+        # An old one is removed when the new one is whole.
+        most = sum(role.nbytes * ((role.kept or 0) + 1) for role in roles.values())
+        keeps = f"up to {gb(most)} GB with the one that is written"
+    copied = f"; copies go to {trainer.default_local_dir}" if "://" in (trainer.default_local_dir or "") else ""
+    each, on_machine = sum(role.nbytes for role in roles.values()), trainer.n_gpus_per_node / processes(forecast.config)
+    lines.append(f"checkpoints: {gb(each)} GB each ({by_role}), {keeps}{room}{copied}")
+    if staged := on_machine * sum(role.staged for role in roles.values()):
+        lines.append(
+            f"a save copies {gb(staged)} GB to the host memory of each machine, from where a thread writes them"
+        )
+    return lines

@@ -6,8 +6,8 @@ names of the run's metrics. With `save=auto` an update counts with the least mem
 
 from bisect import bisect_left
 from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cached_property, reduce
 from typing import Any
 
 from rlx.config.forecast.decoders import Known, decoders
@@ -60,32 +60,19 @@ class MemoryForecast:
 
     @classmethod
     def of(cls, config: PPOConfig, machine: Machine) -> "MemoryForecast":
-        """Return the forecast with the shapes that this machine's files give."""
         return cls(config, machine, decoders(config))
-
-    def changed(self, config: PPOConfig) -> "MemoryForecast":
-        """Return the forecast of another configuration for the same models and machine."""
-        return MemoryForecast(config, self.machine, self.known)
 
     @property
     def unknown(self) -> dict[str, str]:
-        """The roles of unknown memory, each with the reason."""
         return {name: found for name, found in self.known.items() if isinstance(found, str)}
 
     @cached_property
     def on_device(self) -> bool:
-        """Whether the run uses accelerators; otherwise all memory is the host's."""
         return on_accelerator(self.config, self.machine)
 
     @property
     def length(self) -> int:
-        """Tokens of the longest sequence that the configuration allows."""
         return self.config.data.max_prompt_length + self.config.data.max_response_length
-
-    @property
-    def memory_bytes(self) -> float | None:
-        """The memory of a process's device, or without accelerators its part of the host's [bytes]; None if not known."""
-        return self.machine.device_bytes if self.on_device else self.host_bytes
 
     @property
     def host_bytes(self) -> float | None:
@@ -93,21 +80,22 @@ class MemoryForecast:
         whole = self.machine.host_bytes
         return None if whole is None else whole / self.config.trainer.n_gpus_per_node
 
+    @property
+    def memory_bytes(self) -> float | None:
+        """The memory of a process's device, or without accelerators its part of the host's [bytes]; None if not known."""
+        return self.machine.device_bytes if self.on_device else self.host_bytes
+
     @cached_property
     def roles(self) -> dict[str, ModelRole]:
         return {role.name: role for role in sharded_roles(self.config) if role.name not in self.unknown}
 
     @cached_property
     def run(self) -> RunMemory:
-        """The models and the sampler."""
-        models = {}
-        for name, role in self.roles.items():
-            decoder = self.known[name]
-            assert isinstance(decoder, Decoder)
-            models[name] = self._model(role, decoder)
+        known = {name: found for name, found in self.known.items() if isinstance(found, Decoder)}
+        models = {name: self._model(role, known[name]) for name, role in self.roles.items()}
         rollout = self.config.actor_rollout_ref.rollout
-        actor, recorded = self.known.get("actor"), 0.0
-        if rollout.enable_rollout_routing_replay and isinstance(actor, Decoder):
+        actor, recorded = known.get("actor"), 0.0
+        if rollout.enable_rollout_routing_replay and actor is not None:
             tokens = self.config.data.train_batch_size * rollout.n * self.length
             recorded = tokens * actor.recorded_bytes / self.config.trainer.n_gpus_per_node
         return RunMemory(
@@ -122,7 +110,6 @@ class MemoryForecast:
 
     @property
     def streaming(self) -> list[tuple[ModelRole, ModelMemory]]:
-        """The roles whose frozen layers wait on the host."""
         return [(role, self.run.models[name]) for name, role in self.roles.items() if self.run.models[name].streams]
 
     def decided(self, length: int | None = None, is_least: bool = False) -> "MemoryForecast":
@@ -136,20 +123,17 @@ class MemoryForecast:
             return self
 
         def phases(values: dict[str, Any]) -> tuple[MemoryForecast, list[Phase]]:
-            config = self.config
-            for key, value in values.items():
-                config = with_value(config, key, value)
-            forecast = self.changed(config)
+            config = reduce(lambda changed, item: with_value(changed, *item), values.items(), self.config)
+            forecast = replace(self, config=config)
             return forecast, [forecast.phase(name, length, is_least) for name in forecast.names]
 
         whole, of_whole = phases(dict.fromkeys(keys.values(), "device"))
-        if not self.on_device:
-            return whole
         moving, of_moving = phases(dict.fromkeys(keys.values(), "host"))
-        if self.unknown or self.memory_bytes is None:
-            return moving
-        if all(phase.fits_device() for phase in of_whole):
+        is_known = not self.unknown and self.memory_bytes is not None
+        if not self.on_device or (is_known and all(phase.fits_device() for phase in of_whole)):
             return whole
+        if not is_known:
+            return moving
         free = int(max(0.0, min((phase.limit or 0.0) - phase.peak for phase in of_moving)))
         split = {}
         for name, key in keys.items():
@@ -165,13 +149,12 @@ class MemoryForecast:
     @property
     def names(self) -> list[str]:
         found = [name for name in OF_ROLE if self._role_of(name) in self.roles]
-        return found if has_reference(self.config) else [name for name in found if name != "ref"]
+        return [name for name in found if name != "ref" or has_reference(self.config)]
 
     def _role_of(self, phase: str) -> str:
         return "actor" if phase == "ref" and not has_reference_model(self.config) else OF_ROLE[phase]
 
     def phases(self, is_least: bool = False) -> list[Phase]:
-        """Return all phases, for sequences of the configured length; `is_least` as for `phase`."""
         return [self.phase(name, is_least=is_least) for name in self.names]
 
     def phase(self, name: str, length: int | None = None, is_least: bool = False) -> Phase:
@@ -203,7 +186,6 @@ class MemoryForecast:
         return None if fitting == len(lengths) else fitting * LENGTH_STEP
 
     def oversized(self, is_least: bool = False, margin: float = 1.0) -> list[Phase]:
-        """Return the phases that do not fit; arguments as for `phase` and `Phase.fits`."""
         return [phase for phase in self.phases(is_least) if not phase.fits(margin)]
 
     def _model(self, role: ModelRole, decoder: Decoder) -> ModelMemory:
@@ -214,13 +196,8 @@ class MemoryForecast:
         rows = samples // processes(config) * most_rows_of_a_sample(config)
         takes_one = role.micro.rows is not None and role.micro.rows >= rows  # nothing is summed over micro-batches
         of_trained = max(stored, ADAPTER_BYTES) if role.trained and model.lora_rank else stored
-        room, has_disk = NO_LIMIT if options.max_host_bytes is None else options.max_host_bytes, False
-        if options.tier == "disk":
-            room, has_disk = 0, True
-        elif not self.on_device:
-            room = 0  # activations are in host memory already
-        elif options.max_host_bytes is not None:
-            has_disk = options.directory is not None
+        room = NO_LIMIT if options.max_host_bytes is None else options.max_host_bytes
+        spills = self.on_device and options.max_host_bytes is not None and options.directory is not None
         return ModelMemory(
             decoder,
             shards=fsdp.fsdp_size if fsdp.fsdp_size > 0 else processes(config),
@@ -243,19 +220,16 @@ class MemoryForecast:
             mode=_mode(model),
             tile=None if model.tiled_mlp == 0 else 0 if model.tiled_mlp == "auto" else int(model.tiled_mlp),
             shared_by=role.sequence_parallel_size,
-            host_room=room,
-            has_disk=has_disk,
+            # Without an accelerator activations are in host memory already.
+            host_room=room if self.on_device and options.tier != "disk" else 0,
+            has_disk=options.tier == "disk" or spills,
         )
 
-    def _sampler(self, decoder: Known | None) -> SamplerMemory:
+    def _sampler(self, decoder: Decoder | None) -> SamplerMemory:
         """Return the sampler's memory; weights of an unknown actor count as 0."""
-        rollout, model, weights, cache = (
-            self.config.actor_rollout_ref.rollout,
-            self.config.actor_rollout_ref.model,
-            0.0,
-            0.0,
-        )
-        if isinstance(decoder, Decoder):
+        rollout, model = self.config.actor_rollout_ref.rollout, self.config.actor_rollout_ref.model
+        weights = cache = 0.0
+        if decoder is not None:
             ranks = 1 if rollout.name == "hf" else rollout.tensor_model_parallel_size
             element = (2 if self.on_device else 4) if rollout.dtype == "auto" else BYTES[rollout.dtype]
             adapters = decoder.adapters(model.lora_rank) if model.sends_adapters else 0

@@ -35,7 +35,6 @@ from rlx.config.schema.data import (
     CustomClassConfig,
     DataConfig,
 )
-from rlx.config.schema.environment import TOOL_FORMATS, EnvironmentConfig, MultiTurnConfig
 from rlx.config.schema.keys import group, in_state, without
 from rlx.config.schema.model import (
     LARGEST_SEED,
@@ -55,7 +54,14 @@ from rlx.config.schema.reward import (
     RewardModelConfig,
     RewardModelSourceConfig,
 )
-from rlx.config.schema.rollout import EngineKwargsConfig, RolloutConfig, ValKwargsConfig
+from rlx.config.schema.rollout import (
+    TOOL_FORMATS,
+    EngineKwargsConfig,
+    EnvironmentConfig,
+    MultiTurnConfig,
+    RolloutConfig,
+    ValKwargsConfig,
+)
 from rlx.config.schema.trainer import LOGGERS, MEMORY_CHECKS, RESUME, RayConfig, TrainerConfig, WarmStartConfig
 from rlx.config.schema.training import (
     AGGREGATIONS,
@@ -79,13 +85,9 @@ class PPOConfig:
     data: DataConfig = group(DataConfig, "Prompts.")
     actor_rollout_ref: ActorRolloutRefConfig = group(ActorRolloutRefConfig, "Policy, generation, reference.")
     critic: CriticConfig = group(CriticConfig, "Value model, used by gae.")
-    environment: EnvironmentConfig = group(
-        EnvironmentConfig, "Conversations of several turns.", in_state("no environment")
-    )
+    environment: EnvironmentConfig = group(EnvironmentConfig, "Multi-turn conversations.", in_state("no environment"))
     reward: RewardConfig = group(RewardConfig, "Reward functions and the processes they run in.")
-    custom_reward_function: CustomRewardConfig = group(
-        CustomRewardConfig, "A reward function of your own.", *NOT_CALLED
-    )
+    custom_reward_function: CustomRewardConfig = group(CustomRewardConfig, "Your own reward function.", *NOT_CALLED)
     reward_model: RewardModelConfig = group(RewardModelConfig, "A model that scores responses.", without("enable"))
     algorithm: AlgorithmConfig = group(AlgorithmConfig, "Advantages, KL, the sampler's mismatch.")
     trainer: TrainerConfig = group(TrainerConfig, "The loop.")

@@ -27,7 +27,7 @@ class KLControlConfig:
     type: str = key("fixed", "adaptive: the coefficient follows the measured KL.", choices=("fixed", "adaptive"))
     kl_coef: float = key(0.001, "First coefficient.", minimum=0)
     horizon: int = key(10000, "Adaptive: samples over which it adapts.", while_is("type", "fixed"), minimum=1)
-    target_kl: float = key(0.1, "Adaptive: target KL per token [nats].", while_is("type", "fixed"), exclusive_minimum=0)
+    target_kl: float = key(0.1, "Adaptive: target KL per token [nats].", while_is("type", "fixed"), above=0)
 
 
 CORRECTS = needs("corrections need the sampler's log-probs", "actor_rollout_ref.rollout.calculate_log_probs", True)
@@ -61,7 +61,7 @@ class RolloutCorrectionConfig:
         bounds=True,
     )
     rollout_token_veto_threshold: float | None = key(
-        None, "Leave out sequences with a token below this ratio.", CORRECTS, exclusive_minimum=0, maximum=1
+        None, "Leave out sequences with a token below this ratio.", CORRECTS, above=0, maximum=1
     )
     bypass_mode: bool = key(
         False,
@@ -75,7 +75,6 @@ class RolloutCorrectionConfig:
 
     @property
     def rejects(self) -> bool:
-        """Whether any token may be left out of the loss."""
         return bool(self.rollout_rs) or self.rollout_token_veto_threshold is not None
 
 
@@ -94,7 +93,6 @@ def rejections(correction: RolloutCorrectionConfig) -> list[Rejection]:
 
 
 def two_samples(what: str, when: Callable[[Any], bool], example: int) -> Need:
-    """Need at least two samples of a prompt."""
     need = needs(what, "actor_rollout_ref.rollout.n", when=when, expected=" >= 2", example=example)
     return need._replace(met=is_above(1))
 
@@ -165,13 +163,9 @@ LOSS_MODES = ("vanilla", "gspo", "cispo", "sapo", "geo_mean")
 
 @dataclass(frozen=True)
 class PolicyLossConfig:
-    loss_mode: str = key(
-        "vanilla", "vanilla is PPO's with dual clip, geo_mean GMPO's.", beside("path"), choices=LOSS_MODES
-    )
+    loss_mode: str = key("vanilla", "vanilla: PPO with dual clip; geo_mean: GMPO.", beside("path"), choices=LOSS_MODES)
     path: str | None = key(None, "Python file with a policy loss of your own, in place of loss_mode.", is_path=True)
-    name: str = key(
-        "policy_loss", "Its name: f(log_probs, old_log_probs, advantages, mask, settings).", without("path")
-    )
+    name: str = key("policy_loss", "Name: f(log_probs, old_log_probs, advantages, mask, settings).", without("path"))
 
 
 @dataclass(frozen=True)
@@ -179,7 +173,5 @@ class OverlongBufferConfig:
     """DAPO's soft penalty of long responses, subtracted from the score in training."""
 
     enable: bool = key(False, "Take it off.")
-    len: int = key(
-        4096, "Last tokens, over which the penalty grows from 0.", minimum=1, at_most="data.max_response_length"
-    )
+    len: int = key(4096, "Last tokens, in which the penalty grows.", minimum=1, at_most="data.max_response_length")
     penalty_factor: float = key(1.0, "Penalty of a response of max_response_length.", minimum=0)

@@ -59,9 +59,7 @@ class DataConfig:
         without("algorithm.filter_groups.enable"),
         minimum=1,
     )
-    val_batch_size: int | None = key(
-        None, "Prompts per validation batch; null: all.", in_state("never validates"), minimum=1
-    )
+    val_batch_size: int | None = key(None, "Prompts per batch; null: all.", in_state("never validates"), minimum=1)
     shuffle: bool = key(True, "Shuffle the prompts of each epoch.")
     seed: int = key(1, "Seed of the shuffling.", without("shuffle"), minimum=0)
     filter_overlong_prompts: bool = key(False, "Drop prompts longer than max_prompt_length and report how many.")

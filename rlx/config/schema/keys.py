@@ -30,17 +30,14 @@ def beside(number: str) -> Unused:
 
 
 def while_is(other: str, value: Any) -> Unused:
-    """While another key has this value."""
     return Unused(f"{{key}} is {'null' if value is None else value}", other, lambda found: found == value)
 
 
 def unless(other: str, value: Any, why: str) -> Unused:
-    """While another key has another value."""
     return Unused(why, other, lambda found: found != value)
 
 
 def never(why: str) -> Unused:
-    """At this place of the tree."""
     return Unused(why)
 
 
@@ -70,7 +67,6 @@ def needs(
 
 
 def is_above(least: float) -> Callable[[Any], bool]:
-    """Whether a number is above another one; null is not."""
     return lambda value: value is not None and value > least
 
 
@@ -85,8 +81,8 @@ class KeyInfo(NamedTuple):
     choices: tuple[Any, ...] | None = None
     minimum: float | None = None
     maximum: float | None = None
-    exclusive_minimum: float | None = None
-    exclusive_maximum: float | None = None
+    above: float | None = None
+    under: float | None = None
     length: int | None = None  # of a tuple
     at_most: str = ""  # the key that holds the largest value
     divides: str = ""  # the key, or `processes`, that this one has to divide

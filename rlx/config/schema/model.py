@@ -21,20 +21,16 @@ class ActivationOffloadConfig:
         "Activations to offload: docs/activation_offloading.md; null: boundary with gradient checkpointing, else all.",
     )
     tier: str = _option("tier", "Tier that takes them: host memory (cpu) or disk.")
-    directory: str | None = _option(
-        "directory", "Folder of the disk tier, or for bytes beyond `max_host_bytes`.", is_path=True
-    )
+    directory: str | None = _option("directory", "Folder of the disk tier, or beyond `max_host_bytes`.", is_path=True)
     prefetch_layers: int | None = _option("prefetch_layers", "Layers that backward fetches ahead; null: as fits.")
     max_inflight_bytes: int | None = _option(
-        "max_inflight_bytes", "Bytes in flight before forward waits; null: as fits."
+        "max_inflight_bytes", "Bytes in flight until forward waits; null: as fits."
     )
     min_bytes: int = _option("min_bytes", "Smaller tensors stay on the device [bytes].")
     pin_memory: bool = _option("pin_memory", "Page-locked host memory, for copies that overlap compute.")
     use_streams: bool = _option("use_streams", "Copy on separate streams.")
     max_host_bytes: int | None = _option("max_host_bytes", "Limit of host memory per process [bytes]; null: none.")
-    max_device_bytes: int | str = _option(
-        "max_device_bytes", "Most bytes that `save=auto` holds on the device; auto: what is free."
-    )
+    max_device_bytes: int | str = _option("max_device_bytes", "Most device bytes of `save=auto`; auto: what is free.")
 
 
 TOKENIZER_FILES = (
@@ -82,7 +78,6 @@ STREAMS = needs("layer offloading needs FSDP2", "role.strategy", "fsdp2")
 
 
 def packed(what: str, **when: Any) -> tuple[Need, ...]:
-    """What rlx's own attention over packed rows needs."""
     text = f"{what} are packed rows in rlx's own attention"
     return (
         needs(text, "role.model.use_remove_padding", True, **when),
@@ -107,12 +102,8 @@ class ModelConfig:
     activation_offload: ActivationOffloadConfig = group(
         ActivationOffloadConfig, "How.", without("enable_activation_offload")
     )
-    layer_offload: bool = key(
-        False, "Keep the frozen weights of layers in host memory and fetch them one layer ahead.", STREAMS
-    )
-    layer_offload_directory: str | None = key(
-        None, "Folder of a local disk that takes them instead; null: host memory.", is_path=True
-    )
+    layer_offload: bool = key(False, "Keep frozen weights of layers in host memory, fetched one layer ahead.", STREAMS)
+    layer_offload_directory: str | None = key(None, "Local folder for them instead; null: host memory.", is_path=True)
     use_remove_padding: bool = key(True, "Pack a micro-batch's sequences into one row without padding.")
     use_shared_prefix: bool | str = key(
         "auto",
@@ -121,9 +112,7 @@ class ModelConfig:
         *packed("shared prefixes", when=lambda shares: shares is True),
         words=("auto",),
     )
-    tiled_mlp: int | str = key(
-        0, "Tokens of a tile in which MLPs and norms are computed; 0: no tiles.", minimum=0, words=("auto",)
-    )
+    tiled_mlp: int | str = key(0, "Tokens of a tile of MLPs and norms; 0: no tiles.", minimum=0, words=("auto",))
     lora_rank: int = key(0, "Rank of LoRA adapters; 0 trains every weight.", minimum=0, package="peft>=0.17")
     lora_alpha: int = key(16, "Scale of the adapters: alpha / rank.", without("lora_rank"), minimum=1)
     target_modules: str = key(

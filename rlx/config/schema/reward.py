@@ -45,17 +45,11 @@ class RewardConfig:
         minimum=0,
         maximum=1,
     )
-    overlong_buffer: OverlongBufferConfig = group(
-        OverlongBufferConfig, "Penalty for length in training.", without("enable")
-    )
-    format: str | None = key(
-        None, "Form that earns format_weight: tags, hashes, boxed or a regular expression.", *NOT_CALLED
-    )
+    overlong_buffer: OverlongBufferConfig = group(OverlongBufferConfig, "Length penalty.", without("enable"))
+    format: str | None = key(None, "Form that earns format_weight: tags, hashes, boxed or an expression.", *NOT_CALLED)
     format_weight: float = key(0.1, "Bonus for a response of that form.", *NOT_CALLED, without("format"), minimum=0)
-    num_workers: int | None = key(
-        None, "Processes that call them; null: one per core, at most 16.", *NOT_CALLED, minimum=1
-    )
-    timeout_s: float = key(60.0, "Longest call of a reward function [seconds].", *NOT_CALLED, exclusive_minimum=0)
+    num_workers: int | None = key(None, "Their processes; null: one per core, at most 16.", *NOT_CALLED, minimum=1)
+    timeout_s: float = key(60.0, "Longest call of a reward function [seconds].", *NOT_CALLED, above=0)
     max_concurrent: int = key(
         64,
         "Calls of an async function at a time, of each process.",
@@ -63,12 +57,8 @@ class RewardConfig:
         without("custom_reward_function.path"),
         minimum=1,
     )
-    memory_limit_gb: float | None = key(
-        8.0, "Memory of each process [10^9 bytes]; null: no limit.", *NOT_CALLED, exclusive_minimum=0
-    )
-    on_error: str = key(
-        "stop", "When a function raises: stop the run, or score 0.", *NOT_CALLED, choices=("stop", "zero")
-    )
+    memory_limit_gb: float | None = key(8.0, "Memory per process [10^9 bytes]; null: no limit.", *NOT_CALLED, above=0)
+    on_error: str = key("stop", "When a function raises: stop, or score 0.", *NOT_CALLED, choices=("stop", "zero"))
     on_crash: str = key("zero", "When a call hangs or kills its process twice.", *NOT_CALLED, choices=("stop", "zero"))
 
 
@@ -108,6 +98,4 @@ class RewardModelConfig:
         None, "Samples per forward and process; null: the actor's.", while_is("use_dynamic_bsz", True), minimum=1
     )
     use_dynamic_bsz: bool = key(False, "Cut by tokens instead.")
-    forward_max_token_len_per_gpu: int = key(
-        32768, "Tokens per forward and process.", without("use_dynamic_bsz"), minimum=1
-    )
+    forward_max_token_len_per_gpu: int = key(32768, "Tokens per forward.", without("use_dynamic_bsz"), minimum=1)

@@ -64,7 +64,6 @@ def has_reference_model(config: PPOConfig) -> bool:
 
 
 def has_environment(config: PPOConfig) -> bool:
-    """Whether samples are conversations with an environment."""
     return config.environment.name is not None or config.environment.path is not None
 
 
@@ -78,7 +77,6 @@ def has_reward_model(config: PPOConfig) -> bool:
 
 
 def model_scores_alone(config: PPOConfig) -> bool:
-    """Whether a reward model replaces the reward functions."""
     return has_reward_model(config) and config.reward_model.rule_weight == 0
 
 
@@ -165,17 +163,15 @@ def critic_role(config: PPOConfig) -> ModelRole:
 
 
 def reference_role(config: PPOConfig) -> ModelRole:
-    """Return the role of the policy that the actor is compared with."""
-    ref = config.actor_rollout_ref.ref
+    ref, actor = config.actor_rollout_ref.ref, config.actor_rollout_ref.actor
     return actor_role(config)._replace(
         name="ref",
         key="actor_rollout_ref.ref",
         fsdp_key="actor_rollout_ref.ref.fsdp_config",
         fsdp=ref.fsdp_config,
-        micro=log_prob_size(ref, config.actor_rollout_ref.actor),
+        micro=log_prob_size(ref, actor),
         trained=False,
-        sequence_parallel_size=ref.ulysses_sequence_parallel_size
-        or config.actor_rollout_ref.actor.ulysses_sequence_parallel_size,
+        sequence_parallel_size=ref.ulysses_sequence_parallel_size or actor.ulysses_sequence_parallel_size,
     )
 
 
@@ -186,11 +182,9 @@ def reward_model(config: RewardModelConfig) -> ModelConfig:
 
 
 def reward_role(config: PPOConfig) -> ModelRole:
-    """Return the role of the model that scores responses."""
     settings, actor = config.reward_model, config.actor_rollout_ref.actor
-    micro = MicroSize(settings.micro_batch_size_per_gpu, None)
-    if settings.use_dynamic_bsz:
-        micro = MicroSize(None, settings.forward_max_token_len_per_gpu)
+    rows, tokens = settings.micro_batch_size_per_gpu, settings.forward_max_token_len_per_gpu
+    micro = MicroSize(None, tokens) if settings.use_dynamic_bsz else MicroSize(rows, None)
     return ModelRole(
         name="reward",
         key="reward_model",
@@ -206,7 +200,6 @@ def reward_role(config: PPOConfig) -> ModelRole:
 
 
 def has_frozen_layers(role: ModelRole) -> bool:
-    """Whether a role's layers have weights that are not trained."""
     return not role.trained or role.model.lora_rank > 0
 
 

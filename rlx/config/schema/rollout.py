@@ -1,9 +1,8 @@
-"""The keys of `actor_rollout_ref.rollout`: generation. The whole tree is in `rlx.config.schema`."""
+"""Keys of generation and of conversations: `actor_rollout_ref.rollout` and `environment`. See docs/environments.md."""
 
 from dataclasses import dataclass
 from typing import Any
 
-from rlx.config.schema.environment import MultiTurnConfig
 from rlx.config.schema.keys import group, in_state, is_above, key, needs, while_is, without
 
 WATCHES_ROUTERS = (
@@ -13,10 +12,59 @@ WATCHES_ROUTERS = (
 NO_OLD_LOG_PROBS = while_is("algorithm.rollout_correction.bypass_mode", True)
 
 
+TOOL_FORMATS = ("tags", "hermes", "llama3_json", "mistral", "qwen3_coder")
+
+
+@dataclass(frozen=True)
+class MultiTurnConfig:
+    max_assistant_turns: int | None = key(None, "Most turns of the model; null: no limit.", minimum=1)
+    max_user_turns: int | None = key(None, "Most answers of the environment; null: no limit.", minimum=1)
+    max_turn_tokens: int | None = key(
+        None,
+        "Longest turn of the model [tokens], then cut; null: what data.max_response_length leaves.",
+        minimum=1,
+        at_most="data.max_response_length",
+    )
+    max_tool_response_length: int = key(256, "Longer outputs of tools (role tool) are cut [characters].", minimum=1)
+    tool_response_truncate_side: str = key("middle", "Side kept; middle: both.", choices=("left", "middle", "right"))
+    format: str = key("tags", "How the model writes calls of tools. See docs/environments.md.", choices=TOOL_FORMATS)
+    on_rewritten_history: str = key(
+        "refuse",
+        "When the template rewrites earlier turns: refuse ends the row, keep keeps the turns as sampled, fork continues in another row.",
+        choices=("refuse", "keep", "fork"),
+    )
+
+
+@dataclass(frozen=True)
+class EnvironmentConfig:
+    """The other side of conversations; with neither `name` nor `path` each sample is a single turn. See docs/environments.md."""
+
+    name: str | None = key(None, "One of rlx's own; with `path` a class, tool or list of tools.")
+    path: str | None = key(None, "Python file with an environment or tools of your own.", is_path=True)
+    kwargs: dict[str, Any] = key({}, "Arguments of the class, by name.")
+    processes: int = key(4, "Processes with environments, beside each process that samples.", minimum=1)
+    max_parallel: int | None = key(None, "Conversations at a time of each sampling process; null: all.", minimum=1)
+    timeout_s: float = key(60.0, "Longest reset or step [seconds].", above=0)
+    memory_limit_gb: float | None = key(8.0, "Memory per process [10^9 bytes]; null: no limit.", above=0)
+    on_failure: str = key("end_row", "When an environment fails or hangs.", choices=("end_row", "end_run"))
+    failure_reward: float = key(0.0, "Reward of the turn at which it fails.")
+    rewards: str = key(
+        "add",
+        "How its rewards join the reward functions' score.",
+        needs(
+            "the environment's rewards replace those of the reward model",
+            "reward_model.enable",
+            False,
+            when=lambda rewards: rewards == "replace",
+        ),
+        choices=("add", "replace"),
+    )
+
+
 @dataclass(frozen=True)
 class ValKwargsConfig:
     temperature: float = key(0.0, "0: greedy.", without("do_sample"), minimum=0)
-    top_p: float = key(1.0, "Nucleus.", without("do_sample"), exclusive_minimum=0, maximum=1)
+    top_p: float = key(1.0, "Nucleus.", without("do_sample"), above=0, maximum=1)
     top_k: int = key(-1, "Most likely tokens considered; -1 or 0: all.", without("do_sample"), minimum=-1)
     n: int = key(1, "Responses per validation prompt.", without("do_sample"), minimum=1)
     do_sample: bool = key(
@@ -24,10 +72,8 @@ class ValKwargsConfig:
         "False: greedy at any temperature.",
         needs("validation samples at temperature 0", "temperature", expected=" > 0", example=1.0),
     )
-    min_p: float = key(
-        0.0, "Drop tokens below this share of the most likely one.", without("do_sample"), minimum=0, maximum=1
-    )
-    repetition_penalty: float = key(1.0, "Divides logits of tokens in prompt or response.", exclusive_minimum=0)
+    min_p: float = key(0.0, "Drop tokens below this share of the best one.", without("do_sample"), minimum=0, maximum=1)
+    repetition_penalty: float = key(1.0, "Divides logits of tokens in prompt or response.", above=0)
     presence_penalty: float = key(0.0, "Off the logit of a token that the response has.", minimum=-2, maximum=2)
     frequency_penalty: float = key(0.0, "Off a token's logit for each time in the response.", minimum=-2, maximum=2)
     bad_words: tuple[str, ...] = key((), "Texts that are not sampled.")
@@ -42,16 +88,14 @@ class EngineKwargsConfig:
 @dataclass(frozen=True)
 class RolloutConfig:
     name: str = key("vllm", "Generation engine: transformers (`hf`) or `vllm`.", choices=("hf", "vllm"))
-    temperature: float = key(1.0, "Sampling temperature; the trainer's log-probs use the same.", exclusive_minimum=0)
-    top_p: float = key(1.0, "Nucleus.", exclusive_minimum=0, maximum=1)
+    temperature: float = key(1.0, "Sampling temperature; the trainer's log-probs use the same.", above=0)
+    top_p: float = key(1.0, "Nucleus.", above=0, maximum=1)
     top_k: int = key(-1, "Most likely tokens considered; -1 or 0: all.", minimum=-1)
     n: int = key(1, "Responses per prompt.", minimum=1)
     stop: tuple[str, ...] = key((), "Strings that end a response; their tokens are trained on.")
     include_stop_str_in_output: bool = key(False, "Keep the stop string in the text that is scored.", without("stop"))
     ignore_eos: bool = key(False, "Only stop strings and max_response_length end a response.")
-    dtype: str = key(
-        "auto", "Type of weights; auto: bf16 on accelerators, fp32 on CPU.", choices=("auto", "bf16", "fp16", "fp32")
-    )
+    dtype: str = key("auto", "Type of weights; auto: bf16, on CPU fp32.", choices=("auto", "bf16", "fp16", "fp32"))
     max_num_seqs: int = key(1024, "Sequences decoded at once.", minimum=1)
     calculate_log_probs: bool = key(True, "Return the sampler's log-probs, which show its mismatch with the trainer.")
     enable_rollout_routing_replay: bool = key(
@@ -68,7 +112,7 @@ class RolloutConfig:
         None, "vLLM: a seed for each sample; null: if they cost nothing, and on CPU.", while_is("name", "hf")
     )
     gpu_memory_utilization: float = key(
-        0.5, "vLLM: share of the device's memory.", while_is("name", "hf"), exclusive_minimum=0, maximum=1
+        0.5, "vLLM: share of the device's memory.", while_is("name", "hf"), above=0, maximum=1
     )
     tensor_model_parallel_size: int = key(
         1,

@@ -30,9 +30,7 @@ class TrainerConfig:
     seed: int = key(1, "Seed of sampling and of fresh weights.", minimum=0, maximum=LARGEST_SEED)
     memory_check: str = key("refuse", "Action if memory will not suffice; off: predict nothing.", choices=MEMORY_CHECKS)
     save_freq: int = key(-1, "Steps between checkpoints; -1: never.", minimum=-1)
-    save_every_minutes: float | None = key(
-        None, "Also save when so much time has passed since the last save.", exclusive_minimum=0
-    )
+    save_every_minutes: float | None = key(None, "Also save this long after the last save.", above=0)
     save_last: bool = key(True, "Save the last step if no other save is due, without the optimizer's state.")
     test_freq: int = key(-1, "Steps between validations; -1: never.", minimum=-1)
     val_before_train: bool = key(True, "Validate before the first step.")
@@ -62,9 +60,7 @@ class TrainerConfig:
         is_path=True,
     )
     max_restarts: int = key(3, "Restarts from the last checkpoint after something died or hung; 0: end.", minimum=0)
-    hang_timeout_s: float = key(
-        1800.0, "Seconds without progress after which a call counts as hung.", exclusive_minimum=0
-    )
+    hang_timeout_s: float = key(1800.0, "Seconds without progress after which a call counts as hung.", above=0)
     save_on_sigterm_s: float = key(0.0, "Seconds after SIGTERM for the step to end and to save; 0: none.", minimum=0)
     rollout_data_dir: str | None = key(None, "Dump training generations as JSONL here.", is_path=True)
     transcripts: bool | None = key(None, "Keep each training sample in the run's folder; null: with an environment.")
@@ -72,11 +68,9 @@ class TrainerConfig:
         None, "Dump validation generations here; null: in the run's folder.", in_state("never validates"), is_path=True
     )
     log_val_generations: int = key(0, "Validation generations to show.", in_state("never validates"), minimum=0)
-    max_actor_ckpt_to_keep: int | None = key(
-        None, "Checkpoints to keep; null: all.", in_state("never saves"), minimum=1
-    )
+    max_actor_ckpt_to_keep: int | None = key(None, "Checkpoints kept; null: all.", in_state("never saves"), minimum=1)
     max_critic_ckpt_to_keep: int | None = key(
-        None, "Checkpoints to keep; null: all.", in_state("no critic"), in_state("never saves"), minimum=1
+        None, "Checkpoints kept; null: all.", in_state("no critic"), in_state("never saves"), minimum=1
     )
 
 
@@ -84,10 +78,10 @@ class TrainerConfig:
 class WarmStartConfig:
     """Supervised training of `builtin:tiny` before reinforcement learning, which needs some right answers to reinforce."""
 
-    target_accuracy: float = key(0.3, "Stop at this greedy held-out accuracy.", exclusive_minimum=0, maximum=1)
+    target_accuracy: float = key(0.3, "Stop at this greedy held-out accuracy.", above=0, maximum=1)
     max_steps: int = key(2000, "Stop here in any case.", minimum=1)
     batch_size: int = key(64, "Problems per step.", minimum=1)
-    lr: float = key(1e-3, "Learning rate.", exclusive_minimum=0)
+    lr: float = key(1e-3, "Learning rate.", above=0)
     eval_every: int = key(50, "Steps between accuracy checks.", minimum=1)
     cache_dir: str | None = key(None, "Folder of finished warm starts; null: ~/.cache/rlx.", is_path=True)
 

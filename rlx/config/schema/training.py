@@ -42,16 +42,14 @@ class OptimConfig:
     )
     lr: float = key(1e-6, "Peak learning rate.", minimum=0)
     lr_warmup_steps: int = key(-1, "Optimizer steps of linear warm-up; -1: from lr_warmup_steps_ratio.", minimum=-1)
-    lr_warmup_steps_ratio: float = key(
-        0.0, "Warm-up as a share of all steps.", beside("lr_warmup_steps"), minimum=0, maximum=1
-    )
+    lr_warmup_steps_ratio: float = key(0.0, "Warm-up, share of steps.", beside("lr_warmup_steps"), minimum=0, maximum=1)
     lr_scheduler_type: str = key("constant", "After warm-up.", choices=("constant", "cosine", "linear"))
     min_lr_ratio: float = key(
         0.0, "Last rate, as a share of lr.", while_is("lr_scheduler_type", "constant"), minimum=0, maximum=1
     )
     weight_decay: float = key(0.01, "Decoupled weight decay.", minimum=0)
-    betas: tuple[float, ...] = key((0.9, 0.999), "AdamW's decay rates.", length=2, minimum=0, exclusive_maximum=1)
-    eps: float = key(1e-8, "AdamW's epsilon.", exclusive_minimum=0)
+    betas: tuple[float, ...] = key((0.9, 0.999), "AdamW's decay rates.", length=2, minimum=0, under=1)
+    eps: float = key(1e-8, "AdamW's epsilon.", above=0)
     master_weights: bool = key(
         True,
         "With model_dtype=bf16: keep fp32 weights and moments beside.",
@@ -66,9 +64,7 @@ DTYPES = ("bf16", "fp32", "fp64")  # no fp16: nothing scales the loss
 
 @dataclass(frozen=True)
 class MixedPrecisionConfig:
-    param_dtype: str = key(
-        "auto", "Type of forward and backward; auto: bf16, on CPU model_dtype.", choices=("auto", *DTYPES)
-    )
+    param_dtype: str = key("auto", "Type of computation; auto: bf16, on CPU model_dtype.", choices=("auto", *DTYPES))
     reduce_dtype: str = key("fp32", "Type of the sum of gradients.", choices=DTYPES)
 
 
@@ -104,9 +100,7 @@ class FSDPConfig:
     )
     fsdp_size: int = key(-1, "Processes of a sharding group (HSDP); -1: all.", minimum=-1, divides="processes")
     forward_prefetch: bool = key(False, "Gather the next layer's parameters ahead.", in_state("one process"))
-    model_dtype: str = key(
-        "fp32", "Type of stored parameters and, without masters, of optimizer states.", choices=DTYPES
-    )
+    model_dtype: str = key("fp32", "Type of parameters and, without masters, of optimizer states.", choices=DTYPES)
     mixed_precision: MixedPrecisionConfig = group(MixedPrecisionConfig, "Types while computing.")
 
     def reshards(self, processes: int) -> bool:
@@ -176,15 +170,13 @@ class ActorConfig:
     ppo_mini_batch_size: int = key(256, "Prompts per optimizer step.", minimum=1, divides="data.train_batch_size")
     ppo_micro_batch_size_per_gpu: int | None = key(
         None,
-        "Samples per forward and process.",
+        "Samples per forward.",
         while_is("use_dynamic_bsz", True),
         needs("micro-batches have no size", "use_dynamic_bsz", True, when=lambda rows: rows is None),
         minimum=1,
     )
     use_dynamic_bsz: bool = key(False, "Cut micro-batches by tokens instead of samples.")
-    ppo_max_token_len_per_gpu: int = key(
-        16384, "Tokens per forward and process.", without("use_dynamic_bsz"), minimum=1
-    )
+    ppo_max_token_len_per_gpu: int = key(16384, "Tokens per forward.", without("use_dynamic_bsz"), minimum=1)
     ulysses_sequence_parallel_size: int = key(
         1, "Neighbouring processes that share each sequence.", *SHARES_SEQUENCES, minimum=1, divides="processes"
     )
@@ -193,20 +185,18 @@ class ActorConfig:
     clip_ratio: float = key(0.2, "PPO's clip range.", in_state("both clips"), in_state("sapo"), minimum=0)
     clip_ratio_low: float | None = key(None, "Clip range below 1; null: clip_ratio.", in_state("sapo"), minimum=0)
     clip_ratio_high: float | None = key(None, "Clip range above 1; null: clip_ratio.", in_state("sapo"), minimum=0)
-    clip_ratio_c: float = key(3.0, "Dual clip's bound.", in_state("not vanilla"), exclusive_minimum=1)
-    tau_pos: float = key(1.0, "SAPO's temperature of positive advantages.", in_state("not sapo"), exclusive_minimum=0)
-    tau_neg: float = key(1.05, "SAPO's temperature of the others.", in_state("not sapo"), exclusive_minimum=0)
+    clip_ratio_c: float = key(3.0, "Dual clip's bound.", in_state("not vanilla"), above=1)
+    tau_pos: float = key(1.0, "SAPO's temperature of positive advantages.", in_state("not sapo"), above=0)
+    tau_neg: float = key(1.05, "SAPO's temperature of the others.", in_state("not sapo"), above=0)
     policy_loss: PolicyLossConfig = group(PolicyLossConfig, "Choice of policy loss.")
     loss_agg_mode: str = key("token-mean", "How token losses are averaged.", choices=AGGREGATIONS)
     entropy_coeff: float = key(0.0, "Weight of the entropy bonus.")
     use_kl_loss: bool = key(False, "Add the KL to the reference to the loss.")
     kl_loss_coef: float = key(0.001, "Its weight.", without("use_kl_loss"), minimum=0)
     kl_loss_type: str = key("low_var_kl", "Its estimator.", without("use_kl_loss"), choices=KL_LOSS_ESTIMATORS)
-    router_aux_loss_coef: float = key(
-        0.0, "Weight of the load-balancing loss of a mixture of experts.", *WATCHES_ROUTERS, minimum=0
-    )
+    router_aux_loss_coef: float = key(0.0, "Weight of the load-balancing loss of experts.", *WATCHES_ROUTERS, minimum=0)
     router_replay: RouterReplayConfig = group(RouterReplayConfig, "Choice of experts in training.")
-    grad_clip: float = key(1.0, "Largest gradient norm.", exclusive_minimum=0)
+    grad_clip: float = key(1.0, "Largest gradient norm.", above=0)
     use_torch_compile: bool = key(
         False,
         "Compile each layer.",
@@ -279,12 +269,10 @@ class CriticConfig:
         None, "Prompts per optimizer step; null: the actor's.", minimum=1, divides="data.train_batch_size"
     )
     ppo_micro_batch_size_per_gpu: int | None = key(
-        None, "Samples per forward and process; null: the actor's.", while_is("use_dynamic_bsz", True), minimum=1
+        None, "Samples per forward; null: the actor's.", while_is("use_dynamic_bsz", True), minimum=1
     )
     use_dynamic_bsz: bool = key(False, "Cut micro-batches by tokens instead.")
-    ppo_max_token_len_per_gpu: int = key(
-        32768, "Tokens per forward and process.", without("use_dynamic_bsz"), minimum=1
-    )
+    ppo_max_token_len_per_gpu: int = key(32768, "Tokens per forward.", without("use_dynamic_bsz"), minimum=1)
     ulysses_sequence_parallel_size: int | None = key(
         None,
         "Processes that share each sequence; null: the actor's.",
@@ -294,11 +282,9 @@ class CriticConfig:
     )
     ppo_epochs: int | None = key(None, "Passes over each batch; null: the actor's.", minimum=1)
     shuffle: bool | None = key(None, "Shuffle before cutting mini-batches; null: the actor's.")
-    cliprange_value: float = key(0.5, "Clip range of the value update.", exclusive_minimum=0)
-    loss_agg_mode: str | None = key(
-        None, "How token losses are averaged; null: the actor's.", choices=(None, *AGGREGATIONS)
-    )
-    grad_clip: float = key(1.0, "Largest gradient norm.", exclusive_minimum=0)
+    cliprange_value: float = key(0.5, "Clip range of the value update.", above=0)
+    loss_agg_mode: str | None = key(None, "Average of token losses; null: the actor's.", choices=(None, *AGGREGATIONS))
+    grad_clip: float = key(1.0, "Largest gradient norm.", above=0)
     optim: OptimConfig = group(OptimConfig, "Optimizer.", lr=1e-5)
     fsdp: FSDPConfig = group(FSDPConfig, "Sharding and precision.")
     checkpoint: CheckpointConfig = group(CheckpointConfig, "Contents of checkpoints.", in_state("never saves"))

@@ -42,7 +42,6 @@ def is_key(key: str) -> bool:
 
 
 def value_at(config: PPOConfig, key: str) -> Any:
-    """Return the value of a dotted key."""
     value: Any = config
     for name in key.split("."):
         value = getattr(value, name)
@@ -50,7 +49,6 @@ def value_at(config: PPOConfig, key: str) -> Any:
 
 
 def with_value(config: PPOConfig, key: str, value: Any) -> PPOConfig:
-    """Return the configuration with another value of a dotted key."""
     changed: PPOConfig = _with(config, key.split("."), value)
     return changed
 
@@ -85,17 +83,13 @@ def describe_range(info: KeyInfo) -> str:
         return "one of " + ", ".join("null" if choice is None else str(choice) for choice in info.choices)
     if info.bounds:
         return "a number > 0 or low_high"
-    words = [f"or {word}" for word in info.words]
-    low = f">= {info.minimum:g}" if info.minimum is not None else ""
-    low = f"> {info.exclusive_minimum:g}" if info.exclusive_minimum is not None else low
-    high = f"<= {info.maximum:.10g}" if info.maximum is not None else ""
-    high = f"< {info.exclusive_maximum:g}" if info.exclusive_maximum is not None else high
-    count = [f"{info.length} of them"] if info.length is not None else []
-    return ", ".join([*count, *([" and ".join(filter(None, (low, high)))] if low or high else []), *words])
+    ends = ((">=", info.minimum), (">", info.above), ("<=", info.maximum), ("<", info.under))
+    between = " and ".join(f"{sign} {end:.10g}" for sign, end in ends if end is not None)
+    count = "" if info.length is None else f"{info.length} of them"
+    return ", ".join(filter(None, (count, between, *(f"or {word}" for word in info.words))))
 
 
 def describe_expected(leaf: Leaf) -> str:
-    """Return the values that this key accepts, in words."""
     allowed = describe_range(leaf.info)
     kind = describe_type(leaf.hint)
     if not allowed:
