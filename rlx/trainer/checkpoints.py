@@ -38,6 +38,7 @@ from rlx.trainer.data_check import training_rows
 
 RUN_FOLDER = re.compile(r"(\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d)(?:_(\d+))?")
 SUPERSEDED = "superseded"
+COUNTS = ("step", "seed", "policy_version", "skipped_steps", "sampler.epoch", "sampler.position")
 
 
 class ResumeError(ExplainedError, ValueError):
@@ -255,25 +256,24 @@ def read_driver_state(checkpoint: Path) -> DriverState:
     than the folder.
     """
     path = checkpoint / "driver.json"
-    found = read_json(path)
-    kinds = {field.name: int if field.type is int else dict for field in fields(DriverState)}
-    require_keys(path, found, kinds)
-    if wrong := [name for name, kind in kinds.items() if type(found[name]) is not kind]:
-        raise CheckpointError(
-            f"{path}: got a value of another type for {', '.join(wrong)}, expected those of rlx's driver"
-        )
-    counts = {name: found[name] for name, kind in kinds.items() if kind is int}
-    counts |= {f"sampler.{name}": found["sampler"].get(name) for name in ("epoch", "position")}
-    numbers = {f"first_validation.{name}": value for name, value in found["first_validation"].items()}
-    coef, position, size = found["kl_controller"].get("coef"), counts["sampler.position"], found["sampler"].get("size")
-    wrong = [f"{name}={value!r:.40}" for name, value in counts.items() if not is_count(value)]
-    wrong += [f"{name}={value!r:.40}" for name, value in numbers.items() if type(value) not in (int, float)]
+    found, flat = read_json(path), {}
+    require_keys(path, found, [field.name for field in fields(DriverState)])
+    for name, value in found.items():
+        flat |= {f"{name}.{key}": each for key, each in value.items()} if isinstance(value, dict) else {name: value}
+    wrong = [name for name in COUNTS if not is_count(flat.get(name))]
+    wrong += [
+        name
+        for name in flat
+        if name == "first_validation" or (name.startswith("first_validation.") and type(flat[name]) not in (int, float))
+    ]
+    coef, position, size = (flat.get(name) for name in ("kl_controller.coef", "sampler.position", "sampler.size"))
     if type(coef) not in (int, float) or not 0 <= coef < math.inf:
-        wrong.append(f"kl_controller.coef={coef!r:.40}")
+        wrong.append("kl_controller.coef")
+    faults = [f"{name}={flat.get(name)!r:.40}" for name in wrong]
     if not wrong and is_count(size) and position > size:
-        wrong.append(f"sampler.position={position} of {size} prompts")
-    if wrong:
-        raise CheckpointError(f"{path}: got {few(wrong)}, which rlx's driver never writes")
+        faults = [f"sampler.position={position} of {size} prompts"]
+    if faults:
+        raise CheckpointError(f"{path}: got {few(faults)}, which rlx's driver never writes")
     if found["step"] != (step := require_step(checkpoint)):
         raise CheckpointError(f"{path}: got the state of step {found['step']}, expected {step}")
     return DriverState(**found)
@@ -319,17 +319,13 @@ def end_of_run(config: PPOConfig) -> EndOfRun | None:
         checkpoint = starting_checkpoint(config).checkpoint
     except (ExplainedError, OSError):
         return None
-    last_step = trainer.total_training_steps or _most_steps(config)
+    last_step = trainer.total_training_steps
+    if last_step is None and (rows := training_rows(config)) is not None:  # the most there are, if no prompt is dropped
+        last_step = rows // prompts_at_once(config) * trainer.total_epochs
     if checkpoint is None or last_step is None or require_step(checkpoint) < last_step:
         return None
     text = f"{nothing_to_train(require_step(checkpoint), last_step, trainer)} ({checkpoint})"
     return EndOfRun(checkpoint.parent.parent, text)
-
-
-def _most_steps(config: PPOConfig) -> int | None:
-    """Return the number of steps if no prompt is dropped; None if the rows cannot be counted."""
-    rows = training_rows(config)
-    return None if rows is None else rows // prompts_at_once(config) * config.trainer.total_epochs
 
 
 def set_aside_later(folder: Path, step: int) -> list[str]:

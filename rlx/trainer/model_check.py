@@ -11,7 +11,7 @@ from rlx.checkpoint.manifest import few
 from rlx.config.faults import Fault
 from rlx.config.machine import Machine
 from rlx.config.schema import ARITHMETIC, MODEL_JSON_FILES, TOKENIZER_FILES, PPOConfig
-from rlx.config.schema.roles import ModelRole, is_tiny, sharded_roles
+from rlx.config.schema.roles import ModelRole, sharded_roles
 
 POLICY, JUDGE = "actor_rollout_ref.model.path", "reward_model.model.path"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -43,9 +43,8 @@ def local_roles(config: PPOConfig) -> list[ModelRole]:
 
 
 def tries_start(config: PPOConfig) -> bool:
-    """Whether this machine has what `faults_at_start` looks at: a folder of a model, or rows for the built-in one."""
-    rows = {*config.data.train_files, *config.data.val_files} - {ARITHMETIC}
-    return bool(local_roles(config) or (is_tiny(config) and rows))
+    """Whether this machine has what `faults_at_start` looks at: a folder of a model, or files of rows."""
+    return bool(local_roles(config)) or {*config.data.train_files, *config.data.val_files} != {ARITHMETIC}
 
 
 def _of_json(folder: Path, key: str) -> Iterator[Fault]:

@@ -11,7 +11,7 @@ from rlx.cluster.runtime import check_options
 from rlx.config.check.folders import is_url
 from rlx.config.faults import Fault
 from rlx.config.machine import processes
-from rlx.config.schema import PPOConfig
+from rlx.config.schema import ARITHMETIC, PPOConfig
 from rlx.config.schema.roles import (
     TINY,
     ModelRole,
@@ -19,13 +19,14 @@ from rlx.config.schema.roles import (
     has_environment,
     has_reward_model,
     is_tiny,
+    model_scores_alone,
     only_environment_scores,
     prompts_at_once,
     sharded_roles,
     validates,
 )
-from rlx.data.files import DataError
-from rlx.data.prompts import PromptDataset, PromptSampler, load_prompts
+from rlx.data.files import DataError, RowFault, RowFaults, Rows, form_of, parts_of, prompts_of
+from rlx.data.prompts import CORRECT_ANSWER, PromptDataset, PromptSampler, load_prompts
 from rlx.environments.role import require_usable_template
 from rlx.errors import ExplainedError
 from rlx.models.hf_folder import try_saving
@@ -155,23 +156,49 @@ def faults_at_start(config: PPOConfig, is_here: bool) -> tuple[Fault, ...]:
     trial, policy, data = _Trials(), Path(config.actor_rollout_ref.model.path or "").expanduser(), config.data
     local = local_roles(config)
     trial.faults += map(ModelError, _faults_of_models(config, local))
+    both = (data.train_max_samples, data.val_max_samples)
+    most = [CHECKED_ROWS if most < 0 else min(most, CHECKED_ROWS) for most in both]
+    config = replace(config, data=replace(data, train_max_samples=most[0], val_max_samples=most[1]))
     reads_rows = data.custom_cls.path is None and not any(map(is_url, (*data.train_files, *data.val_files)))
-    has_policy = is_tiny(config) or any((policy / name).exists() for name in WEIGHTS)
-    if is_here and reads_rows and has_policy:
-        both = (data.train_max_samples, data.val_max_samples)
-        most = [CHECKED_ROWS if most < 0 else min(most, CHECKED_ROWS) for most in both]
-        config = replace(config, data=replace(data, train_max_samples=most[0], val_max_samples=most[1]))
+    scores_rows = scored_sources(config.custom_reward_function) is not None
+    if is_here and reads_rows and (is_tiny(config) or any((policy / name).exists() for name in WEIGHTS)):
         tokenizer, train, val = _prompts(trial, config)
         judges = not has_reward_model(config) or any(role.name == "reward" for role in local)
-        if tokenizer is not None and judges and scored_sources(config.custom_reward_function) is not None:
+        if tokenizer is not None and judges and scores_rows:
             with ExitStack() as until_tried:
                 _scored(trial, config, until_tried, tokenizer, train, val)
+    elif is_here and reads_rows and scores_rows and not policy.is_dir():
+        trial(_check_rows_alone, config)
     faults = []
     for text in map(str, trial.faults):
         got, remedy = REMEDY.match(text).groups()  # type: ignore[union-attr]  # it always matches
         remedy = remedy or "correct the model's folder or the rows"
         faults.append(Fault("the run would end at its start", got, "models and rows that the run can use", remedy))
     return tuple(faults)
+
+
+def _check_rows_alone(config: PPOConfig) -> None:
+    """Try rows and answers without the tokenizer, which is on the hub. Raises DataError, RewardError or UserCodeError."""
+    data, faults = config.data, RowFaults()
+    places: list[tuple[str, Rows, int]] = []
+    answers: list[tuple[str, Any]] = []
+    splits = [("train", data.train_files, data.train_max_samples)]
+    splits += [("val", data.val_files, data.val_max_samples)] * validates(config)
+    for split, files, left in splits:
+        for part in [part for file in files if file != ARITHMETIC for part in parts_of(file)]:
+            rows = part.open()
+            convert, read = form_of(part.name, rows.columns, data, split), range(min(len(rows), left))
+            left -= len(read)
+            for row, prompt in prompts_of(part.name, rows, convert, read, faults).items():
+                places.append((part.name, rows, row))
+                answers.append((prompt.data_source, prompt.ground_truth))
+    faults.end()
+    if not only_environment_scores(config) and not model_scores_alone(config):
+        with RewardManager(config.reward, config.custom_reward_function) as rewards:
+            for index, what in rewards.faults_of_answers(dict(enumerate(answers))).items():
+                faults.add(*places[index], RowFault(what, CORRECT_ANSWER))
+            faults.end()
+            rewards.check_sources({source for source, _ in answers})
 
 
 def _scored(

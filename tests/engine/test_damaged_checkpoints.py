@@ -276,8 +276,8 @@ FORGED = {
     "description of another version": (edited("actor/checkpoint.json", format=9), "this version reads 2"),
     "pickles of an earlier version": (pickled, "got format 1, this version reads 2"),
     "state of another step": (edited("driver.json", step=7), "got the state of step 7"),
-    "step that is a text": (edited("driver.json", seed="1"), "another type for seed"),
-    "sampler that is a list": (edited("driver.json", sampler=[]), "another type for sampler"),
+    "step that is a text": (edited("driver.json", seed="1"), "got seed='1', which"),
+    "sampler that is a list": (edited("driver.json", sampler=[]), "sampler.epoch=None"),
     "another type in one of two shards": (
         rewritten(lambda tensors, _: tensors.update({UP: tensors[UP].view(torch.int64)}), "2"),
         f"{UP}: got pieces of F64 and I64",

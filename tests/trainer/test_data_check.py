@@ -151,6 +151,7 @@ def test_the_source_of_a_file_that_the_run_may_not_reach_is_not_judged(written, 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 def test_a_batch_larger_than_the_data_is_a_fault_unless_the_run_only_validates(written, kind: str):
     file = written(*[VERL] * 7, kind=kind)
+    assert training_rows(compose([f"data.train_files={file}"]).partial) == 7
     (fault,) = found(file, "data.train_batch_size=16")
     assert "data.train_batch_size is larger than the data got: 16 with 7 prompts expected: 1 to 7" in fault
     assert found(file, "data.train_batch_size=16", "trainer.val_only=True") == []
@@ -160,11 +161,6 @@ def test_a_batch_larger_than_the_data_is_a_fault_unless_the_run_only_validates(w
     assert "64 with 32" in " ".join(
         found("builtin:arithmetic", "data.train_batch_size=64", "data.arithmetic.train_size=32")
     )
-
-
-def test_rows_are_counted_no_further_than_needed(written):
-    config = compose([f"data.train_files={written(*[VERL] * 7)}"]).partial
-    assert (training_rows(config), training_rows(config, 3)) == (7, 3)
 
 
 def test_missing_files_keys_that_were_not_read_and_classes_of_ones_own_are_not_judged(written, tmp_path: Path):

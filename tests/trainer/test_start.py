@@ -8,7 +8,6 @@ import pytest
 from rlx.checkpoint.manifest import seal
 from rlx.config.compose.command_line import compose
 from rlx.data.files import DataError
-from rlx.models.loading import ModelError
 from rlx.rewards.manager import RewardError
 from rlx.trainer import checkpoints as ck
 from rlx.trainer import run as module
@@ -91,14 +90,6 @@ def test_validation_rows_of_a_run_that_never_validates_are_not_read(config, rows
     prepared = prepare(config(*own, "trainer.val_before_train=False", "trainer.test_freq=-1"))
     with prepared.held:
         assert prepared.val is None
-
-
-def test_more_processes_than_heads_share_no_sequence(config):
-    shared = ("trainer.n_gpus_per_node=8", "actor_rollout_ref.actor.use_kl_loss=True")
-    told = r"^actor_rollout_ref\.model: ulysses_sequence_parallel_size: got 8 with 8 processes and 4 attention heads"
-    for role in ("actor", "ref"):
-        with pytest.raises(ModelError, match=told):
-            prepare(config(*shared, f"actor_rollout_ref.{role}.ulysses_sequence_parallel_size=8"))
 
 
 def test_a_data_source_that_no_prompt_has_is_told_of(config, tmp_path):
