@@ -8,10 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlx.algorithms.advantages import (
-    ESTIMATORS,
-    token_rewards,
-)
+from rlx.algorithms.advantages import ESTIMATORS, token_rewards
 from rlx.config.schema import ADV_ESTIMATORS, CRITIC, GAMMA, GREEDY, GROUPS, LAM, NORM_BY_STD, AlgorithmConfig
 
 F64 = torch.float64

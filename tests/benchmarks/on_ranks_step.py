@@ -12,18 +12,8 @@ TOKENS = 64
 
 
 def _options(**changed):
-    return argparse.Namespace(
-        **{
-            "save": "boundary",
-            "optimizer_state": ["device"],
-            "micro_batches": 1,
-            "lossy": True,
-            "rounds": 3,
-            "directory": None,
-            "max_host_gb": None,
-            **changed,
-        }
-    )
+    fixed = {"save": "boundary", "optimizer_state": ["device"], "micro_batches": 1, "lossy": True}
+    return argparse.Namespace(**fixed | {"rounds": 3, "directory": None, "max_host_gb": None} | changed)
 
 
 def steps(folder, modes):

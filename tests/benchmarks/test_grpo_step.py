@@ -1,13 +1,10 @@
 """Inputs and settings of the runs, their table, and whole runs."""
 
-import json
-import os
 from argparse import Namespace
 
-import pytest
 import torch
 
-from benchmarks.grpo_step import main, medians, settings, show, write_inputs
+from benchmarks.grpo_step import medians, settings, show, write_inputs
 from rlx.config.check.validate import check
 from rlx.config.compose.command_line import compose
 from rlx.config.machine import inspect_machine
@@ -38,15 +35,3 @@ def test_the_table_has_medians_without_the_first_step(capsys):
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert rows[0][-2:] == ["False", "True"]
     assert rows[1:] == [["ref", "1.250", "1.250"], ["step", "5.000", "2.500"], ["actor/tokens_saved", "-", "0.750"]]
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not os.environ.get("RLX_NIGHTLY"), reason="whole runs of a benchmark are tried nightly")
-def test_prompts_are_computed_once_in_whole_runs(tmp_path, capsys):
-    size = ["--shape", "tiny", "--prompts", "2", "--samples", "4", "--prompt", "40", "--response", "8", "--steps", "2"]
-    here = ["--device", "cpu", "actor_rollout_ref.rollout.name=hf", "trainer.device=cpu"]
-    main(["--each", f"{KEY}=False,True", *size, *here, "--json", str(tmp_path / "figures.json")])
-    found = json.loads((tmp_path / "figures.json").read_text())["medians"]
-    assert "actor/tokens_saved" not in found["False"] and found["True"]["actor/tokens_saved"] > 0.5
-    assert found["True"]["actor/grad_norm"] == pytest.approx(found["False"]["actor/grad_norm"], rel=1e-4)
-    assert "update_actor" in capsys.readouterr().out

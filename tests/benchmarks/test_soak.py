@@ -1,3 +1,4 @@
+import os
 import subprocess
 import sys
 
@@ -25,6 +26,7 @@ def test_a_process_is_known_by_its_command():
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(not os.environ.get("RLX_NIGHTLY"), reason="whole runs of a benchmark are tried nightly")
 @pytest.mark.e2e
 def test_a_short_run_is_measured(capfd: pytest.CaptureFixture[str]):
     assert main(["--steps=12", "--from-step=0", "--limit-mb=1000", "--pause-s=0.2"]) == 0

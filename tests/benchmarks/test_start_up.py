@@ -1,6 +1,7 @@
 """The timeline of a run's start."""
 
 import json
+import os
 import sys
 
 import pytest
@@ -47,6 +48,7 @@ def test_the_middle_round_is_shown_up_to_its_first_row(capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(not os.environ.get("RLX_NIGHTLY"), reason="whole runs of a benchmark are tried nightly")
 def test_a_whole_run_with_empty_caches(tmp_path, capsys):
     keys = ["actor_rollout_ref.rollout.name=hf", "trainer.device=cpu"]
     file = tmp_path / "figures.json"

@@ -43,9 +43,7 @@ def test_no_outcome_of_five_drawn_types_is_wrong():
 @pytest.mark.parametrize(
     ("row", "status", "said"),
     [
-        ("olmo2", "right", ""),  # vLLM runs it on transformers' class
         ("lfm2", "right", ""),  # vLLM reads keys that its configuration lacks, and has a kernel that is wrong for it
-        ("apertus", "refused", "vLLM rounds .*alpha_p and 7 other .*rollout.name=hf"),
         ("bloom", "refused", "cannot take this model's weights .*lm_head.*rollout.name=hf"),
     ],
 )

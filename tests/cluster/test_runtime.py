@@ -63,8 +63,7 @@ def wait_until(condition, seconds=30):
     return condition()
 
 
-@pytest.mark.parametrize("how", ["SIGINT", pytest.param("SIGTERM", marks=pytest.mark.slow)])
-def test_an_interrupted_run_leaves_no_process(tmp_path, how):
+def test_an_interrupted_run_leaves_no_process(tmp_path):
     driver = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(STUCK), str(tmp_path)],
         stdout=subprocess.PIPE,
@@ -78,13 +77,10 @@ def test_an_interrupted_run_leaves_no_process(tmp_path, how):
         family = psutil.Process(driver.pid).children(recursive=True)
         assert any("ray::" in words_of(child) for child in family)
         assert wait_until(lambda: len(list(tmp_path.glob("stuck*"))) == 2)
-        if how == "SIGINT":
-            os.killpg(driver.pid, signal.SIGINT)  # a terminal sends Ctrl-C to the whole group
-            # A second one during the cleanup, which takes a second at least.
-            assert wait_until(lambda: ignores_ctrl_c(driver.pid))
-            os.killpg(driver.pid, signal.SIGINT)
-        else:
-            driver.terminate()
+        driver.terminate()
+        # Ctrl-C during the cleanup, which takes a second at least; a terminal sends it to the whole group.
+        assert wait_until(lambda: ignores_ctrl_c(driver.pid))
+        os.killpg(driver.pid, signal.SIGINT)
         _, errors = driver.communicate(timeout=60)
         assert driver.returncode != 0
         assert errors.strip().splitlines()[-1] == "KeyboardInterrupt"
@@ -121,8 +117,7 @@ def test_ctrl_c_while_ray_starts_leaves_no_process(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gcs_server", "raylet"])
-def test_a_process_of_ray_that_is_killed_while_ray_starts_is_named(tmp_path, name):
+def test_a_process_of_ray_that_is_killed_while_ray_starts_is_named(tmp_path):
     """Ray itself would wait for it for half a minute, and then give the reason as a traceback."""
     script = """
         import sys
@@ -146,7 +141,7 @@ def test_a_process_of_ray_that_is_killed_while_ray_starts_is_named(tmp_path, nam
 
         def is_killed():
             for child in psutil.Process(keeper.pid).children(recursive=True):
-                if words_of(child).split(" ")[0].endswith(f"/{name}"):
+                if words_of(child).split(" ")[0].endswith("/gcs_server"):
                     child.kill()
                     found.append(child.pid)
             return found
@@ -154,7 +149,7 @@ def test_a_process_of_ray_that_is_killed_while_ray_starts_is_named(tmp_path, nam
         assert wait_until(is_killed)
         out, errors = keeper.communicate(timeout=120)
     assert (keeper.returncode, out) == (0, "")
-    assert errors.splitlines() == [f"rlx restart 1 of 1: the {name} of Ray (pid {found[0]}) died"]
+    assert errors.splitlines() == [f"rlx restart 1 of 1: the gcs_server of Ray (pid {found[0]}) died"]
 
 
 def session_members(leader):
@@ -247,31 +242,6 @@ def test_a_folder_too_long_for_sockets_is_told_before_ray_starts():
         in run(JOIN.replace("OPTIONS", ""), RAY_ADDRESS="", RAY_TMPDIR=folder).stdout
     )
     assert not Path(folder).exists()
-
-
-@pytest.mark.slow
-def test_a_worker_that_ray_kills_for_memory_is_told_with_a_remedy():
-    script = """
-        from rlx.cluster.errors import WorkerFailure
-        from rlx.cluster.group import WorkerGroup
-        from rlx.cluster.placement import Placement
-        from rlx.cluster.runtime import session
-        from rlx.config.schema import PPOConfig
-        class Hungry:
-            def at_work(self, role, method):
-                import time
-                held = bytearray(500_000_000)
-                time.sleep(60)
-        with session(PPOConfig()):
-            try:
-                WorkerGroup(Placement.reserve(1, 1, "cpu"), Hungry).build().call("actor", "update")
-            except WorkerFailure as error:
-                print(error.fault.kind, str(error).splitlines()[-1])
-    """
-    limits = {"RAY_memory_usage_threshold": "0.01", "RAY_memory_monitor_refresh_ms": "100"}
-    done = run(script, RAY_ADDRESS="", **limits)
-    assert done.stdout.startswith("memory rank 0"), done.stderr
-    assert "of host memory. A restart would need the same: lower data.train_batch_size" in done.stdout
 
 
 def test_options_that_ray_does_not_know_are_named_before_it_starts():

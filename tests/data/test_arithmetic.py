@@ -27,15 +27,6 @@ def rows(difficulty):
     return make_problems(ArithmeticConfig(difficulty=difficulty, train_size=3000), "train")
 
 
-def test_rows_are_verl_rows(rows):
-    row = rows[7]
-    assert set(row) == {"data_source", "prompt", "ability", "reward_model", "extra_info"}
-    assert row["data_source"] == "rlx/arithmetic"
-    assert [message["role"] for message in row["prompt"]] == ["user"]
-    assert row["reward_model"]["style"] == "rule"
-    assert row["extra_info"]["index"] == 7 and row["extra_info"]["split"] == "train"
-
-
 def test_working_is_right_and_uses_the_numbers_of_the_question(rows, difficulty):
     lengths = set()
     for row in rows:

@@ -88,12 +88,6 @@ def test_with_select_drop_map():
     assert torch.equal(batch.map_tensors(lambda t: t * 2)["scores"], batch["scores"] * 2)
 
 
-def test_responses():
-    batch = make(rows=2, prompt=2, response=3)
-    assert batch.response_length == 3
-    assert batch.responses().tolist() == [[2, 3, 4], [7, 8, 9]]
-
-
 @given(st.lists(st.integers(0, 4), max_size=7))
 def test_rows_repeats_reorders_and_may_be_empty(index):
     batch = make(rows=5)

@@ -22,12 +22,6 @@ def test_parquet_and_jsonl_give_the_same_rows(write_jsonl, tmp_path):
         assert rows.read(1, 4) == ROWS[1:4]
 
 
-def test_blank_lines_do_not_count(tmp_path):
-    path = tmp_path / "rows.jsonl"
-    path.write_text('{"a": 1}\n\n{"a": 2}\n  \n')
-    assert open_rows(str(path)).read(0, 9) == [{"a": 1}, {"a": 2}]
-
-
 def test_missing(tmp_path):
     with pytest.raises(DataError, match=r"no\.parquet: no such file .*data\.train_files"):
         open_rows(str(tmp_path / "no.parquet"))
@@ -61,12 +55,6 @@ def test_plain_json_may_be_a_list_or_lines(tmp_path, text):
     path = tmp_path / "rows.json"
     path.write_bytes(text)
     assert open_rows(str(path)).read(0, 5) == ROWS and peek(str(path)).first == ROWS[0]
-
-
-def test_a_byte_order_mark_is_no_part_of_the_first_row(tmp_path):
-    path = tmp_path / "rows.jsonl"
-    path.write_bytes(b"\xef\xbb\xbf" + LINES)
-    assert open_rows(str(path)).read(0, 5) == ROWS
 
 
 def test_cells_of_a_table_are_text(tmp_path):

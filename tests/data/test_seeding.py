@@ -22,9 +22,3 @@ def test_values_never_change():
     # Resumed runs and published results depend on these.
     assert seed_for() == 8238016292129134938
     assert seed_for(1, "train", 2, 3, 4) == 3092176098627790735
-
-
-def test_type_and_boundaries_count():
-    assert seed_for(5) != seed_for("5")
-    assert seed_for("ab", "c") != seed_for("a", "bc")
-    assert seed_for(1, 2) != seed_for(2, 1)

@@ -23,20 +23,11 @@ DISK = {"tier": "disk", "directory": "folder"}
 OVERFLOW = {"max_host_bytes": 4 * MIN_STAGING_BYTES, "directory": "folder"}
 
 CHECKPOINTED = [
-    {"save": "boundary"},
-    {"save": "attention"},
-    {"save": "boundary", **DISK},
+    {"save": "boundary", "max_host_bytes": CAP},
     {"save": "attention", **DISK},
     {"save": "attention", **OVERFLOW},
-    {"save": "attention", "prefetch_layers": 0, "max_inflight_bytes": 0, "pin_memory": False, "use_streams": False},
-    {"save": "boundary", "max_host_bytes": CAP},
 ]
-WHOLE = [
-    {"save": "all"},
-    {"save": "all", **DISK},
-    {"save": "all", **OVERFLOW},
-    {"save": "all", "prefetch_layers": 3, "max_host_bytes": CAP},
-]
+WHOLE = [{"save": "all"}, {"save": "all", "prefetch_layers": 3, "max_host_bytes": CAP}]
 
 Run = Callable[..., tuple[list[Any], list[dict[str, float]]]]
 
