@@ -71,9 +71,9 @@ def _old(folder: Path) -> Path:
 
 
 class RemoteFolder:
-    """A folder in object storage, `scheme://path`; credentials come from the environment, as the scheme's package reads them.
+    """A folder in object storage, `scheme://path`. Raises StorageError if the scheme is unknown, or its package is missing.
 
-    Raises StorageError if the scheme is unknown, or its package is missing.
+    Credentials come from the environment, as the scheme's package reads them.
     """
 
     def __init__(self, url: str) -> None:

@@ -91,7 +91,6 @@ def write_safetensors(path: Path, sources: Iterable[Source]) -> FileEntry:
     """Write a file that safetensors and torch's `HuggingFaceStorageReader` read, and return its manifest entry.
 
     Each source is read once, in the order of the file, and its bytes are let go soon after. The bytes are on the disk afterwards.
-
     Source of the format: https://huggingface.co/docs/safetensors, with the offsets of pieces as DCP keeps them.
     """
     # Long types first, so that every tensor begins at a multiple of its type.

@@ -106,14 +106,9 @@ def refusal_of(checkpoint: Path) -> Refusal:
 
 
 def newest_whole(folder: Path, before: int | None = None) -> Choice:
-    """Return the checkpoint of the latest step without faults, or None if there is none or all are damaged.
+    """Return the checkpoint of the latest step (earlier than `before`) without faults, None if there is none or all are damaged.
 
-    Args:
-        folder: the checkpoints of one run.
-        before: only checkpoints of earlier steps than this.
-
-    Raises:
-        ResumeError: none can be used, but not because all are damaged: another version could read one, or the system refused.
+    Raises ResumeError if none can be used, but another version could read one, or the system refused.
     """
     passed_over, may_be_whole = [], False
     for checkpoint in reversed(checkpoints_in(folder)):
@@ -250,11 +245,7 @@ def write_driver_state(checkpoint: Path, state: DriverState) -> None:
 
 
 def read_driver_state(checkpoint: Path) -> DriverState:
-    """Return the state that `write_driver_state` wrote.
-
-    Raises OtherVersionError: it has other keys than this version writes. CheckpointError: it is damaged, or of another step
-    than the folder.
-    """
+    """Return what `write_driver_state` wrote. Raises OtherVersionError for other keys, CheckpointError for damage or another step."""
     path = checkpoint / "driver.json"
     found, flat = read_json(path), {}
     require_keys(path, found, [field.name for field in fields(DriverState)])
@@ -341,11 +332,7 @@ def set_aside_later(folder: Path, step: int) -> list[str]:
 
 
 def keep_newest(folder: Path, role: str, keep: int | None, spare: Path | None = None) -> None:
-    """Remove the role's part of all but its newest `keep` checkpoints, and folders left without parts; None keeps all.
-
-    Args:
-        spare: a checkpoint to keep, even if it is older.
-    """
+    """Remove the role's part of all but its newest `keep` checkpoints and of `spare`, and folders left without parts; None keeps all."""
     if keep is None:
         return
     holders = [checkpoint for checkpoint in steps_in(folder).values() if (checkpoint / role).is_dir()]

@@ -43,10 +43,7 @@ SCORING_KEYS = (
 
 
 def check_data(config: PPOConfig, broken: frozenset[str]) -> tuple[Fault, ...]:
-    """Return a fault for each file whose first row cannot be used, and one if the training rows do not fill a batch.
-
-    Another fault names the data sources of first rows that no reward function scores, also if the run would drop such a row because
-    it is too long.
+    """Return a fault for each file whose first row cannot be used, one if no batch can be filled, one for sources without a reward.
 
     Files that are missing or of an unknown kind are reported by a rule of the configuration and skipped here, and URLs are not fetched. Keys that could not be
     read, `broken`, are not judged. Nor is a dataset class of the user's own.

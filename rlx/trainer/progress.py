@@ -71,10 +71,7 @@ def duration(value: float) -> str:
 
 
 def held_out(found: Sequence[tuple[float | None, float]]) -> str:
-    """Format the accuracies of validations, each with its step, None if that is not known: 31.0% -> 84.5% (+53.5 points), step 0 -> 40.
-
-    A single one: 31.0% at step 0, before training.
-    """
+    """Format the accuracies of validations, each with its step if that is known: 31.0% -> 84.5% (+53.5 points), step 0 -> 40."""
     steps = ["?" if step is None else f"{step:.0f}" for step, _ in found]
     (_, before), (_, after) = found[0], found[-1]
     if len(found) == 1:
@@ -115,22 +112,15 @@ class Progress(logging.Handler):
     """The console of one run. Inside `with progress:` the bar is visible; rows, notices and summary may come at any time.
 
     Meanwhile it shows what rlx logs, also in workers: warnings as notices, the rest as remarks.
-
-    Args:
-        total_steps: steps of the whole run, including those before a resume.
-        console: False omits the row of each step; bar, notices and summary stay.
-        stream: where to write; None: standard output.
-        verbose: show the memory around each phase, too.
-        where_answers_are: how to read the samples of a step, as a clause.
     """
 
     def __init__(
         self,
-        total_steps: int,
-        console: bool = True,
-        stream: TextIO | None = None,
-        verbose: bool = False,
-        where_answers_are: str = "set trainer.transcripts=True",
+        total_steps: int,  # of the whole run, including those before a resume
+        console: bool = True,  # False omits the row of each step; bar, notices and summary stay
+        stream: TextIO | None = None,  # None: standard output
+        verbose: bool = False,  # show the memory around each phase, too
+        where_answers_are: str = "set trainer.transcripts=True",  # how to read the samples of a step, as a clause
     ) -> None:
         super().__init__(logging.INFO)
         stream = stream or sys.stdout

@@ -75,13 +75,10 @@ class ChangedKey(NamedTuple):
 
 
 def changes(folder: Path, step: int, text: str, knows_rows: bool = False) -> list[ChangedKey]:
-    """Return what a resume from `step` changes; nothing is known without a config.yaml in the run's folder.
+    """Return what a resume from `step` with the configuration `text` changes; nothing is known without a config.yaml in the folder.
 
-    Args:
-        text: the new configuration as YAML, without secrets.
-        knows_rows: whether the checkpoint has a digest of its rows, which then tells whether they are others.
-
-    Raises ResumeError if keys changed that the saved state belongs to, or a kept file cannot be read.
+    `knows_rows`: the checkpoint has a digest of its rows, which then tells whether they are others. Raises ResumeError if keys
+    changed that the saved state belongs to, or a kept file cannot be read.
     """
     if not (folder / FIRST).is_file():
         return []

@@ -43,13 +43,9 @@ FOLDERS = (
 
 
 def run(config: PPOConfig, yaml: str, workers: WorkerGroup) -> Path:
-    """Train as configured and return the folder of the run.
+    """Train as configured and return the folder of the run; `yaml` is the configuration as text without secrets, to be kept there.
 
-    Args:
-        yaml: the configuration as text without secrets, for the run's folder.
-        workers: processes that no worker has been built in; closed at the end.
-
-    Raises the errors of `prepare`; StorageError, RewardError or WorkerFailure. Each names its remedy.
+    The workers are closed at the end. Raises the errors of `prepare`; StorageError, RewardError or WorkerFailure.
     """
     config = continued(config)
     # `prepare` finds mistakes in the command. It comes before the warm start and the folder, so that a mistake costs no time
@@ -207,10 +203,7 @@ def _set_aside_damaged(folder: Path) -> list[str]:
 
 
 def with_models(config: PPOConfig) -> PPOConfig:
-    """Return the configuration for workers: `builtin:tiny` warm-started, the critic's nulls set, paths absolute.
-
-    Workers run in other folders. A hub name stays unchanged, and a folder for offloaded bytes may be missing yet.
-    """
+    """Return the configuration for workers in other folders: `builtin:tiny` warm-started, the critic's nulls set, paths absolute."""
     config = replace(config, critic=critic_settings(config))
     policy = str(warm_start(config)) if is_tiny(config) else config.actor_rollout_ref.model.path
     for key in NAMES:
@@ -224,10 +217,7 @@ def with_models(config: PPOConfig) -> PPOConfig:
 
 
 def with_steps(config: PPOConfig, sampler: PromptSampler) -> PPOConfig:
-    """Return the configuration with the numbers of steps set, which the optimizers' schedules need.
-
-    Without a critic its warm-up becomes 0, so that the actor does not wait.
-    """
+    """Return the configuration with the numbers of steps that schedules need; without a critic its warm-up is 0."""
     steps = config.trainer.total_training_steps or sampler.batches_per_epoch * config.trainer.total_epochs
     warmup = config.trainer.critic_warmup if has_critic(config) else 0
     return replace(config, trainer=replace(config.trainer, total_training_steps=steps, critic_warmup=warmup))

@@ -47,14 +47,9 @@ class RunLocked(ExplainedError, RuntimeError):
 
 
 class RunLock:
-    """Holds a run's folder as long as the context lasts.
+    """Holds a run's folder as long as the context lasts. Raises RunLocked if another run holds it, StorageError if it cannot be written.
 
-    Args:
-        folder: of the run; it must exist.
-        beat_s, stale_s, watched_s: see Note [when a lock is stale] [s].
-
-    Raises RunLocked: another run holds it; the message names its process, host and start. StorageError: the lock cannot be
-    written.
+    Times in seconds: see Note [when a lock is stale].
     """
 
     def __init__(self, folder: Path, beat_s: float = BEAT_S, stale_s: float = STALE_S, watched_s: float = WATCHED_S):

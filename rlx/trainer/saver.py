@@ -58,11 +58,7 @@ class Saver:
     and rename the checkpoint. The driver calls them after it has written the metrics of the step, so that a whole checkpoint
     never lacks a row. If anything fails before, no folder of that name appears.
 
-    Args:
-        config: how often to save, and how many checkpoints to keep.
-        workers: host the trained roles.
-        folder: of the run's checkpoints.
-        clock: seconds; a parameter for tests.
+    `folder` is that of the run's checkpoints; `clock` returns seconds.
     """
 
     def __init__(
@@ -79,9 +75,7 @@ class Saver:
     def undamaged(self, checkpoint: Path, falls_back: bool) -> tuple[Path | None, list[str]]:
         """Return a checkpoint whose tensors have their digests, and the newer ones that do not; each worker reads a share.
 
-        Args:
-            checkpoint: the first to check; whole as far as `newest_whole` can tell.
-            falls_back: take an older one of the run instead of a damaged one; None if all are damaged.
+        With `falls_back` it is an older one of the run instead of a damaged one, None if all are damaged.
 
         Raises ResumeError: it is damaged and may not fall back, or the configuration asks only for a validation. WorkerFailure:
         a worker cannot read files that the driver found, for example because its node lacks the file system.
@@ -113,11 +107,7 @@ class Saver:
     def begin(self, state: DriverState, in_background: bool | None = None, without: str | None = None) -> None:
         """Start a save. The workers return when their state may change again, at the latest when it is on the disk.
 
-        Args:
-            state: of the driver, at the end of a step.
-            in_background: whether the workers write in the background; None: as configured.
-            without: a part of the configured contents to leave out.
-
+        `in_background` None is as configured; `without` is a part of the configured contents to leave out.
         Raises StorageError, WorkerFailure: a process could not write; what was written is removed.
         """
         self.finish()
@@ -136,10 +126,7 @@ class Saver:
             self.finish()
 
     def finish(self) -> None:
-        """Wait until the checkpoint is written, and let it appear. Do nothing without one.
-
-        Raises: see `begin`.
-        """
+        """Wait until the checkpoint is written, and let it appear. Do nothing without one. Raises as `begin`."""
         if self._begun is None:
             return
         checkpoint, self._begun = self._begun, None
@@ -154,11 +141,7 @@ class Saver:
             self._remote.send(checkpoint, removed)
 
     def close(self, last: DriverState | None = None) -> None:
-        """Finish the save, and wait for copies to object storage; call this at the end of the run.
-
-        Args:
-            last: the state at the end, to save it without the optimizer's state if no save was due (trainer.save_last).
-        """
+        """Finish the save, save the `last` state without the optimizer's if no save was due, and wait for copies to object storage."""
         self.finish()
         asked = last if self._config.trainer.save_last else None
         if asked is not None and not is_finished(self._folder / f"global_step_{asked.step}"):
@@ -178,14 +161,9 @@ class Saver:
         return [each.name for each in before if not is_finished(each)]
 
     def save_now(self, state: DriverState, within_s: float) -> Path | None:
-        """Save at once, for a run that is about to be ended. Call this between steps, after the row of the last one.
+        """Save at once, for a run that is about to be ended, and return the checkpoint. Call this between steps, after the last row.
 
-        Args:
-            state: of the driver.
-            within_s: gives up after this time, counted from now.
-
-        Returns:
-            The checkpoint, or None if the time did not suffice; then the older ones are unchanged.
+        Return None if the time does not suffice; the older ones are then unchanged.
         """
         deadline_s = self._clock() + within_s
         if not self._settled(deadline_s):
@@ -223,11 +201,7 @@ class RemoteRun:
 
     A checkpoint may be due for removal before its copy is complete, if storage is slower than saves. The one that is being
     copied stays, so that copies arrive at all; those that wait may be removed, so that the disk does not fill, and are not
-    copied then.
-
-    Args:
-        remote: the folder of all runs.
-        folder: of this run, local.
+    copied then. `remote` is the folder of all runs, `folder` that of this run.
     """
 
     def __init__(self, remote: RemoteFolder, folder: Path) -> None:
@@ -244,10 +218,7 @@ class RemoteRun:
         return cls(RemoteFolder(url), folder) if url is not None and is_url(url) else None
 
     def send(self, checkpoint: Path | None, removed: list[str]) -> None:
-        """Copy the run's own files and a checkpoint later, and remove the copies of checkpoints that were removed.
-
-        Raises StorageError: an earlier copy failed.
-        """
+        """Copy the run's files and a checkpoint later, and remove copies of removed ones. Raises StorageError if an earlier copy failed."""
         self.wait(0.0)
         self._sent.append(self._thread.submit(self._copy, checkpoint, removed))
 

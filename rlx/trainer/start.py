@@ -123,10 +123,8 @@ class _Trials:
 def prepare(config: PPOConfig, yaml: str = "") -> Prepared:
     """Do all work that may fail and needs no worker, before the warm start, the run's folder and the workers' models.
 
-    `yaml` is the configuration as text, to compare with that of a run to resume.
-
-    Raises RunLocked: the run to resume still runs. ClusterError, ResumeError, ModelError, DataError, UserCodeError,
-    RewardError: the only fault. StartError: there are several.
+    `yaml` is the configuration as text, to compare with that of a run to resume. Raises RunLocked if that run still runs; for a
+    single fault ClusterError, ResumeError, ModelError, DataError, UserCodeError or RewardError; StartError for several.
     """
     trial = _Trials()
     trial(check_options, config)
@@ -151,7 +149,7 @@ def faults_at_start(config: PPOConfig, is_here: bool) -> tuple[Fault, ...]:
     """Return what the start of the run would report of model folders and of rows and their answers, for `rlx check`.
 
     A folder without weights is enough to plan, or for another machine (not `is_here`), so its tokenizer and the rows are not read.
-    Models of the hub are left to the run. A reward function of the user's own is tried by `check_user_code`.
+    Nor is the tokenizer of a model of the hub. A reward function of the user's own is tried by `check_user_code`.
     """
     trial, policy, data = _Trials(), Path(config.actor_rollout_ref.model.path or "").expanduser(), config.data
     local = local_roles(config)

@@ -114,28 +114,19 @@ class Tracker:
     A logger that fails later, for example for want of a network, does not end the run: its first failure gives a notice. A
     failure of `metrics.jsonl` does. A context that closes the loggers.
 
-    Args:
-        loggers: as `trainer.logger`; `console` is skipped, because `Progress` handles it.
-        run_dir: folder of the run. Existing files are appended to.
-        config_yaml, project, experiment: for wandb.
-        resume_step: the step after which the run continues, and later ones are replaced; None: nothing is replaced.
-        metrics_file: name of the file in `run_dir`.
-        may_write: is called before each row, and raises if the run must end.
-        notice: shows a text to the user.
-
     Raises TrackingError if a logger cannot start, and StorageError, also later, if `metrics.jsonl` cannot be written.
     """
 
     def __init__(
         self,
-        loggers: Sequence[str],
+        loggers: Sequence[str],  # as `trainer.logger`; `Progress` handles `console`
         run_dir: Path,
-        config_yaml: str,
+        config_yaml: str,  # this and the next two for wandb
         project: str,
         experiment: str,
-        resume_step: int | None = None,
+        resume_step: int | None = None,  # after which the run continues, and later ones are replaced; None: none are
         metrics_file: str = METRICS_FILE,
-        may_write: Callable[[], None] = lambda: None,
+        may_write: Callable[[], None] = lambda: None,  # is called before each row, and raises if the run must end
         notice: Callable[[str], None] = print,
     ) -> None:
         self._file, self._resume_step = run_dir / metrics_file, resume_step

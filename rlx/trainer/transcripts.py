@@ -27,13 +27,7 @@ def keeps_transcripts(config: PPOConfig) -> bool:
 
 
 def write(run: Run, step: int, batch: Batch) -> None:
-    """Write the transcripts of a step, in the order of prompts, samples and branches.
-
-    Args:
-        run: whose folder gets them, and whose tokenizer decodes tokens one by one.
-        step: its number.
-        batch: with advantages and scores.
-    """
+    """Write the transcripts of a step, in the order of prompts, samples and branches."""
     file = run.folder / "transcripts" / f"step_{step:06d}.jsonl"
     with storing(file):
         file.parent.mkdir(exist_ok=True)

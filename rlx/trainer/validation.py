@@ -15,19 +15,11 @@ from rlx.trainer.samples import Part, SampleSource, dump, extras, generations, j
 
 
 class Validation:
-    """Validates a run.
-
-    Args:
-        run: with `val` prompts if there is a validation.
-        samples: generates and scores responses.
-
-    Attributes:
-        last: metrics of the last validation, with its step.
-    """
+    """Validates a run."""
 
     def __init__(self, run: Run, samples: SampleSource):
         self._run, self._samples = run, samples
-        self.last: dict[str, float] = {}
+        self.last: dict[str, float] = {}  # metrics of the last validation, with its step
 
     def run(self) -> dict[str, float]:
         """Score the policy on held-out prompts, keep its responses, and return the metrics."""
