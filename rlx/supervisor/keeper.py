@@ -272,7 +272,7 @@ def end_of(facts: dict[str, Any], code: int | None, loss: str | None, pid: int) 
     if loss is not None:
         return End(loss, step)
     if code is None or code >= 0:
-        return End(f"the driver ended without a word (exit code {code})", step)
+        return End(f"the driver ended without a message (exit code {code})", step)
     reason = f"the driver (pid {pid}) was killed by {signal.Signals(-code).name}"
     if line := kernel_line(pid):
         return End(f"{reason}: {line}", step, link.OUT_OF_MEMORY)

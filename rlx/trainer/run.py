@@ -193,7 +193,7 @@ def _set_aside_damaged(folder: Path) -> list[str]:
     checkpoints = folder / "checkpoints"
     whole, passed_over = newest_whole(checkpoints)
     if whole is not None:
-        raise OSError(f"{whole}: is whole now, but could not be read when this run began; start it again")
+        raise OSError(f"{whole}: can be read now, but could not when this run began; start it again")
     set_aside_later(checkpoints, 0)
     if passed_over:
         passed_over.append(

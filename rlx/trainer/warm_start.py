@@ -46,7 +46,7 @@ def warm_start(config: PPOConfig) -> Path:
         most, target = config.warm_start.max_steps, config.warm_start.target_accuracy
         print(
             f"warm start: the tiny model learns by imitation until it solves {target:.0%} of held-out problems, for at most "
-            f"{most} step(s); it is kept in {folder}",
+            f"{most} step(s); it is cached in {folder}",
             flush=True,  # outside of a terminal the bar comes at its end
         )
         model, tokenizer = make_tiny(config.actor_rollout_ref.model.tiny)

@@ -105,7 +105,7 @@ def test_a_killed_driver_is_started_again_in_its_folder_and_knows_why(keep, tmp_
 
 def test_the_restarts_end_with_all_reasons(keep):
     code, _, errors = end(keep("tell(max_restarts=1, step=2); sys.exit(1)"))
-    reason = "step 2: the driver ended without a word (exit code 1)"
+    reason = "step 2: the driver ended without a message (exit code 1)"
     assert code == 1
     assert errors == [
         f"rlx restart 1 of 1: {reason}",

@@ -42,7 +42,7 @@ def weights_of(folder):
 
 def test_a_model_folder_is_made_once_and_is_the_same_anywhere(config, tmp_path, capsys):
     folder = warm_start(config)
-    told = "until it solves 30% of held-out problems, for at most 6 step(s); it is kept in"
+    told = "until it solves 30% of held-out problems, for at most 6 step(s); it is cached in"
     assert f"{told} {folder}\n" in capsys.readouterr().out
     made = (folder / "model.safetensors").stat().st_mtime_ns
     assert warm_start(config) == folder and capsys.readouterr().out == ""

@@ -36,7 +36,7 @@ def why_not_writable(folder: Path) -> str | None:
     except PermissionError:
         return f"{nearest} is not writable"
     except OSError as error:
-        return f"{nearest} takes no new folder ({error.strerror})"
+        return f"{nearest} cannot hold a new folder ({error.strerror})"
     return None
 
 

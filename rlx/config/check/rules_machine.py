@@ -57,7 +57,7 @@ def gpus_suffice(s: CheckContext) -> Faults:
     found = " + ".join(map(str, offered)) or "0"  # per machine: 4 + 4 + 0
     got = f"{GPUS}={per_node} on {nodes} machine(s); {s.machine.label} has {found} GPU(s)"
     expected = f"at least {per_node} GPU(s) on each of {nodes} machine(s)"
-    yield s.fault("more GPUs are asked for than there are", expected, remedy, GPUS, NODES, DEVICE, got=got)
+    yield s.fault("more GPUs are requested than available", expected, remedy, GPUS, NODES, DEVICE, got=got)
 
 
 def ray_has_a_short_folder(s: CheckContext) -> Faults:

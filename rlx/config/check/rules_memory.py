@@ -26,7 +26,7 @@ def memory_suffices(s: CheckContext) -> Iterator[Fault]:
     over = forecast.oversized(is_least=True, margin=REFUSED_FROM)
     if not over:
         return
-    remedy = f"{remedies(forecast, is_least=True)}; {CHECK}=warn runs all the same"
+    remedy = f"{remedies(forecast, is_least=True)}; {CHECK}=warn runs anyway"
     margin = f"a run that needs over {(REFUSED_FROM - 1) * 100:.0f} % more is rejected"
     if of_device := [phase for phase in over if not phase.fits_device(REFUSED_FROM)]:
         what = f"the run does not fit into {'device' if forecast.on_device else 'host'} memory"

@@ -74,7 +74,7 @@ def test_what_cannot_fit_is_refused_and_accepted_after_the_remedy(predict: Predi
     assert fault.what == UNFIT
     assert re.match(r"\w+ [\d.]+ GB \(\w+ [\d.]+", fault.got)
     assert "of a device's 80.0 GB; a run that needs over 10 % more is rejected" in fault.expected
-    assert fault.remedy.endswith("; trainer.memory_check=warn runs all the same")
+    assert fault.remedy.endswith("; trainer.memory_check=warn runs anyway")
     named = changes(fault.remedy)
     assert named
     assert predict(*options, *named).faults == ()

@@ -186,7 +186,7 @@ def test_a_key_that_is_given_twice_is_a_warning(verdict):
 def test_a_folder_that_cannot_be_made_is_a_fault_for_root_too(verdict):
     (fault,) = verdict(["trainer.default_local_dir=/proc/new/runs", *OTHER_MODEL]).faults
     assert fault.what == NOT_WRITTEN
-    assert re.search(r"/proc (is not writable|takes no new folder)", fault.got)
+    assert re.search(r"/proc (is not writable|cannot hold a new folder)", fault.got)
 
 
 def test_the_check_of_a_folder_leaves_nothing_there(verdict, tmp_path: Path):
@@ -219,19 +219,19 @@ def machine(gpus: int = 0, cluster: Cluster | None = None, packages: tuple[str, 
     ("command", "where", "faults"),
     [
         ("trainer.n_gpus_per_node=2", machine(gpus=2), []),
-        ("trainer.n_gpus_per_node=3", machine(gpus=2), ["more GPUs are asked for than there are"]),
+        ("trainer.n_gpus_per_node=3", machine(gpus=2), ["more GPUs are requested than available"]),
         ("trainer.n_gpus_per_node=3 trainer.device=cpu", machine(gpus=2), []),
         ("trainer.n_gpus_per_node=3", machine(gpus=0), []),
         ("trainer.n_gpus_per_node=4 trainer.nnodes=2", machine(cluster=Cluster("h:1", (4, 8, 0))), []),
         (
             "trainer.n_gpus_per_node=4 trainer.nnodes=3",
             machine(cluster=Cluster("h:1", (4, 8, 0))),
-            ["more GPUs are asked for than there are"],
+            ["more GPUs are requested than available"],
         ),
         (
             "trainer.n_gpus_per_node=9",
             machine(gpus=9, cluster=Cluster("h:1", (8, 8))),
-            ["more GPUs are asked for than there are"],
+            ["more GPUs are requested than available"],
         ),
         ("trainer.nnodes=2 trainer.device=cpu", machine(cluster=Cluster("h:1", (0, 0))), []),
         ("trainer.device=cuda", machine(cluster=Cluster("h:1", error="refused")), ["the Ray cluster cannot be joined"]),

@@ -47,7 +47,7 @@ def test_the_command_of_verl_lacks_only_what_the_machine_lacks(verdict):
     assert sorted(whats(found)) == [
         "a data file does not exist",
         "a data file does not exist",
-        "more GPUs are asked for than there are",
+        "more GPUs are requested than available",
         "the model folder does not exist or has no config.json",
         "vLLM is not installed",
     ]
