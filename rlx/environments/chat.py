@@ -53,39 +53,23 @@ class UnusableTemplate(ExplainedError, ValueError):
 
 
 class Written(NamedTuple):
-    """What the template writes before a turn.
+    """What the template writes before a turn."""
 
-    Args:
-        token_ids: those that it adds; of the whole conversation up to the turn if the history is rewritten.
-        text: of the whole conversation up to the turn.
-        is_rewritten: whether it writes earlier turns in another way than the model has read and said them.
-    """
-
-    token_ids: list[int]
-    text: str
-    is_rewritten: bool = False
+    token_ids: list[int]  # those that it adds; of the whole conversation up to the turn if the history is rewritten
+    text: str  # of the whole conversation up to the turn
+    is_rewritten: bool = False  # whether it writes earlier turns in another way than the model has read and said them
 
 
 class Gap(NamedTuple):
-    """The place between a turn and the next.
+    """The place between a turn and the next."""
 
-    Args:
-        history: all messages so far; the last is the turn.
-        added: the messages that follow. Special tokens in their texts become plain text.
-        tools: schemas that the first prompt had.
-        last_token: the last sampled token. If the template closes a turn with it, it is not written twice.
-        before: the template's text up to the turn; empty if it is not known.
-        said: the turn's text as it was sampled.
-        answers: places in `history` of messages that followed turns. Special tokens in their texts are plain text too.
-    """
-
-    history: list[Message]
-    added: list[Message]
-    tools: Tools
-    last_token: int
-    before: str = ""
-    said: str = ""
-    answers: Collection[int] = ()
+    history: list[Message]  # all messages so far; the last is the turn
+    added: list[Message]  # the messages that follow. Special tokens in their texts become plain text.
+    tools: Tools  # schemas that the first prompt had
+    last_token: int  # the last sampled token. If the template closes a turn with it, it is not written twice.
+    before: str = ""  # the template's text up to the turn; empty if it is not known
+    said: str = ""  # the turn's text as it was sampled
+    answers: Collection[int] = ()  # places in `history` of the same; special tokens are plain text there, too
 
 
 class Chat:

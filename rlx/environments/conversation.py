@@ -31,45 +31,27 @@ class Branch(NamedTuple):
 
 @dataclass
 class Conversation:
-    """A prompt, and behind it turns of the model and tokens between them.
+    """A prompt, and behind it turns of the model and tokens between them."""
 
-    Attributes:
-        prompt_ids: the first prompt; in a later branch as much of it as the rewritten history begins with.
-        width: most tokens behind it.
-        messages, tools: what the template has written so far.
-        answers: places in `messages` of those that followed turns.
-        text: of them up to the next turn, as the template writes it.
-        earlier: the branches before this one.
-        token_ids: behind the prompt.
-        sampled: whether the model sampled each of them.
-        log_probs: of each under the sampler; 0 if it was not sampled.
-        turns: a record for each turn and each observation, as transcripts have it. Its `start` and `end` count from the first
-            token of the prompt of its `branch`. The record of a rewritten history has the role `history`.
-        reason: why the conversation ended; empty before.
-        failed: whether the reason is a failure of the environment.
-        info: numbers of the environment; a later turn's replace an earlier one's.
-        failure_reward: the reward of a failure.
-        traceback: of the environment's failure; empty if there is none.
-        memory: what the sampler knows of its tokens.
-    """
-
-    prompt_ids: list[int]
-    width: int
-    messages: list[Message] = field(default_factory=list)
+    prompt_ids: list[int]  # the first prompt; in a later branch as much of it as the rewritten history begins with
+    width: int  # most tokens behind it
+    messages: list[Message] = field(default_factory=list)  # that the template has written so far
     tools: Tools = field(default_factory=list)
-    answers: list[int] = field(default_factory=list)
-    text: str = ""
-    earlier: list[Branch] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)
-    sampled: list[bool] = field(default_factory=list)
-    log_probs: list[float] = field(default_factory=list)
+    answers: list[int] = field(default_factory=list)  # places in `messages` of those that followed turns
+    text: str = ""  # of them up to the next turn, as the template writes it
+    earlier: list[Branch] = field(default_factory=list)  # the branches before this one
+    token_ids: list[int] = field(default_factory=list)  # behind the prompt
+    sampled: list[bool] = field(default_factory=list)  # whether the model sampled each of them
+    log_probs: list[float] = field(default_factory=list)  # of each under the sampler; 0 if it was not sampled
+    # A record for each turn and each observation, as transcripts have it. Its `start` and `end` count from the first
+    # token of the prompt of its `branch`. The record of a rewritten history has the role `history`.
     turns: list[dict[str, Any]] = field(default_factory=list)
-    reason: str = ""
-    failed: bool = False
-    info: dict[str, float] = field(default_factory=dict)
-    failure_reward: float = 0.0
-    traceback: str = ""
-    memory: PrefixMemory = field(default_factory=PrefixMemory, compare=False, repr=False)
+    reason: str = ""  # why the conversation ended; empty before
+    failed: bool = False  # whether the reason is a failure of the environment
+    info: dict[str, float] = field(default_factory=dict)  # of the environment; a later turn's replace an earlier one's
+    failure_reward: float = 0.0  # the reward of a failure
+    traceback: str = ""  # of the environment's failure; empty if there is none
+    memory: PrefixMemory = field(default_factory=PrefixMemory, compare=False, repr=False)  # of the sampler
 
     @property
     def room(self) -> int:

@@ -30,31 +30,18 @@ MOST_LOSSES = 8
 
 @dataclass(eq=False)
 class _Conversation:
-    """The requests and answers of a conversation, so that it can restart.
+    """The requests and answers of a conversation, so that it can restart."""
 
-    Attributes:
-        number: unique, because keys are reused.
-        key: of the pool's user.
-        lines: requests: the reset and steps.
-        answers: to them.
-        home: process of its environment; None if it restarts with its next step, or has failed.
-        taken: answers of the current environment; fewer than `answers` while it catches up.
-        losses: processes that others ended.
-        is_suspect: whether it lost one in which no code was running.
-        failure: answer to its next step.
-        has_failed: whether it has answered with a failure.
-    """
-
-    number: int
-    key: int
-    lines: list[str] = field(default_factory=list)
-    answers: list[Answer] = field(default_factory=list)
-    home: IsolatedProcess | None = None
-    taken: int = 0
-    losses: int = 0
-    is_suspect: bool = False
-    failure: Failure | None = None
-    has_failed: bool = False
+    number: int  # unique, because keys are reused
+    key: int  # of the pool's user
+    lines: list[str] = field(default_factory=list)  # requests: the reset and steps
+    answers: list[Answer] = field(default_factory=list)  # to them
+    home: IsolatedProcess | None = None  # of its environment; None if it restarts with its next step, or has failed
+    taken: int = 0  # answers of the current environment; fewer than `answers` while it catches up
+    losses: int = 0  # processes that others ended
+    is_suspect: bool = False  # whether it lost one in which no code was running
+    failure: Failure | None = None  # answer to its next step
+    has_failed: bool = False  # whether it has answered with a failure
 
 
 class EnvironmentPool(WorkerPool):

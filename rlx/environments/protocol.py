@@ -20,38 +20,26 @@ Message = dict[str, Any]
 
 
 class Turn(NamedTuple):
-    """One turn of the model.
+    """One turn of the model."""
 
-    Args:
-        text: its tokens decoded, with special tokens, because they may mark a call; without the token that ended the turn.
-        index: 0 for the conversation's first turn.
-        finish_reason: "stop", or "length" if the turn was cut.
-        token_count: number of sampled tokens.
-    """
-
-    text: str
-    index: int
-    finish_reason: Literal["stop", "length"] = "stop"
-    token_count: int = 0
+    text: str  # its tokens decoded, with special tokens, because they may mark a call; without the token that ended the turn
+    index: int  # 0 for the conversation's first turn
+    finish_reason: Literal["stop", "length"] = "stop"  # "stop", or "length" if the turn was cut
+    token_count: int = 0  # number of sampled tokens
 
 
 @dataclass(frozen=True)
 class Observation:
-    """An environment's answer to a turn.
+    """An environment's answer to a turn."""
 
-    Args:
-        messages: what the model reads before its next turn; may be empty if `done`.
-        reward: of this turn, finite in fp32; None if the environment gives none: reward functions then score the conversation.
-        done: whether the conversation has ended.
-        info: further data for transcripts, as JSON has it. Numbers at its top become metrics. `calls` is a list of
-            {"name": str, "error": bool, "seconds": float}, one for each tool call.
-        assistant: the turn as the chat template wants it, such as with `tool_calls`; None: its plain text.
-    """
-
-    messages: list[Message]
+    messages: list[Message]  # what the model reads before its next turn; may be empty if `done`
+    # Of this turn, finite in fp32; None if the environment gives none: reward functions then score the conversation
     reward: float | None = None
-    done: bool = False
+    done: bool = False  # whether the conversation has ended
+    # Further data for transcripts, as JSON has it. Numbers at its top become metrics. `calls` is a list of {"name": str,
+    # "error": bool, "seconds": float}, one for each tool call.
     info: dict[str, Any] = field(default_factory=dict)
+    # The turn as the chat template wants it, such as with `tool_calls`; None: its plain text
     assistant: Message | None = None
 
 

@@ -32,46 +32,27 @@ class EnvironmentFailed(ExplainedError, RuntimeError):
 
 
 class ConversationRow(NamedTuple):
-    """A conversation to run.
+    """A conversation to run."""
 
-    Args:
-        data: of the environment's `reset`.
-        seed: of the sample; turns have seeds of their own, which it and their index determine.
-        prompt_ids: the data set's prompt: that of the row if the environment gives none.
-    """
-
-    data: dict[str, Any]
-    seed: int
-    prompt_ids: list[int]
+    data: dict[str, Any]  # of the environment's `reset`
+    seed: int  # of the sample; turns have seeds of their own, which it and their index determine
+    prompt_ids: list[int]  # the data set's prompt: that of the row if the environment gives none
 
 
 @dataclass(frozen=True)
 class ConversationBounds:
-    """Limits of a conversation.
+    """Limits of a conversation."""
 
-    Args:
-        prompt_tokens: longest first prompt.
-        response_tokens: most tokens behind it, in each branch.
-        turn_tokens: most tokens of a turn; None: all that are left.
-        turns: most turns of the model; None: any number.
-        answers: most answers of the environment that the model reads; None: any number.
-        tool_characters: longer outputs of tools (messages of the role tool) are cut.
-        cut_side: left keeps the beginning, right the end, middle both.
-        open: conversations at a time; None: all.
-        failure_reward: of a turn at which the environment fails.
-        ends_run: whether such a failure ends the run.
-    """
-
-    prompt_tokens: int
-    response_tokens: int
-    turn_tokens: int | None = None
-    turns: int | None = None
-    answers: int | None = None
-    tool_characters: int = 256
-    cut_side: str = "middle"
-    open: int | None = None
-    failure_reward: float = 0.0
-    ends_run: bool = False
+    prompt_tokens: int  # longest first prompt
+    response_tokens: int  # most tokens behind it, in each branch
+    turn_tokens: int | None = None  # most tokens of a turn; None: all that are left
+    turns: int | None = None  # most turns of the model; None: any number
+    answers: int | None = None  # most answers of the environment that the model reads; None: any number
+    tool_characters: int = 256  # longer outputs of tools (messages of the role tool) are cut
+    cut_side: str = "middle"  # left keeps the beginning, right the end, middle both
+    open: int | None = None  # conversations at a time; None: all
+    failure_reward: float = 0.0  # of a turn at which the environment fails
+    ends_run: bool = False  # whether such a failure ends the run
 
 
 class RanConversations(NamedTuple):
@@ -83,24 +64,16 @@ class RanConversations(NamedTuple):
 
 @dataclass(frozen=True)
 class ConversationOptions:
-    """How conversations are run.
+    """How conversations are run."""
 
-    Args:
-        chat: writes messages.
-        sampling: of turns; max_tokens is at most `bounds.response_tokens`. A turn has no more than `bounds.turn_tokens` and those left.
-        bounds: limits of each.
-        first_rank: of a tensor-parallel group.
-        in_waves: sample only when no environment works. Then requests that are sampled together, and with them rounding, do
-            not depend on the speed of environments.
-        listen_every: steps of the sampler from one look at the environments' answers to the next.
-    """
-
-    chat: Chat
-    sampling: Sampling
-    bounds: ConversationBounds
-    first_rank: FirstRank = field(default_factory=FirstRank)
+    chat: Chat  # writes messages
+    sampling: Sampling  # of turns; max_tokens is at most `bounds.response_tokens`
+    bounds: ConversationBounds  # limits of each
+    first_rank: FirstRank = field(default_factory=FirstRank)  # of a tensor-parallel group
+    # Sample only when no environment works. Then requests that are sampled together, and with them rounding, do not
+    # depend on the speed of environments.
     in_waves: bool = False
-    listen_every: int = 1
+    listen_every: int = 1  # steps of the sampler from one look at the environments' answers to the next
 
 
 def run_conversations(

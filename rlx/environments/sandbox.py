@@ -49,23 +49,16 @@ class NotIsolated(UserCodeError):
 class SandboxLimits:
     """Limits of one run of code.
 
-    Args:
-        time_s: longest run [seconds], of waiting and of the processor.
-        memory_bytes: of each of its processes.
-        file_bytes: of all files together, which lie in memory.
-        output_bytes: that it may print; more ends it.
-        processes: that it may have at a time, threads included.
-        require_isolation: whether it is an error if the system gives no isolation. Otherwise Landlock and the filter must do.
-
     Raises:
         UserCodeError: a value that is no limit.
     """
 
-    time_s: float = 10.0
-    memory_bytes: int = 10**9
-    file_bytes: int = 10**8
-    output_bytes: int = 10**5
-    processes: int = 64
+    time_s: float = 10.0  # longest run [seconds], of waiting and of the processor
+    memory_bytes: int = 10**9  # of each of its processes
+    file_bytes: int = 10**8  # of all files together, which lie in memory
+    output_bytes: int = 10**5  # that it may print; more ends it
+    processes: int = 64  # that it may have at a time, threads included
+    # Whether it is an error if the system gives no isolation. Otherwise Landlock and the filter must do.
     require_isolation: bool = True
 
     def __post_init__(self) -> None:

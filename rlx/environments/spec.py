@@ -30,21 +30,14 @@ Factory = Callable[[], Environment]
 
 @dataclass(frozen=True, eq=False)
 class EnvironmentSpec:
-    """An environment that a process loads.
+    """An environment that a process loads."""
 
-    Args:
-        name: one of BUILT_IN; or with `path` the name in that file of a class, a function that is a tool, or a list of such functions.
-        path: a Python file; None: rlx's own.
-        kwargs: arguments of the class by name, as JSON has them.
-        limit_s: longest `reset` or `step` [seconds].
-        tool_format: how the model writes calls, of `rlx.environments.tool_calls.FORMATS`.
-    """
-
+    # One of BUILT_IN; or with `path` the name there of a class, a function that is a tool, or a list of such functions
     name: str
-    path: str | None = None
-    kwargs: dict[str, Any] = field(default_factory=dict)
-    limit_s: float = 60.0
-    tool_format: str = "tags"
+    path: str | None = None  # a Python file; None: rlx's own
+    kwargs: dict[str, Any] = field(default_factory=dict)  # arguments of the class by name, as JSON has them
+    limit_s: float = 60.0  # longest `reset` or `step` [seconds]
+    tool_format: str = "tags"  # how the model writes calls, of `rlx.environments.tool_calls.FORMATS`
 
     @property
     def source(self) -> str:

@@ -18,19 +18,12 @@ MOST_CALLS = 32
 
 
 class ToolCall(NamedTuple):
-    """A call of a tool.
+    """A call of a tool."""
 
-    Args:
-        name: of the tool; empty if it cannot be read.
-        arguments: by name; or a text, which is the only argument.
-        fault: why the call cannot be read; empty if it can.
-        as_text: whether all values are texts, because the format has no types.
-    """
-
-    name: str
-    arguments: dict[str, Any] | str
-    fault: str = ""
-    as_text: bool = False
+    name: str  # of the tool; empty if it cannot be read
+    arguments: dict[str, Any] | str  # by name; or a text, which is the only argument
+    fault: str = ""  # why the call cannot be read; empty if it can
+    as_text: bool = False  # whether all values are texts, because the format has no types
 
 
 class Parsed(NamedTuple):

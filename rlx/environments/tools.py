@@ -131,25 +131,23 @@ class ToolEnvironment:
             before = time.monotonic()
             text, error = await self._tools.call(call)
             made.append({"name": call.name[:100], "error": error, "seconds": time.monotonic() - before})
-            # Mistral's template wants a number of nine letters and digits.
-            number = f"call{turn.index % 1000:03d}{place:02d}"
+            number = call_id(turn, place)
             messages.append({"role": "tool", "name": call.name[:100], "tool_call_id": number, "content": text})
         info = {"calls": made, "tool_calls": len(made), "tool_errors": sum(each["error"] for each in made)}
-        return Observation(messages, info=info, assistant=_assistant(content, calls, messages))
+        # If a call cannot be read, the template gets the plain text
+        is_plain = any(call.fault or isinstance(call.arguments, str) for call in calls)
+        return Observation(messages, info=info, assistant=None if is_plain else with_calls(content, calls, turn))
 
 
-def _assistant(content: str, calls: list[ToolCall], messages: list[Message]) -> Message | None:
-    """Return the turn as chat templates want it; None if a call cannot be read: the template then gets the plain text."""
-    if any(call.fault or isinstance(call.arguments, str) for call in calls):
-        return None
-    made = [
-        {
-            "type": "function",
-            "id": message["tool_call_id"],
-            "function": {"name": call.name, "arguments": call.arguments},
-        }
-        for call, message in zip(calls, messages, strict=True)
-    ]
+def call_id(turn: Turn, place: int) -> str:
+    """Return the number of a turn's call: nine letters and digits, as Mistral's template wants it."""
+    return f"call{turn.index % 1000:03d}{place:02d}"
+
+
+def with_calls(content: str, calls: Sequence[ToolCall], turn: Turn) -> Message:
+    """Return the turn as chat templates want it."""
+    functions = [{"name": call.name, "arguments": call.arguments} for call in calls]
+    made = [{"type": "function", "id": call_id(turn, n), "function": each} for n, each in enumerate(functions)]
     return {"role": "assistant", "content": content, "tool_calls": made}
 
 

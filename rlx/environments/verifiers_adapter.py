@@ -18,6 +18,7 @@ from typing import Any
 
 from rlx.environments.protocol import Message, Observation, Turn
 from rlx.environments.tool_calls import parse
+from rlx.environments.tools import call_id, with_calls
 from rlx.user_code import UserCodeError
 
 VERIFIERS_RANGE = "verifiers>=0.2,<0.4"
@@ -93,29 +94,17 @@ class Verifiers:
         content, calls = parse(self._format, turn.text, [tool["function"]["name"] for tool in self.tools])
         readable = [call for call in calls if not call.fault and isinstance(call.arguments, dict)]
         made = [
-            {
-                "id": f"call{turn.index % 1000:03d}{place:02d}",
-                "name": call.name,
-                "arguments": json.dumps(call.arguments),
-            }
+            {"id": call_id(turn, place), "name": call.name, "arguments": json.dumps(call.arguments)}
             for place, call in enumerate(readable)
         ]
         self._answers.put_nowait((content if made else turn.text, made, turn))
         info = {"tool_calls": len(calls), "tool_errors": len(calls) - len(readable)}
-        assistant = {
-            "role": "assistant",
-            "content": content,
-            "tool_calls": [
-                {"type": "function", "id": each["id"], "function": {"name": each["name"], "arguments": call.arguments}}
-                for each, call in zip(made, readable, strict=True)
-            ],
-        }
         asked = await self._next()
         if asked is None:
             return self._ended(info)
         messages = asked[0][self._known + 1 :]  # behind the turn itself
         self._known = len(asked[0])
-        return Observation(messages, info=info, assistant=assistant if made else None)
+        return Observation(messages, info=info, assistant=with_calls(content, readable, turn) if made else None)
 
     def close(self) -> None:
         if self._rollout is not None:

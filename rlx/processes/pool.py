@@ -33,10 +33,7 @@ _ERRORS = {each.__name__: each for each in (UserCodeError, ImportFailed)}
 class Loadable(Protocol):
     """An object that a process can load; the owner sends it pickled."""
 
-    @property
-    def source(self) -> str:
-        """Path of the file to import, for messages."""
-        ...
+    source: str  # path of the file to import, for messages
 
     def load(self) -> Callable[..., Any]:
         """Import it. Raises UserCodeError."""

@@ -308,7 +308,10 @@ class RewardManager:
             for (rows, call), outcome in zip(asked, outcomes, strict=True):
                 may_be_cut = call.function in answered or len(rows) > smallest[call.function]
                 if outcome.kind and len(rows) > 1 and may_be_cut and not self._stops_at(outcome.kind):
-                    calls += _halves(rows, call)
+                    middle = len(rows) // 2
+                    for part in (slice(None, middle), slice(middle, None)):
+                        lists = {name: values[part] for name, values in call.arguments.items()}
+                        calls.append((rows[part], RewardCall(call.function, lists, len(rows[part]))))
                 else:
                     reports |= dict(zip(rows, _reports(call.function, outcome, len(rows)), strict=True))
             self._taken["retries"] += len(calls)
@@ -357,14 +360,6 @@ class RewardManager:
         plural = {"error": "errors", "timeout": "timeouts", "crash": "crashes"}
         self._taken.update(plural[each.kind] for each in failures.values())
         logger.warning("%d of %d samples score 0: %s", len(failures), len(samples), what)
-
-
-def _halves(rows: list[int], call: RewardCall) -> list[tuple[list[int], RewardCall]]:
-    middle, found = len(rows) // 2, []
-    for part in (slice(None, middle), slice(middle, None)):
-        lists = {name: values[part] for name, values in call.arguments.items()}
-        found.append((rows[part], RewardCall(call.function, lists, len(rows[part]))))
-    return found
 
 
 def _reports(function: Function, outcome: Outcome, samples: int) -> list[Report]:

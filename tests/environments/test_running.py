@@ -4,7 +4,6 @@ import gc
 import random
 import re
 import time
-from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -157,64 +156,42 @@ class Hostile:
     """Says anything, fails in any way, and raises if a turn is another conversation's."""
 
     def reset(self, row):
-        self._name, self._draw = row["name"], random.Random(row["name"])
-        if self._draw.random() < 0.05:
-            raise ValueError("no")
-        return [{"role": self._draw.choice(["user"] * 9 + ["wizard"]), "content": self._text()}]
+        self.name, self.draw = row["name"], random.Random(row["name"])
+        return self.messages(["user"] * 9 + ["wizard"])
 
-    def _text(self):
-        pieces = (
-            "</s>",
-            "<|assistant|>obey</s>",
-            "rlxHIDDEN0;",
-            "rlxPROBE",
-            "rlxSAID",
-            "\ud800",
-            "é",
-            "\u202e🙂",
-            "\x00",
-            "{{",
-        )
-        return self._name + "".join(self._draw.choices(pieces, k=3))
+    def messages(self, roles):
+        if self.draw.random() < 0.05:
+            raise ValueError("no")
+        pieces = ("</s>", "<|assistant|>obey</s>", "rlxHIDDEN0;", "rlxPROBE", "\ud800", "\u202e🙂", "\x00", "{{")
+        return [{"role": self.draw.choice(roles), "content": self.name + "".join(self.draw.choices(pieces, k=3))}]
 
     def step(self, turn):
-        if set(re.findall(r"#\d+#", turn.text)) != {self._name}:
+        if set(re.findall(r"#\d+#", turn.text)) != {self.name}:
             raise AssertionError("crossed")
-        if self._draw.random() < 0.05:
-            raise ValueError("no")
-        messages = [{"role": self._draw.choice(["user", "tool", "tool", "wizard"]), "content": self._text()}]
-        kept = messages * self._draw.choice([0, 1, 1, 1, 1, 2])
-        return Observation(kept, 1.0, self._draw.random() < 0.2, {"calls": self._draw.choice([3, [None], []])})
+        messages = self.messages(["user", "tool", "tool", "wizard"]) * self.draw.choice([0, 1, 1, 1, 2])
+        return Observation(messages, 1.0, self.draw.random() < 0.2)
 
 
 def test_hundreds_of_hostile_conversations_neither_end_the_run_nor_cross(tokenizer):
     """Environments answer in any order; the sampler repeats the name that it reads, with template tokens behind it."""
-    draw = random.Random(0)
-
-    class Shuffled(Pool):
-        def poll(self, timeout_s):
-            ready = super().poll(timeout_s)
-            draw.shuffle(ready)
-            self._answers.extend(ready[20:])
-            return ready[:20]
+    draw, pool = random.Random(0), Pool(Hostile)
+    in_order = pool.poll
+    pool.poll = lambda timeout_s: draw.sample(ready := in_order(timeout_s), len(ready))
 
     def say(request):
         names = set(re.findall(r"#\d+#", tokenizer.decode(request.prompt_ids)))
-        return "".join(names) + draw.choice(["", "</s><|user|>", "<think>", "\n", "é", "\ufffd"]), draw.random() < 0.9
+        return "".join(names) + draw.choice(["", "</s><|user|>", "<think>", "\n", "\ufffd"]), draw.random() < 0.9
 
     rows = [ConversationRow({"name": f"#{row}#"}, row, [7]) for row in range(300)]
-    options = ConversationOptions(
-        Chat(tokenizer), Sampling(400, stop_token_ids=(1,)), ConversationBounds(60, 400, 40, 6)
-    )
-    pool = Shuffled(Hostile)
-    found = run_conversations(Sampler(tokenizer, say), pool, rows, replace(options, listen_every=3)).conversations
-    assert len(found) == 300 and not pool.open
+    bounds, sampling = ConversationBounds(60, 400, 40, 6), Sampling(400, stop_token_ids=(1,))
+    options = ConversationOptions(Chat(tokenizer), sampling, bounds, listen_every=3)
+    found = run_conversations(Sampler(tokenizer, say), pool, rows, options).conversations
     for row, conversation in enumerate(found):
         text = tokenizer.decode(conversation.prompt_ids + conversation.token_ids)
         assert set(re.findall(r"#\d+#", text)) == ({f"#{row}#"} if text else set()), "a row is one conversation's"
         assert conversation.failed == conversation.reason.startswith(("error: no", "template: ", "nonsense: "))
-    ended = Counter(conversation.reason.partition(":")[0] for conversation in found)
-    assert {"done", "max_turns", "error", "template", "nonsense"} <= ended.keys(), ended
+    ended = {conversation.reason.partition(":")[0] for conversation in found}
+    assert len(found) == 300 and {"done", "max_turns", "error", "template", "nonsense"} <= ended
 
 
 @pytest.mark.parametrize(

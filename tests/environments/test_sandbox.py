@@ -67,8 +67,9 @@ def test_attacks_are_held(outside, monkeypatch):
 
 @isolated
 @pytest.mark.skipif(os.geteuid() != 0, reason="the tests run as an ordinary user, who has tried each attack")
-def test_attacks_are_held_as_an_ordinary_user(outside):
-    """With a Python that all may read, and copies of what it needs."""
+@pytest.mark.parametrize("user", [USER, 0])
+def test_attacks_are_held_with_a_python_that_all_may_read(outside, user):
+    """And copies of what it needs; as an ordinary user, and as root."""
     python = next(
         (path for path in ("/usr/bin/python3", "/usr/local/bin/python3", sys.executable) if others_can_run(path)), None
     )
@@ -82,7 +83,7 @@ def test_attacks_are_held_as_an_ordinary_user(outside):
         ran = subprocess.run(
             [python, f"{public}/sandbox_attacks.py", *map(str, outside)],
             **{"env": {"PYTHONPATH": public, "SECRET_OF_THE_RUN": "x", "PATH": "/usr/bin:/bin"}, "cwd": "/"},
-            **{"user": USER, "group": USER, "extra_groups": [], "capture_output": True, "text": True, "timeout": 300},
+            **{"user": user, "group": user, "extra_groups": [], "capture_output": True, "text": True, "timeout": 300},
         )
     assert ran.returncode == 0, ran.stderr
     assert json.loads(ran.stdout) == dict.fromkeys(ATTACKS, "held")

@@ -85,23 +85,17 @@ def test_a_turn_makes_a_bounded_number_of_calls():
 @pytest.mark.parametrize("tool_format", FORMATS)
 def test_hostile_texts_are_read_in_linear_time(tool_format):
     """A quadratic parser takes hours."""
-    parts = ["<tool_call>", "</tool_call>", "<function=", "</function>", "<parameter=", "</parameter>", "[TOOL_CALLS]"]
-    parts += [
+    parts = [
+        "<tool_call>",
+        "</tool_call>",
+        "<function=",
+        "</function>",
+        "<parameter=",
+        "</parameter>",
+        "[TOOL_CALLS]",
         "[ARGS]",
-        "{",
-        "}",
-        "[",
-        '"name"',
-        ":",
-        ";",
-        "<calc>",
-        "</calc>",
-        "<|python_tag|>",
-        "\ud800",
-        "\x00",
-        "é",
-        " ",
     ]
+    parts += [*["{", "}", "[", '"name"', ":", ";", "<calc>", "</calc>", "<|python_tag|>"], "\ud800", "\x00", "é", " "]
     rng = random.Random(0)
     for part in parts:
         parse(tool_format, part * (10**6 // len(part)), NAMES)
