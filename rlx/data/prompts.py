@@ -49,15 +49,6 @@ class _File(NamedTuple):
     convert: ToPrompt
 
 
-class _Measured(NamedTuple):
-    """What is known of the usable rows, in order."""
-
-    lengths: "np.ndarray[Any, np.dtype[np.int64]]"  # in tokens
-    largest_ids: "np.ndarray[Any, np.dtype[np.int64]]"
-    digests: "np.ndarray[Any, np.dtype[np.uint64]]"
-    answers: list[tuple[str, Any]]  # data source and ground truth
-
-
 class PromptDataset:
     """The prompts of several files in order.
 
@@ -84,13 +75,13 @@ class PromptDataset:
         self._files = [part for file in files for part in self._open(file)]
         self._ends = np.cumsum([len(file.rows) for file in self._files])
         self.has_tools = False
-        measured = self._measure()
-        self._lengths, self._largest, self._answers = measured.lengths, measured.largest_ids, measured.answers
+        self._answers: list[tuple[str, Any]] = []  # data source and ground truth
+        self._lengths, self._largest, digests = self._measure()
         overlong = self._lengths > config.max_prompt_length
         self._kept = np.flatnonzero(~overlong) if config.filter_overlong_prompts else np.arange(len(overlong))
         self.report = self._describe(int(overlong.sum()))
         self.data_sources = frozenset(self._answers[row][0] for row in self._kept.tolist())
-        self.digest = xxhash.xxh64(measured.digests[self._kept].tobytes()).hexdigest()
+        self.digest = xxhash.xxh64(digests[self._kept].tobytes()).hexdigest()
         if not len(self._kept):
             few = f"data.{split}_max_samples and the files give 0 rows; raise the one, or name other files"
             why = f"{self.report}; raise data.max_prompt_length" if len(overlong) else few
@@ -163,8 +154,8 @@ class PromptDataset:
             found.append(_File(part.name, rows, form_of(part.name, rows.columns, self._config, self._split, chats)))
         return found
 
-    def _measure(self) -> _Measured:
-        """Measure each usable row, and find faulty rows before training begins."""
+    def _measure(self) -> "tuple[np.ndarray[Any, Any], ...]":
+        """Return tokens, largest token id and digest of each usable row; raise DataError for the faulty ones."""
         most = {"train": self._config.train_max_samples, "val": self._config.val_max_samples}[self._split]
         room = int(self._ends[-1]) if most < 0 else min(most, int(self._ends[-1]))
         chunks: list[tuple[_File, range]] = []
@@ -173,11 +164,11 @@ class PromptDataset:
             stop = min(len(file.rows), left)
             chunks += [(file, range(start, min(start + CHUNK_ROWS, stop))) for start in range(0, stop, CHUNK_ROWS)]
             left -= stop
-        lengths, largest, digests, answers = [], [], [], []
+        lengths, largest, digests = [], [], []
         faults = RowFaults()
         for file, part in track(chunks, f"{self._split} prompts", disable=room < BAR_FROM_ROWS):
             prompts = prompts_of(*file, part, faults)
-            answers += [(sys.intern(prompt.data_source), prompt.ground_truth) for prompt in prompts.values()]
+            self._answers += [(sys.intern(prompt.data_source), prompt.ground_truth) for prompt in prompts.values()]
             digests += map(_digest, prompts.values())
             self.has_tools |= any(prompt.tools for prompt in prompts.values())
             for row, tokens in self._tokenise_of(file, prompts, faults).items():
@@ -186,9 +177,7 @@ class PromptDataset:
                 lengths.append(len(tokens))
                 largest.append(max(tokens, default=0))
         faults.end()
-        return _Measured(
-            np.array(lengths, dtype=np.int64), np.array(largest, np.int64), np.array(digests, np.uint64), answers
-        )
+        return np.array(lengths, dtype=np.int64), np.array(largest, np.int64), np.array(digests, np.uint64)
 
     def _fault_of_length(self, length: int) -> RowFault | None:
         limit = self._config.max_prompt_length

@@ -10,12 +10,12 @@ from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
 
-from rlx.config.schema import ActorRolloutRefConfig, CheckpointConfig, PPOConfig
+from rlx.config.schema import CheckpointConfig, PPOConfig
 from rlx.config.schema.roles import (
     asks_for_experts,
     has_environment,
@@ -28,7 +28,7 @@ from rlx.data.batch import Batch
 from rlx.engine.engine import Engine
 from rlx.engine.experts import ExpertOptions
 from rlx.engine.micro_batches import MicroBatchRule
-from rlx.engine.objectives import PolicyObjective, ValueObjective
+from rlx.engine.objectives import Objective, PolicyObjective, ValueObjective
 from rlx.environments.role import ConversationSampler
 from rlx.errors import storing
 from rlx.identity import machine_identity
@@ -40,20 +40,10 @@ from rlx.scratch import scratch_folder
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Metrics = dict[str, float]
-
 logger = logging.getLogger(__name__)
 
 Purpose = Literal["train", "val", "greedy"]
 """Training, validation, or the greedy responses that ReMax compares training responses with."""
-
-
-class Role(Protocol):
-    """The interface between the worker and each role."""
-
-    def rest(self) -> None:
-        """Free device memory as far as the configuration asks for it; the next method takes it again."""
-        ...
 
 
 class EngineRole:
@@ -63,16 +53,26 @@ class EngineRole:
         self.engine = engine
 
     def rest(self, parameters: bool = True) -> None:
-        """See Role; without `parameters` these stay on the device."""
+        """Free device memory as far as the configuration asks for it; the next method takes it again.
+
+        Without `parameters` these stay on the device.
+        """
         self.engine.memory.to_host(parameters)
 
 
 class TrainedRole(EngineRole):
     """A role that is trained: actor and critic share the optimizer's and the checkpoints' handling."""
 
-    def __init__(self, name: str, engine: Engine, settings: CheckpointConfig):
+    def __init__(
+        self, name: str, engine: Engine, settings: CheckpointConfig, rule: MicroBatchRule, objective: Objective
+    ):
         super().__init__(engine)
-        self._name, self._settings = name, settings
+        self._name, self._settings, self._rule, self._objective = name, settings, rule, objective
+
+    def update(self, batch: Batch) -> dict[str, float]:
+        """Take one optimizer step on a mini-batch and return its metrics as `actor/...` or `critic/...`."""
+        metrics = self.engine.update(batch, self._rule, self._objective)
+        return {f"{self._name}/{key}": value for key, value in metrics.items()}
 
     def works_beside(self, method: str) -> bool:
         """Whether a method needs no device memory, so that the role that worked before need not rest."""
@@ -96,9 +96,6 @@ class TrainedRole(EngineRole):
     def load(self, folder: str) -> None:
         self.engine.weights.load(folder)
 
-    def _updated(self, metrics: Metrics) -> Metrics:
-        return {f"{self._name}/{key}": value for key, value in metrics.items()}
-
 
 class ActorRole(TrainedRole):
     """The policy that is trained."""
@@ -118,16 +115,16 @@ class ActorRole(TrainedRole):
             seed=config.trainer.seed,
             name="actor",
             sequence_parallel=actor.ulysses_sequence_parallel_size,
-            experts=expert_options(policy),
+            experts=ExpertOptions(actor.router_replay.mode == "R3", actor.router_aux_loss_coef)
+            if asks_for_experts(policy)
+            else None,
         )
-        super().__init__("actor", engine, actor.checkpoint)
         self._temperature = policy.rollout.temperature
-        self._update_rule = MicroBatchRule(*update_size(actor))
         self._log_prob_rule = MicroBatchRule(*log_prob_size(policy.rollout, actor))
         self._ref_rule = MicroBatchRule(*log_prob_size(policy.ref, actor))
-        self._objective = PolicyObjective(
-            actor, self._temperature, config.data.max_response_length, config.algorithm.rollout_correction
-        )
+        longest, correction = config.data.max_response_length, config.algorithm.rollout_correction
+        objective = PolicyObjective(actor, self._temperature, longest, correction)
+        super().__init__("actor", engine, actor.checkpoint, MicroBatchRule(*update_size(actor)), objective)
 
     def log_probs(self, batch: Batch) -> Batch:
         """Return old_log_probs and entropy of the rows, and differing_experts* if the rows have routed_experts."""
@@ -139,10 +136,6 @@ class ActorRole(TrainedRole):
         with adapters_off(self.engine.root):
             figures = self.engine.log_probs(batch, self._ref_rule, self._temperature, with_entropy=False)
         return Batch.of({"ref_log_probs": figures["log_probs"]})
-
-    def update(self, batch: Batch) -> Metrics:
-        """Take one optimizer step on a mini-batch and return its metrics as `actor/...`."""
-        return self._updated(self.engine.update(batch, self._update_rule, self._objective))
 
 
 class RefRole(EngineRole):
@@ -201,16 +194,11 @@ class CriticRole(TrainedRole):
             name="critic",
             sequence_parallel=critic.ulysses_sequence_parallel_size or 1,
         )
-        super().__init__("critic", engine, critic.checkpoint)
-        self._rule = MicroBatchRule(*update_size(critic))
-        self._objective = ValueObjective(critic, config.data.max_response_length)
+        objective = ValueObjective(critic, config.data.max_response_length)
+        super().__init__("critic", engine, critic.checkpoint, MicroBatchRule(*update_size(critic)), objective)
 
     def values(self, batch: Batch) -> Batch:
         return Batch.of({"values": self.engine.values(batch, self._rule)})
-
-    def update(self, batch: Batch) -> Metrics:
-        """Take one optimizer step on a mini-batch and return its metrics as `critic/...`."""
-        return self._updated(self.engine.update(batch, self._rule, self._objective))
 
 
 class RolloutRole:
@@ -363,13 +351,6 @@ def optimizer_steps(config: PPOConfig, role: Literal["actor", "critic"]) -> int:
     if role == "actor":
         steps = max(0, steps - config.trainer.critic_warmup)
     return steps * (config.data.train_batch_size // settings.ppo_mini_batch_size) * settings.ppo_epochs
-
-
-def expert_options(policy: ActorRolloutRefConfig) -> ExpertOptions | None:
-    """Return what the actor does with experts; None if no key asks for anything."""
-    actor = policy.actor
-    options = ExpertOptions(actor.router_replay.mode == "R3", actor.router_aux_loss_coef)
-    return options if asks_for_experts(policy) else None
 
 
 def sampling_for(config: PPOConfig, purpose: Purpose, stop_token_ids: tuple[int, ...]) -> Sampling:

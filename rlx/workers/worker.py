@@ -18,8 +18,9 @@ from rlx.config.host_memory import host_memory
 from rlx.config.schema import PPOConfig
 from rlx.engine.host_offload import HostRelief, host_use
 from rlx.models.loading import load_tokenizer
-from rlx.workers.roles import ActorRole, CriticRole, EngineRole, RefRole, RewardRole, Role, RolloutRole, TrainedRole
+from rlx.workers.roles import ActorRole, CriticRole, EngineRole, RefRole, RewardRole, RolloutRole, TrainedRole
 
+Role = EngineRole | RolloutRole
 PROCESS = "process"
 COLLECTIVE_EXTRA_S = 60.0  # so that the driver, which can name the place, notices a hang before torch does
 
@@ -32,13 +33,13 @@ class Worker:
 
     Args:
         config: the tree; `trainer.total_training_steps` and the critic's nulls are set, model paths are folders or hub names.
-        roles: some of actor, rollout, ref, critic, reward, built in a fixed order because `rollout` reads the actor's weights.
+        roles: some of actor, rollout, ref, critic, reward, built in a fixed order; `rollout` reads the weights of `actor`.
 
     Attributes:
         roles: the hosted roles by name.
 
     Raises:
-        ValueError: a role is unknown, rollout comes without actor, or the device does not exist.
+        ValueError: the device does not exist.
     """
 
     def __init__(self, config: PPOConfig, roles: Sequence[str]):
@@ -49,11 +50,6 @@ class Worker:
         self._active: Role | None = None
         self._relief = HostRelief()
         self._memory = MemoryLog(self.device)
-        unknown = set(roles) - {"actor", "rollout", "ref", "critic", "reward"}
-        if unknown or ("rollout" in roles and "actor" not in roles):
-            raise ValueError(
-                f"roles: got {list(roles)}, expected some of actor, rollout, ref, critic, reward, and actor if there is rollout"
-            )
         model = config.actor_rollout_ref.model
         tokenizer = load_tokenizer(model.path, model.trust_remote_code)
         if "actor" in roles:
@@ -86,15 +82,10 @@ class Worker:
         """Yield a method of a role to call, after the role that worked before has freed its device memory.
 
         If host memory is short, a rollout frees some of that first too.
-
-        Raises:
-            ValueError: the process hosts no such role.
         """
         if role == PROCESS:
             yield getattr(self, method)
             return
-        if role not in self.roles:
-            raise ValueError(f"role: got {role!r}, expected one of {[PROCESS, *self.roles]}, which this process hosts")
         chosen = self.roles[role]
         if not (isinstance(chosen, TrainedRole) and chosen.works_beside(method)):
             if self._active not in (None, chosen):
@@ -155,21 +146,15 @@ def join_process_group(choice: str, timeout_s: float = 1800.0) -> torch.device:
     """
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     seen = accelerator.type if accelerator is not None else "cpu"
-    if choice == "cpu" or (choice == "auto" and seen != "cuda"):
-        _init_process_group("gloo", timeout_s)
-        return torch.device("cpu")
-    if seen != "cuda":
-        raise ValueError(
-            f"trainer.device: got cuda, but torch {torch.__version__} sees only {seen}; set trainer.device=cpu"
-        )
-    device = torch.device(seen, int(os.environ["LOCAL_RANK"]))
-    torch.accelerator.set_device_index(device.index)
-    _init_process_group("cpu:gloo,cuda:nccl", timeout_s)
-    return device
-
-
-def _init_process_group(backend: str, timeout_s: float) -> None:
-    """Join the group, whose store listens on the socket MASTER_LISTEN_FD of rank 0 if that is set, else on all interfaces."""
+    backend, device = "gloo", torch.device("cpu")
+    if choice != "cpu" and (choice != "auto" or seen == "cuda"):
+        if seen != "cuda":
+            raise ValueError(
+                f"trainer.device: got cuda, but torch {torch.__version__} sees only {seen}; set trainer.device=cpu"
+            )
+        backend, device = "cpu:gloo,cuda:nccl", torch.device(seen, int(os.environ["LOCAL_RANK"]))
+        torch.accelerator.set_device_index(device.index)
+    # The store listens on the socket MASTER_LISTEN_FD of rank 0 if that is set, else on all interfaces.
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     listener = os.environ.get("MASTER_LISTEN_FD")
     store = dist.TCPStore(
@@ -181,17 +166,14 @@ def _init_process_group(backend: str, timeout_s: float) -> None:
     )
     limit = timedelta(seconds=timeout_s)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
+    return device
 
 
 def memory_in_use(device: torch.device) -> dict[str, float]:
     """Return the memory in use now [10^9 bytes].
 
-    Args:
-        device: of this process.
-
-    Returns:
-        gb: on CUDA everything in use on the device by torch, a sampler with an allocator of its own, CUDA itself and other
-        processes; on CPU the resident size of this process. allocated_gb, on CUDA only: the part in torch's tensors.
+    gb: on CUDA everything in use on the device by torch, a sampler with an allocator of its own, CUDA itself and other
+    processes; on CPU the resident size of this process. allocated_gb, on CUDA only: the part in torch's tensors.
     """
     if device.type == "cpu":
         return {"gb": psutil.Process().memory_info().rss / 1e9}
@@ -200,11 +182,7 @@ def memory_in_use(device: torch.device) -> dict[str, float]:
 
 
 class MemoryLog:
-    """Records memory before the first and after the last of consecutive calls of one name.
-
-    Args:
-        device: of this process.
-    """
+    """Records memory before the first and after the last of consecutive calls of one name."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
