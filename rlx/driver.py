@@ -32,10 +32,8 @@ from rlx.errors import ExplainedError, shown, wrapped
 from rlx.program import program
 from rlx.supervisor.link import Terminated, tell
 from rlx.trainer.checkpoints import end_of_run
-from rlx.trainer.data_check import check_data, training_rows
 from rlx.trainer.launch import launch
-from rlx.trainer.model_check import check_models, tries_start
-from rlx.trainer.user_code_check import check_user_code
+from rlx.trainer.try_inputs import check_data, check_models, check_user_code, training_rows, tries_start
 
 DONE, FAILED, FAULTY, INTERRUPTED, PIPE_CLOSED, TERMINATED = 0, 1, 2, 130, 141, 143
 

@@ -19,7 +19,7 @@ from rlx.config.schema import ArithmeticConfig, DataConfig
 from rlx.data.arithmetic import make_problems
 from rlx.data.prompts import PromptDataset
 from rlx.models.tiny import make_tiny_tokenizer
-from rlx.trainer.data_check import training_rows
+from rlx.trainer.try_inputs import training_rows
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs/start.md").read_text()

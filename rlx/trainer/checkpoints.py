@@ -34,7 +34,7 @@ from rlx.config.schema.roles import prompts_at_once, trained_roles
 from rlx.errors import ExplainedError, storing
 from rlx.step_folders import step_of, steps_in
 from rlx.supervisor import link
-from rlx.trainer.data_check import training_rows
+from rlx.trainer.try_inputs import training_rows
 
 RUN_FOLDER = re.compile(r"(\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d)(?:_(\d+))?")
 SUPERSEDED = "superseded"

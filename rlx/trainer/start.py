@@ -43,10 +43,10 @@ from rlx.trainer.checkpoints import (
     require_step,
     starting_checkpoint,
 )
-from rlx.trainer.model_check import WEIGHTS, local_roles
 from rlx.trainer.resume_config import ChangedKey, changes
 from rlx.trainer.run_lock import RunLock
 from rlx.trainer.saver import fetch
+from rlx.trainer.try_inputs import WEIGHTS, local_roles
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -25,7 +25,7 @@ from rlx.config.faults import Fault
 from rlx.config.forecast.memory_forecast import MemoryForecast
 from rlx.config.machine import Cluster, Machine
 from rlx.driver import main
-from rlx.trainer.data_check import training_rows
+from rlx.trainer.try_inputs import training_rows
 
 SMALL = {
     "model_type": "qwen2",

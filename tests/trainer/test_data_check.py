@@ -15,7 +15,7 @@ from rlx.data.files import DataError
 from rlx.data.prompts import PromptDataset
 from rlx.driver import main
 from rlx.models.tiny import make_tiny_tokenizer
-from rlx.trainer.data_check import check_data, training_rows
+from rlx.trainer.try_inputs import check_data, training_rows
 
 VERL = {"data_source": "math", "prompt": "2 + 3", "reward_model": {"ground_truth": "5"}}
 PLAIN = {"prompt": "2 + 3", "answer": "5"}

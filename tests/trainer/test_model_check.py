@@ -12,7 +12,7 @@ from safetensors.numpy import load_file, save_file
 from rlx.config.compose.command_line import compose
 from rlx.config.machine import Machine, named_machine
 from rlx.driver import main
-from rlx.trainer.model_check import INDEX, SINGLE, check_models
+from rlx.trainer.try_inputs import INDEX, WHOLE, check_models
 
 KEY = "actor_rollout_ref.model.path"
 HERE = Machine(gpus=0, cpus=4, packages=frozenset())
@@ -50,7 +50,7 @@ BROKEN = {
     "empty": (lambda f: (f / "b.safetensors").write_bytes(b""), "b.safetensors, 0 bytes: "),
     "no header": (lambda f: (f / "b.safetensors").write_bytes(b"\xff" * 100), "b.safetensors, 100 bytes: "),
     "missing": (lambda f: (f / "b.safetensors").unlink(), "b.safetensors: "),
-    "single file cut": (lambda f: (f / SINGLE).write_bytes(b"version https://git-lfs"), f"{SINGLE}, 23 bytes: "),
+    "single file cut": (lambda f: (f / WHOLE).write_bytes(b"version https://git-lfs"), f"{WHOLE}, 23 bytes: "),
     "index torn": (lambda f: (f / INDEX).write_text("{"), f"{INDEX}: JSONDecodeError: "),
     "index of lists": (lambda f: (f / INDEX).write_text('{"weight_map": []}'), f"{INDEX}: AttributeError: "),
 }
@@ -108,8 +108,8 @@ def change(folder: Path, file: str = "config.json", **values: Any) -> None:
 
 
 def head_of_its_own(folder: Path) -> None:
-    weights = load_file(folder / SINGLE)
-    save_file(weights | {"lm_head.weight": weights["model.embed_tokens.weight"] + 1}, folder / SINGLE, {"format": "pt"})
+    weights = load_file(folder / WHOLE)
+    save_file(weights | {"lm_head.weight": weights["model.embed_tokens.weight"] + 1}, folder / WHOLE, {"format": "pt"})
 
 
 @pytest.mark.parametrize(

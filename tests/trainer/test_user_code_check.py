@@ -7,7 +7,7 @@ import pytest
 
 from rlx.config.compose.command_line import compose
 from rlx.config.machine import Machine
-from rlx.trainer.user_code_check import SILENT_S, check_user_code
+from rlx.trainer.try_inputs import SILENT_S, check_user_code
 
 CODE = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None): ...
