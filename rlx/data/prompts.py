@@ -338,7 +338,7 @@ class PromptSampler:
         saved = {name: state.get(name) for name in self._identity()}
         if saved != self._identity():
             raise DataError(
-                f"the checkpoint's sampler had {saved}, this run has {self._identity()}: it cannot continue in the same "
+                f"the checkpoint's prompts have {saved}, this run's {self._identity()}: it cannot continue in the same "
                 "order; use the same data files, data.seed and data.shuffle, or start a new run with trainer.resume_mode=disable"
             )
         if self._rows and state.get("rows", self._rows) != self._rows:

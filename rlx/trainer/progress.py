@@ -427,7 +427,7 @@ class StepTable:
         shown = {column.title for column in self.columns if any(name in metrics for name in column.metrics)}
         meanings = "; ".join(f"{title}: {meaning}" for title, meaning in LEGEND.items() if title in shown)
         names = [(PHASES[name].label, name) for name in PHASES if f"timing_s/{name}" in metrics]
-        phases = ", ".join(f"{label} {name.replace('_', ' ')}" for label, name in names if label != name)
+        phases = ", ".join(f"{label}={name.replace('_', ' ')}" for label, name in names if label != name)
         return [meanings, f"{f'phases: {phases}; ' if phases else ''}all columns: docs/metrics.md"]
 
     def row(self, step: int, metrics: Mapping[str, float]) -> str:

@@ -68,7 +68,7 @@ def test_every_column_is_described_and_the_legend_comes_once():
     assert text.count("KL: ") == 1 and text.count("step reward") == 2, "two headers, one legend"
     legend = text.partition("step reward")[0].strip().splitlines()
     assert len(legend) == 2 and legend[0].startswith("acc: right answers; KL: to the reference, or of the update; ")
-    assert legend[1].startswith("phases: roll rollout, rew reward, actor update actor; "), legend
+    assert legend[1].startswith("phases: roll=rollout, rew=reward, actor=update actor; "), legend
     assert "vloss" in text.splitlines()[-3] and "0.250" in text.splitlines()[-1], "PPO shows its critic"
 
 

@@ -145,7 +145,7 @@ def test_a_checkpoint_of_other_prompts_is_refused_before_anything_starts(config,
     assert held.checkpoint == folder
     with held.lock, pytest.raises(RunLocked, match=rf"process {os.getpid()} on .* still runs"):
         prepare(config(*resume))
-    with pytest.raises(DataError, match="the checkpoint's sampler had"):
+    with pytest.raises(DataError, match="the checkpoint's prompts have"):
         prepare(config(*resume, "data.arithmetic.train_size=24"))
     with pytest.raises(ck.ResumeError, match="there is no critic in it"):
         prepare(config(*resume, "algorithm.adv_estimator=gae"))

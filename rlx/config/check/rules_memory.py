@@ -50,8 +50,8 @@ def memory_warnings(s: CheckContext) -> Iterator[str]:
         longest = min(forecast.longest(phase.name) or 0 for phase in of_device)
         until = f"; sequences of up to {longest:,} tokens fit" if longest else ""
         yield (
-            f"{where} memory may run out: {_needs(of_device)}, of which {usable(forecast, of_device)} are usable, if a micro-batch "
-            f"holds as many sequences of {forecast.length:,} tokens as it may{until}; to be safe: {remedies(forecast)}"
+            f"{where} memory may run out: {_needs(of_device)}; {usable(forecast, of_device)} GB are usable. This assumes full "
+            f"micro-batches of sequences of {forecast.length:,} tokens{until}; to be safe: {remedies(forecast)}"
         )
     if on_host := [phase for phase in over if not phase.fits_host()]:
         most, count = max(on_host, key=lambda phase: phase.host), s.config.trainer.n_gpus_per_node
