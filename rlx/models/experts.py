@@ -3,10 +3,9 @@
 Shape letters: N tokens of a forward, L decoder layers, E experts of a layer, K experts of a token.
 
 A router maps each token to E logits, and takes the K best by `torch.topk` of some score of them. `ExpertRouting` watches this call
-in the forward of each router by a `TorchFunctionMode`, and may return other experts with the scores that the router gives to them.
-All else is the router's own computation: softmax or sigmoid, normalisation, scale. So gate weights and their gradients come from
-the router as it is. Replaying the sampler's choice in training is "Rollout Routing Replay" (R3), Ma et al. 2025, arXiv 2510.11370;
-the balance is that of Switch Transformers, Fedus et al. 2021, arXiv 2101.03961, equations 4 to 6.
+in each router's forward, and may return other experts with the scores that the router gives them. All else is the router's own
+computation, gate weights and their gradients included. Replaying the sampler's choice in training is "Rollout Routing Replay"
+(R3), Ma et al. 2025, arXiv 2510.11370.
 
 Note [a router runs again in backward]: where a layer is recomputed, so is its router, and must choose and compute as before. A
 `Pass` therefore stays in place until backward has ended. It keeps what the first run of each router records.

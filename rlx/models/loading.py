@@ -127,11 +127,10 @@ def load_tokenizer(path: str, trust_remote_code: bool) -> "PreTrainedTokenizerBa
 
 
 def load_config(config: ModelConfig) -> "PreTrainedConfig":
-    """Return the model's own config.json with `override_config` applied, without dropout, noise and key/value cache.
+    """Return the model's config.json with `override_config` applied, without dropout, noise and key/value cache.
 
-    Every rate whose name contains `drop` or `noise` becomes 0 unless overridden, such as `attention_dropout`, `layerdrop` or
-    the `router_jitter_noise` of a mixture of experts. With them the same tokens would have other log-probs at each forward,
-    and PPO's ratio would be noise. Raises ModelError if nothing can be loaded, or the config lacks or rejects an override.
+    Every rate whose name contains `drop` or `noise`, such as `router_jitter_noise`, becomes 0 unless overridden: with them PPO's ratio
+    would be noise. Raises ModelError if nothing can be loaded, or the config lacks or rejects an override.
     """
     from transformers import AutoConfig
 
@@ -180,11 +179,9 @@ def load_model(config: ModelConfig, head: Head, dtype: torch.dtype, seed: int = 
 
     Args:
         config: reads path, trust_remote_code, override_config, attn_implementation, experts_implementation.
-        head: `lm`: next-token logits (B, T, V). `value`: one number per token, logits (B, T, 1). `score`: one number
-            per sequence, logits (B, 1).
+        head: `lm`: logits (B, T, V). `value`: (B, T, 1). `score`: (B, 1).
         dtype: of all parameters.
-        seed: of a fresh value head, whose weights are then the same on every machine. They are small, so that first values
-            are near 0, but not 0, so that the backbone learns from the first step. The caller's random state is unchanged.
+        seed: of a fresh value head, whose weights are then the same on every machine. The caller's random state is unchanged.
 
     Raises ModelError if the model or its kernel does not exist, or the checkpoint lacks weights or has other shapes.
     """
@@ -317,8 +314,7 @@ def why_not_shared(size: int, processes: int, config: "PreTrainedConfig") -> str
             f"ulysses_sequence_parallel_size: got {size} for a model with rope_type {kind}, expected 1: its frequencies depend "
             "on the longest sequence, of which each process has only a part. Set ulysses_sequence_parallel_size=1"
         )
-    heads = getattr(config, "num_attention_heads", None)
-    if heads is None:
+    if (heads := getattr(config, "num_attention_heads", None)) is None:
         return (
             f"ulysses_sequence_parallel_size: got {size} for a {config.model_type} model, whose config has no "
             "num_attention_heads, expected 1: processes share the heads of attention. Set ulysses_sequence_parallel_size=1"
@@ -348,7 +344,7 @@ def _check_labels(path: str | None, loaded: "PreTrainedConfig") -> None:
 
 
 def _source(path: str | None) -> str:
-    """Return a path or hub name as transformers takes it; raise ModelError if it can be neither."""
+    """Return a path or hub name as transformers takes it; raise ModelError for anything else."""
     if path is None or path.startswith("builtin:"):
         raise ModelError(
             f"model.path: got {path}, expected a Hugging Face folder or hub name; make and save `builtin:tiny` first "
@@ -362,19 +358,14 @@ def _source(path: str | None) -> str:
         )
     if not folder.is_dir():
         return path
-    for name in MODEL_JSON_FILES:
-        _check_object(folder / name)
+    for file in (folder / name for name in MODEL_JSON_FILES):  # of which transformers would name no file, or no line
+        try:
+            found = json.loads(file.read_bytes()) if file.exists() else {}
+        except (OSError, ValueError, RecursionError) as fault:
+            raise ModelError(f"{file}: cannot be read as JSON ({fault}); restore the file") from None
+        if not isinstance(found, dict):
+            raise ModelError(f"{file}: got a JSON {type(found).__name__}, expected an object; restore the file")
     return str(folder)
-
-
-def _check_object(file: Path) -> None:
-    """Raise ModelError if a file is there but holds no JSON object; transformers would name no file, or no line."""
-    try:
-        found = json.loads(file.read_bytes()) if file.exists() else {}
-    except (OSError, ValueError, RecursionError) as fault:
-        raise ModelError(f"{file}: cannot be read as JSON ({fault}); restore the file") from None
-    if not isinstance(found, dict):
-        raise ModelError(f"{file}: got a JSON {type(found).__name__}, expected an object; restore the file")
 
 
 @contextmanager
@@ -450,25 +441,24 @@ def _check_report(path: str | None, model: "PreTrainedModel", report: dict[str, 
         raise ModelError(
             f"{path}: got weights of other shapes than the config has: {_some(wrong)}; check model.override_config"
         )
-    missing = sorted(k for k in report["missing_keys"] if head != "value" or k.startswith(backbone))
-    if missing:
+    if missing := sorted(k for k in report["missing_keys"] if head != "value" or k.startswith(backbone)):
         raise ModelError(
             f"{path}: the checkpoint lacks {_some(missing)} of {type(model).__name__}; is it a {head} model, and does "
             "model.override_config agree with it?"
         )
-    if head == "value":
-        unused = sorted(k for k in report["unexpected_keys"] if k.startswith(backbone))
-        if unused:
-            logger.warning("%s: %s does not use the weights %s", path, type(model).__name__, _some(unused))
+    if head == "value" and (unused := sorted(k for k in report["unexpected_keys"] if k.startswith(backbone))):
+        logger.warning("%s: %s does not use the weights %s", path, type(model).__name__, _some(unused))
 
 
-def _some(names: list[str], limit: int = 4) -> str:
-    more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(names[:limit]) + more
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
 def _init_head(model: nn.Module, names: set[str], seed: int) -> None:
-    """Draw weights with deviation FRESH_HEAD_SCALE / sqrt(width), so that values start at about that size; biases are 0."""
+    """Draw weights with deviation FRESH_HEAD_SCALE / sqrt(width); biases are 0.
+
+    So first values are near 0, but not 0: the backbone learns from the first step.
+    """
     generator = torch.Generator().manual_seed(seed)
     for name in sorted(names):
         parameter = model.get_parameter(name)
@@ -483,10 +473,9 @@ LIGER_LOSSES = ("cross_entropy", "fused_linear_cross_entropy")
 
 
 def apply_liger(model: "PreTrainedModel") -> None:
-    """Replace modules of a model, which may be on the meta device, by liger-kernel's fused kernels; weights and names stay.
+    """Replace modules of a model by liger-kernel's fused kernels, in the whole process; weights and names stay.
 
-    liger-kernel replaces the rotary embedding and the classes of the architecture for the whole process. Raises ModelError if
-    it is missing or does not know the architecture.
+    Raises ModelError if liger-kernel is missing or does not know the architecture.
     """
     try:
         found, package = version("liger-kernel"), importlib.import_module("liger_kernel.transformers")

@@ -11,7 +11,7 @@ Shapes, as peft has them: A is (experts * rank, in), B is (out, rank * experts),
 import json
 import warnings
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -71,66 +71,55 @@ def adapter_dtype(weight: torch.dtype) -> torch.dtype:
 def add_lora(model: "PreTrainedModel", config: ModelConfig, seed: int = 0) -> dict[str, Adapter]:
     """Put adapters into the model's linear layers in place, and freeze everything else except a value head.
 
-    The model's outputs stay the same at first, because each B starts at 0. An adapted layer `x` keeps its own weight as
-    `x.base_layer.weight` and gets `x.lora_A.default.weight` (rank, in) and `x.lora_B.default.weight` (out, rank); with DoRA
-    also `x.lora_magnitude_vector.default.weight` (out). Everything that is trained has the type of `adapter_dtype`, because
-    most updates of RL are too small for bf16. In a forward the caller may cast it to the type of the weights. Adapters of
-    experts are named and shaped as in Note [how experts are adapted]. `all-linear` is every linear layer except the head, and no
-    experts. The fresh adapters of a `seed` are the same on every machine; the caller's random state is unchanged.
+    The outputs stay the same at first, because each B starts at 0. An adapted layer `x` keeps its weight as `x.base_layer.weight`
+    and gets `x.lora_A.default.weight` (rank, in) and `x.lora_B.default.weight` (out, rank); with DoRA also
+    `x.lora_magnitude_vector.default.weight` (out). All that is trained has the type of `adapter_dtype`, because most updates of RL
+    are too small for bf16. For experts see Note [how experts are adapted]. Fresh adapters of a `seed` are the same on every
+    machine; the caller's random state is unchanged.
 
-    Returns the adapted layers by name, for `merged_weights`. Raises ModelError if peft is missing, or a target does not exist, is neither linear nor experts, or is tied to another weight.
+    Returns the adapted layers by name, for `merged_weights`. Raises ModelError if peft is missing, or a target does not exist, is
+    neither linear nor experts, or is tied to another weight.
 
     Source: arXiv:2106.09685, section 4.1; DoRA: arXiv:2402.09353, equation 5; rsLoRA: arXiv:2312.03732.
     """
     head, targets = _value_head(model), adapter_targets(model, config.target_modules)
-    experts = expert_targets(model, config.target_modules)
-    if experts and config.lora.use_dora:
+    experts, options = expert_targets(model, config.target_modules), config.lora
+    if experts and options.use_dora:
         raise ModelError(
             f"lora.use_dora: got True with experts as targets ({experts[0]}), which have LoRA alone; set it to False"
         )
-    _inject(model, config, targets, experts, seed)
+    try:
+        from peft import LoraConfig, inject_adapter_in_model
+    except ImportError as error:
+        raise ModelError(f"lora_rank={config.lora_rank} needs peft ({error}); pip install 'peft>=0.17'") from None
+    lora_config = LoraConfig(
+        r=config.lora_rank,
+        lora_alpha=config.lora_alpha,
+        target_modules=[f"model.{name}" for name in targets],
+        target_parameters=[f"model.{name}" for name in experts] or None,
+        use_dora=options.use_dora,
+        use_rslora=options.use_rslora,
+    )
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*fan_in_fan_out.*")  # peft corrects it by itself for each layer
+        torch.default_generator.manual_seed(seed)  # not those of GPUs, which fork_rng would not restore
+        # peft takes dense layers of some mixtures of experts for experts. In a dictionary it does not know the model's type.
+        inject_adapter_in_model(lora_config, nn.ModuleDict({"model": model}), ADAPTER)
     for name in head:
         module = model.get_submodule(name).requires_grad_(True)
         module.to(adapter_dtype(next(module.parameters()).dtype))
     layers = {name: cast(Any, model.get_submodule(name)) for name in targets}
     adapters = {
-        name: Adapter(layer.scaling[ADAPTER], layer.fan_in_fan_out, config.lora.use_rslora)
-        for name, layer in layers.items()
+        n: Adapter(each.scaling[ADAPTER], each.fan_in_fan_out, options.use_rslora) for n, each in layers.items()
     }
-    if experts:
-        for name, layer in take_over(model).items():
-            layers[name], base = layer, layer.get_base_layer()
-            own = layer.parameter_name, len(getattr(base, layer.parameter_name))
-            adapters[name] = Adapter(layer.scaling[ADAPTER], is_transposed(base), config.lora.use_rslora, *own)
+    for name, layer in take_over(model).items():
+        layers[name], base = layer, layer.get_base_layer()
+        own = layer.parameter_name, len(getattr(base, layer.parameter_name))
+        adapters[name] = Adapter(layer.scaling[ADAPTER], is_transposed(base), options.use_rslora, *own)
     for name, layer in layers.items():
         for part in (getattr(layer, part) for part in ADAPTER_PARTS if hasattr(layer, part)):
             part.to(adapter_dtype(getattr(layer.get_base_layer(), adapters[name].parameter).dtype))
     return adapters
-
-
-def _inject(
-    model: "PreTrainedModel", config: ModelConfig, targets: Collection[str], experts: Collection[str], seed: int
-) -> None:
-    """Let peft put its layers around linear layers and experts, with fresh adapters from a seed."""
-    try:
-        from peft import LoraConfig, inject_adapter_in_model
-    except ImportError as error:
-        raise ModelError(f"lora_rank={config.lora_rank} needs peft ({error}); pip install 'peft>=0.17'") from None
-    # peft takes the dense layers of some mixtures of experts for experts. In a dictionary it does not know the model's type.
-    hidden = nn.ModuleDict({"model": model})
-    own_names = [f"model.{name}" for name in targets]
-    lora_config = LoraConfig(
-        r=config.lora_rank,
-        lora_alpha=config.lora_alpha,
-        target_modules=own_names,
-        target_parameters=[f"model.{name}" for name in experts] or None,
-        use_dora=config.lora.use_dora,
-        use_rslora=config.lora.use_rslora,
-    )
-    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*fan_in_fan_out.*")  # peft corrects it by itself for each layer
-        torch.default_generator.manual_seed(seed)  # not those of GPUs, which fork_rng would not restore
-        inject_adapter_in_model(lora_config, hidden, ADAPTER)
 
 
 def adapted_experts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -164,10 +153,8 @@ def require_called_adapters(model: nn.Module, run: Callable[[], object]) -> None
     called: set[nn.Module] = set()
     inside = ((parent, name, child) for parent in model.modules() for name, child in parent.named_children())
     adapted = [each for each in inside if hasattr(each[2], "lora_A")]
-    hooks = [
-        module.register_forward_hook(lambda own, inputs, output: called.add(own))
-        for module in {part for parent, _, _ in adapted for part in parent.modules()}
-    ]
+    parts = {part for parent, _, _ in adapted for part in parent.modules()}
+    hooks = [part.register_forward_hook(lambda own, inputs, output: called.add(own)) for part in parts]
     try:
         run()
     finally:
@@ -246,7 +233,7 @@ def _value_head(model: "PreTrainedModel") -> list[str]:
     if model.get_output_embeddings() is not None:
         return []
     outside = ((name, module) for name, module in model.named_children() if name != model.base_model_prefix)
-    return [name for name, module in outside if any(True for _ in module.parameters())]
+    return [name for name, module in outside if [*module.parameters()]]
 
 
 def is_linear(module: nn.Module) -> bool:
@@ -402,7 +389,7 @@ def write_config(folder: Path, weights: Iterable[str], kind: AdapterKind, base: 
 
 
 def adapter_faults(path: str, config: ModelConfig) -> list[str]:
-    """Return why a folder cannot be the start of a configured model: its files, its kind, options of peft. `load_adapters` compares the layers."""
+    """Return faults of a folder of adapters: its files, its kind, options of peft. `load_adapters` compares the layers."""
     folder, key = Path(path), "lora_adapter_path"
     lacking = [name for name in (CONFIG, WEIGHTS) if not (folder / name).is_file()]
     if lacking:

@@ -10,10 +10,8 @@ part of a row's tokens, inside attention all tokens of a part of the heads.
 Shape letters: H heads, N tokens of all sequences, D width of a head, S sequences, P processes of a group.
 """
 
-import inspect
 import math
-from collections.abc import Callable, Collection
-from functools import cache
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -53,49 +51,40 @@ def tokens_for_heads(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 class _ToEach(torch.autograd.Function):
-    """Sends part p of dimension 0 to process p, and receives that process's part in its place."""
+    """Sends part p of dimension 0 to process p, and receives that process's part in its place; backward does the same."""
 
     @staticmethod
     def forward(ctx: Any, parts: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _exchanged(parts, group)
+        ctx.group, sent = group, parts.contiguous()
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=group)
+        return received
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _exchanged(grad, ctx.group), None
-
-
-def _exchanged(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
-    sent = parts.contiguous()
-    received = torch.empty_like(sent)
-    dist.all_to_all_single(received, sent, group=group)
-    return received
+        return _ToEach.apply(grad, ctx.group), None
 
 
 PACKED, TRIAL = "rlx_packed", "rlx_packed_trial"
 CAUSAL_LAYERS = {"full_attention", "sliding_attention"}
-# From this mean length on, one attention call per sequence is faster than the variable-length kernel: that is FlashAttention 2,
-# and torch has cuDNN's faster kernels for single sequences on newer devices.
-LONG_TOKENS = 2048
-# The same where a length is no multiple of `ROUND`. cuDNN plans for each new length, which takes 0.1 s; the plans of a batch
-# of such sequences cost more than their faster kernel saves.
-LONG_RAGGED_TOKENS = 16384
+# From this mean length on, one call per sequence is faster than the variable-length kernel, FlashAttention 2, because torch has
+# cuDNN's kernels for single sequences on newer devices. cuDNN plans for each new length, which takes 0.1 s, so lengths that are no
+# multiples of `ROUND` must be longer.
+LONG_TOKENS, LONG_RAGGED_TOKENS = 2048, 16384
 # Features of some models that packed attention lacks, by the names of transformers' arguments.
 UNKNOWN = {"softcap": "caps its scores", "s_aux": "has sinks", "position_bias": "adds a bias to its scores"}
 
 
 def why_not_packed(model: "PreTrainedModel", attention: str) -> str | None:
-    """Return a reason in the parts of a freshly loaded model why its sequences cannot be packed, or None.
+    """Return why the parts of a freshly loaded model forbid packing, or None; `use_packed_attention` tries the rest.
 
-    Only attention may carry information between tokens, and it must accept other implementations. `use_packed_attention` runs
-    the model to find its other demands on attention.
+    Only attention may carry information between tokens, and it must accept other implementations.
     """
     if attention != "sdpa" and not attention.startswith("flash_attention"):
         return f"attn_implementation={attention} has no kernel for it"
     if not model.is_backend_compatible():
         return "its attention is not open to other implementations"
-    other = set(getattr(model.config.get_text_config(), "layer_types", None) or ()) - CAUSAL_LAYERS
-    if other:
+    if other := set(getattr(model.config.get_text_config(), "layer_types", None) or ()) - CAUSAL_LAYERS:
         return f"it has layers of type {', '.join(sorted(other))}"
     if any(isinstance(module, nn.Conv1d) for module in model.modules()):
         return "it has convolutions over the sequence"
@@ -156,7 +145,6 @@ class _Trial:
 
 
 def _lacking(module: nn.Module, attention_mask: Tensor | None, given: dict[str, Any]) -> list[str]:
-    """Return the features that a call of attention requests and packed attention lacks."""
     found = [what for name, what in UNKNOWN.items() if given.get(name) is not None]
     if attention_mask is not None:
         found.append("masks tokens")
@@ -217,19 +205,13 @@ def packed_attention(
     return torch.cat([_sequence(*piece, scaling, window, dropout).transpose(1, 2) for piece in pieces], dim=1)
 
 
-@cache
-def _parameters_of(function: Callable[..., Any]) -> Collection[str]:
-    """Return the names of a function's parameters; every layer of every micro-batch asks for the same."""
-    return inspect.signature(function).parameters.keys()
-
-
 def _by_kernel(
     query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest: int, scaling: float | None, window: int | None
 ) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
     options: dict[str, Any] = {"scale": scaling, "window_size": (-1 if window is None else window - 1, 0)}
-    if "enable_gqa" in _parameters_of(varlen_attn):  # before torch 2.12 it was always enabled
+    if torch.__version__ >= "2.12":  # before, it was always enabled
         options["enable_gqa"] = query.shape[1] != key.shape[1]
     rows = (x[0].transpose(0, 1) for x in (query, key, value))
     result: Tensor = varlen_attn(*rows, starts, starts, longest, longest, **options)

@@ -1,7 +1,7 @@
 """Check a model before workers load it, without making weights; only weights that the config ties are read."""
 
 from collections.abc import Collection
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
@@ -13,15 +13,7 @@ from rlx.config.schema.roles import TINY
 from rlx.errors import did_you_mean
 from rlx.models.experts import LEAVE_EXPERTS_ALONE
 from rlx.models.hf_folder import FolderParts
-from rlx.models.loading import (
-    Head,
-    ModelError,
-    class_and_config,
-    fault_of_ties,
-    generation_of,
-    load_skeleton,
-    why_not_shared,
-)
+from rlx.models.loading import Head, ModelError, class_and_config, fault_of_ties, load_skeleton, why_not_shared
 from rlx.models.lora import adapter_targets, add_lora, expert_targets, load_adapters
 from rlx.models.tiny import make_tiny_config, make_tiny_tokenizer
 
@@ -76,9 +68,7 @@ def faults_of(
                 "enable_gradient_checkpointing=False"
             )
         if head != "score":  # before adapters change the skeleton
-            FolderParts(
-                head, skeleton.config, generation_of(model.path)[0], None, model.trust_remote_code
-            ).try_writing()
+            FolderParts.of(skeleton, head, None, trust_remote_code=model.trust_remote_code).try_writing()
         if model.lora_rank > 0:
             faults += _of_targets(skeleton, model, sampler)
         if model.lora_rank > 0 and model.lora_adapter_path is not None:
@@ -118,14 +108,12 @@ def _of_bytes_in_shards(model: ModelConfig) -> list[str]:
 
 def _asks_nothing(model: ModelConfig) -> bool:
     """Whether the keys that could be wrong for a model of this shape have their defaults."""
-    plain = ModelConfig()
     free = ("path", "tiny", "enable_gradient_checkpointing", "enable_activation_offload", "activation_offload")
-    names = [each.name for each in fields(ModelConfig) if each.name not in free]
-    return all(getattr(model, name) == getattr(plain, name) for name in names)
+    return replace(ModelConfig(), **{name: getattr(model, name) for name in free}) == model
 
 
 def _of_capped_scores(kernel: str, config: "PreTrainedConfig") -> list[str]:
-    """Reject a kernel that silently ignores a cap of attention scores, because its log-probs would be another model's."""
+    """Reject a kernel that silently ignores a cap of attention scores."""
     cap = getattr(config, "attn_logit_softcapping", None)
     if cap is None or kernel != "sdpa":
         return []
@@ -136,10 +124,7 @@ def _of_capped_scores(kernel: str, config: "PreTrainedConfig") -> list[str]:
 
 
 def _of_chosen_keys(config: "PreTrainedConfig") -> list[str]:
-    """Reject Doge's choice of keys: equal tokens score alike in its first layer, and the kernel decides which of them it keeps.
-
-    So a row that is padded or decoded with a cache has other log-probs than the same row in a forward of its own.
-    """
+    """Reject Doge's choice of keys: which of equal tokens it keeps depends on the kernel, on padding and on the cache."""
     kept, longest = getattr(config, "keep_window_size", None), getattr(config, "max_position_embeddings", 0)
     if kept is None or kept >= longest:
         return []

@@ -33,8 +33,7 @@ COPIED = 1024  # keys before a segment are copied up to this number; merging the
 # cuDNN's kernel is faster than FlashAttention 2 on single pairs of at least LARGE x LARGE scores. It needs 0.1 s to plan for a
 # pair of lengths, so it gets multiples of ROUND only; FlashAttention computes the rest.
 LARGE, ROUND = 2048, 1024
-MOST_BYTES = 16 << 20
-"""Larger tensors are copied with a wait: torch keeps the page-locked memory of the others for later copies."""
+MOST_BYTES = 16 << 20  # larger tensors are copied with a wait: torch keeps the page-locked memory of the others
 
 
 @dataclass(frozen=True)
@@ -92,8 +91,8 @@ class Kernel:
         """Return the gradients of query, key and value for weights exp(score - lse), in the arguments' dtype."""
         found = []
         for queries, keys in call.pieces():
-            read = query[queries], key[keys], value[keys]
-            grads = self.grads_of_pair(grad[queries], *read, output[queries], lse[None, :, queries], call)
+            of_output = grad[queries], query[queries], key[keys], value[keys], output[queries]
+            grads = self.grads_of_pair(of_output, lse[None, :, queries], call)
             found.append([_tokens_first(x) for x in grads])
         one, two, three = (parts[0] if len(parts) == 1 else torch.cat(parts) for parts in zip(*found, strict=True))
         return one, two, three
@@ -101,10 +100,8 @@ class Kernel:
     def of_pair(self, query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor]:
         raise NotImplementedError
 
-    def grads_of_pair(
-        self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor, call: Call
-    ) -> tuple[Tensor, ...]:
-        """Return gradients with heads first; `lse` is (1, H, N)."""
+    def grads_of_pair(self, of_output: tuple[Tensor, ...], lse: Tensor, call: Call) -> tuple[Tensor, ...]:
+        """Return gradients with heads first, from (grad, query, key, value, output) and `lse` (1, H, N)."""
         raise NotImplementedError
 
 
@@ -118,10 +115,8 @@ class CpuFlash(Kernel):
         )
         return _tokens_first(output), lse[0]
 
-    def grads_of_pair(
-        self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor, call: Call
-    ) -> tuple[Tensor, ...]:
-        do, q, k, v, o = (_heads_first(x) for x in (grad, query, key, value, output))
+    def grads_of_pair(self, of_output: tuple[Tensor, ...], lse: Tensor, call: Call) -> tuple[Tensor, ...]:
+        do, q, k, v, o = map(_heads_first, of_output)
         found: tuple[Tensor, ...] = ops._scaled_dot_product_flash_attention_for_cpu_backward(
             do, q, k, v, o, lse, 0.0, False, attn_mask=_mask(q, k, call), scale=call.scaling
         )
@@ -165,20 +160,13 @@ class CudnnFlash(Kernel):
         )
         return _tokens_first(output), lse.view(lse.shape[1], -1)
 
-    def grads_of_pair(
-        self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor, call: Call
-    ) -> tuple[Tensor, ...]:
+    def grads_of_pair(self, of_output: tuple[Tensor, ...], lse: Tensor, call: Call) -> tuple[Tensor, ...]:
+        grad, query, key, value, output = of_output
+        inputs = map(_heads_first, (_as(query, grad), query, key, value, _as(query, output)))
         random = torch.zeros(2, 1, dtype=torch.int64, device=query.device).unbind()
-        of_output = (_as(query, grad), query, key, value, _as(query, output))
-        sizes = (None, None, None, len(query), len(key))  # no bias, and one pair of these lengths
+        rest = (None, None, None, len(query), len(key), 0.0, call.is_causal)  # no bias, and one pair of these lengths
         found: tuple[Tensor, ...] = ops._scaled_dot_product_cudnn_attention_backward(
-            *(_heads_first(x) for x in of_output),
-            lse[..., None].contiguous(),
-            *random,
-            *sizes,
-            0.0,
-            call.is_causal,
-            scale=call.scaling,
+            *inputs, lse[..., None].contiguous(), *random, *rest, scale=call.scaling
         )
         return found
 
