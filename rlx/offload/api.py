@@ -164,18 +164,14 @@ class LayerForward(ForwardOverride):
         super().__init__(module)
         self.handle = handle
         self._layer = layer
-        # A compiler that traces the hooks recurses without end. So in a compiled model the layers are not compiled.
-        self._run_uncompiled = torch.compiler.disable(self._run)  # type: ignore[no-untyped-call]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if _is_grad_enabled() and self.handle.is_enabled:
-            # A compiler that traces this line puts True for the call.
+            # A compiler that traces the hooks recurses without end. One that traces this line puts True for the call.
             return self._run_uncompiled(args, kwargs, torch.compiler.is_compiling())
         # Gradient mode is off, or the handle is disabled and a wrapper around this object still calls it.
-        if self.own_forward is not None:
-            return self.own_forward(*args, **kwargs)
         module: Any = self.module()
-        return type(module).forward(module, *args, **kwargs)
+        return self.original(module)(*args, **kwargs)
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], is_in_compiled: bool) -> Any:
         if is_in_compiled:
@@ -238,17 +234,6 @@ class ActivationOffloading:
         self._flags = CheckpointingFlags(())
         self._passes = 0
 
-    def __repr__(self) -> str:
-        model, count = self._model(), len(self._layers)
-        where = f"{count} layers of {type(model).__name__}" if model is not None else f"{count} layers"
-        values = vars(self.options) | {"save": self.session.save}
-        shown = {
-            name: value for name, value in values.items() if name == "save" or value != getattr(OffloadOptions, name)
-        }
-        options = ", ".join(f"{name}={value!r}" for name, value in shown.items())
-        state = f"of {where if count else 'a region of code'}" if self.is_enabled else "disabled"
-        return f"<ActivationOffloading {state}: {options}>"
-
     def stats(self, per_layer: bool = False) -> OffloadStats:
         """Return the statistics since offloading was enabled, also after `disable`. Does not wait for a device."""
         return self.session.stats(per_layer)
@@ -258,10 +243,7 @@ class ActivationOffloading:
         return self._controller.plan if self._controller is not None else None
 
     def agree(self, reserve_bytes: int = 0) -> None:
-        """Tell `save="auto"` between steps how much device memory the next step will allocate and keep, besides gradients.
-
-        Example: the states of an optimizer that has not stepped yet.
-        """
+        """Tell `save="auto"` how much device memory the next step will allocate and keep besides gradients: optimizer states, say."""
         if self._controller is not None:
             self._controller.limits.reserve(reserve_bytes)
 
@@ -334,7 +316,6 @@ def enable_activation_offloading(
         model: any module; of a trainer `trainer.model`.
         enable_ckpt: offload the inputs of each layer and recompute the rest, in place of transformers' gradient checkpointing;
             else offload every saved tensor. `OffloadOptions.save` has more modes.
-        options: None: the defaults of `OffloadOptions`.
         layers: modules, module names, classes or class names; None: see `find_layers`.
 
     Returns:
@@ -408,8 +389,7 @@ def _check_layer(name: str, module: nn.Module, recomputes: bool) -> None:
 def offload_activations(options: OffloadOptions | None = None) -> Iterator[ActivationOffloading]:
     """Offload every tensor that autograd saves inside a block of code, until backward needs it, inside or after the block.
 
-    Parameters are not offloaded. Buffers are, since they cannot be told from activations here. For options and errors see
-    `enable_activation_offloading`; `save` may only be `"all"` or None, since recomputation needs layers.
+    Parameters are not offloaded; buffers are. `save` may only be `"all"` or None, since recomputation needs layers.
     """
     options = options_of(options)
     save = options.resolve_save(enable_ckpt=False)

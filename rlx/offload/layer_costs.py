@@ -74,18 +74,10 @@ def _row(index: int, source: str, cost: LayerCost) -> tuple[str, ...]:
 def measure_layers(
     shape: Mapping[str, Any], decoder: Decoder, tokens: int, sequences: int = 1, tile: int | None = None
 ) -> MeasuredCosts:
-    """Measure layers in bf16 on the accelerator of this machine, or on its CPU.
+    """Measure layers in bf16 on the accelerator of this machine, or on its CPU; MemoryError if it has no room for them.
 
-    Args:
-        shape: configuration of the model, as transformers names things.
-        decoder: read from `shape`; gives the kinds of the layers.
-        tokens: number of tokens of all sequences together.
-        sequences: number of sequences, of equal length.
-        tile: tokens per tile of MLPs and norms; 0: as `enable_tiling` chooses; None: no tiles.
-
-    Raises:
-        ValueError: the tokens cannot be divided into that many sequences.
-        MemoryError: the device has no room for these layers.
+    `shape` is the configuration of the model, as transformers names things, and `decoder` what was read of it. `tokens` are those of
+    all sequences together. For `tile` see `layer_bytes`.
     """
     if tokens % sequences:
         raise ValueError(f"{tokens} tokens cannot be cut into {sequences} sequences of equal length")

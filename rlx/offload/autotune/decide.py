@@ -1,22 +1,20 @@
 """Decides for `save="auto"`: the first passes of each length are measured (`measure.py`), later ones follow a plan.
 
 Lengths are grouped into buckets, each 1.25 times as long as the one before; a bucket has one profile and one plan. The passes after a
-measured one run as with `save="boundary"` until the device has finished it. The very first pass chooses kernels and allocates memory,
-so it is not measured.
+measured one run as with `save="boundary"` until the device has finished it. The very first pass chooses kernels, so it is not measured.
 
 Note [states that come later]
-With gradient accumulation, passes are planned before the optimizer's first step makes its states, and use the memory that these will
-take. So each planned pass looks at what is free when it begins. If that is much less than the plan's budget, the pass is replanned
-from the same profile, before its first layer runs.
+With gradient accumulation, passes are planned before the optimizer's first step makes its states. So each planned pass looks at what is
+free when it begins. If that is much less than the plan's budget, the pass is planned anew from the same profile.
 
 Note [ranks plan by themselves]
 Ranks have different lengths and measure different times, so their plans differ. That changes no result. It would only matter to
 communication in a layer's forward, which a recomputation repeats. So a model with such layers gets no plan.
 
 Note [a device that waits for the host]
-The host needs about as long to profile all calls of a layer as the device needs to compute it with a few thousand tokens. If the
-device waits, calls look slower than they are. So if it may have waited in most layers of a pass, the next four passes profile a
-quarter of the layers each; in the layers between them the host gets ahead. Times of layers that may have waited are ignored.
+The host needs about as long to profile a layer as the device needs to compute it with a few thousand tokens. If the device waits, calls
+look slower than they are. So if it may have waited in most layers of a pass, the next four passes profile a quarter of the layers each;
+in the layers between them the host gets ahead. Times of layers that may have waited are ignored.
 """
 
 from __future__ import annotations
@@ -290,10 +288,7 @@ def made_gradient_bytes(parameters: Iterable[nn.Parameter]) -> int:
 
 
 def gradient_counter(module: nn.Module | None) -> Callable[[], int]:
-    """Return a function that returns the device memory of the gradients that a module's parameters have when it is called.
-
-    It refers to neither of them: the parameters may be copies that are there during a pass alone.
-    """
+    """Return a function that returns the device memory of a module's gradients; it holds neither module nor parameters."""
     if module is None:
         return lambda: 0
     reference = weakref.ref(module)

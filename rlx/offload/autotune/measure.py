@@ -1,20 +1,18 @@
 """Measures layers for `save="auto"`: the times, bytes and operations of one pass, and the cost of each kind of layer in it.
 
-A measured layer runs as with `save="boundary"`. Times come from device events, which are read after the device has passed them.
-Bytes come from torch's allocator; its peak is reset at each layer of a measured pass.
+A measured layer runs as with `save="boundary"`. Times come from device events, bytes from torch's allocator, whose peak is reset at
+each layer.
 
 Note [what a layer is charged with]
 A budget limits the memory that a step adds to what exists before its layers begin, apart from the gradients it makes. A layer is
-charged with its own peak, in forward or in backward, and with the other memory of that moment that no plan can change: rotary tables
-and masks, the first layer's inputs if the model keeps them, head and loss, and the gradient of the layer's output. It is not charged
-with memory of other layers that depends on the plan: inputs on their way to the host, and prefetched inputs.
+charged with its own peak and with other memory of that moment that no plan can change: rotary tables and masks, the first layer's
+inputs if the model keeps them, head and loss, and the gradient of the layer's output; not with inputs of other layers in flight.
 
 Note [what FSDP2 holds during a step]
 In the backward of a layer FSDP2 holds the gathered parameters of the layer and of the layer before, the layer's gradients before they
 are reduced, and the buffer that reduces those of the layer after it. A budget must cover all of it. Parameters of the first layer are
-gathered before that layer begins, so they are subtracted from the memory that exists before it. The buffer does not exist in the last
-layer, so each other layer compares the memory when its backward begins with that of the last layer. Gradients of gathered parameters
-are freed within the pass: the layer is charged with them.
+gathered before that layer begins, so they are subtracted from the memory that exists before it. The last layer has no such buffer, so
+each other layer compares the memory when its backward begins with that of the last layer. Gradients of gathered parameters are charged.
 """
 
 from __future__ import annotations
@@ -150,61 +148,53 @@ class PassState:
         return self.gradient_bytes() - self.begin_gradient_bytes
 
 
+@dataclass(eq=False)
 class LayerProfile:
-    """Profiles one layer call.
+    """Profiles one layer call."""
 
-    Args:
-        min_bytes: smaller tensors are not offloaded.
-        gradient_bytes: returns the memory of the existing gradients of the layer's parameters that outlast the pass.
-        sees_calls: profile each call; else only the begin and end of the layer, which takes the host no time.
-    """
-
-    def __init__(
-        self,
-        index: int,
-        device: torch.device,
-        inputs: Inputs,
-        state: PassState,
-        min_bytes: int = 1,
-        gradient_bytes: Callable[[], int] = lambda: 0,
-        sees_calls: bool = True,
-    ) -> None:
-        self.index = index
-        self.inputs = inputs
-        self.min_bytes = max(min_bytes, 1)
-        self.sees_calls = sees_calls
-        self.is_host_bound = False  # the device may have waited for the host, so that times are the host's
-        self.calls: list[OpProfile] = []  # linear maps and attention
-        self.saved_bytes = self.forward_bytes = 0
-        self.extra_bytes = 0  # of the inputs that autograd does not save
-        self.working_bytes: int | None = None
-        self._device, self._state = device, state
-        self._marks: dict[str, Mark] = {}
-        self._base_bytes = self._offloading_bytes = 0
-        # Backward asks for slots in falling order. A threshold is a slot; backward passes it with the first slot below it.
-        self._thresholds_left: list[int] = []
-        self._middle = 0  # the threshold from which on backward fetches
-        self.passed: dict[int, tuple[Mark, int]] = {}  # by threshold: when it was passed, peak memory before it
-        self._rest_bytes = 0  # peak memory after the last threshold
-        self._gradient_bytes = gradient_bytes
-        self._had_bytes = 0  # of the gradients that existed when backward came to the layer
-        self._made_bytes = 0  # of gradients made until the last threshold
-        self._sharding_bytes = 0  # memory of FSDP2, in addition to that when backward began
+    index: int
+    device: torch.device
+    inputs: Inputs
+    state: PassState
+    min_bytes: int = 1  # smaller tensors are not offloaded
+    gradient_bytes: Callable[[], int] = lambda: (
+        0
+    )  # of the layer's parameters, as far as they exist and outlast the pass
+    sees_calls: bool = True  # profile each call; else only the begin and end of the layer, which takes the host no time
+    is_host_bound: bool = False  # the device may have waited for the host, so that times are the host's
+    calls: list[OpProfile] = field(default_factory=list)  # linear maps and attention
+    saved_bytes: int = 0
+    forward_bytes: int = 0
+    extra_bytes: int = 0  # of the inputs that autograd does not save
+    working_bytes: int | None = None
+    passed: dict[int, tuple[Mark, int]] = field(
+        default_factory=dict
+    )  # by threshold: when it was passed, peak before it
+    _marks: dict[str, Mark] = field(default_factory=dict)
+    _base_bytes: int = 0
+    _offloading_bytes: int = 0
+    # Backward asks for slots in falling order. A threshold is a slot; backward passes it with the first slot below it.
+    _thresholds_left: list[int] = field(default_factory=list)
+    _middle: int = 0  # the threshold from which on backward fetches
+    _rest_bytes: int = 0  # peak memory after the last threshold
+    _had_bytes: int = 0  # of the gradients that existed when backward came to the layer
+    _made_bytes: int = 0  # of gradients made until the last threshold
+    _sharding_bytes: int = 0  # memory of FSDP2, in addition to that when backward began
 
     def mark(self) -> Mark:
-        return mark(None if self._device.type == "cpu" else torch.accelerator.current_stream(self._device))
+        return mark(None if self.device.type == "cpu" else torch.accelerator.current_stream(self.device))
 
     def reset_peak(self) -> None:
-        if self._device.type != "cpu":
-            torch.accelerator.reset_peak_memory_stats(self._device)
+        if self.device.type != "cpu":
+            torch.accelerator.reset_peak_memory_stats(self.device)
 
     def begin_forward(self) -> None:
         """The layer's forward begins, and its inputs are being copied out."""
-        state = self._state
+        state = self.state
         if state.last_boundary_bytes is None:
             tables = sum(self.inputs.shared.values())  # they are made in this step, too
             inputs = self.inputs.boundary_bytes + tables
-            state.baseline_bytes = max(0, allocated_bytes(self._device)[0] - inputs - state.gathered_bytes)
+            state.baseline_bytes = max(0, allocated_bytes(self.device)[0] - inputs - state.gathered_bytes)
             state.begin_gradient_bytes = state.gradient_bytes()
         self._offloading_bytes = state.last_boundary_bytes or 0
         state.last_boundary_bytes = self.inputs.boundary_bytes
@@ -232,15 +222,15 @@ class LayerProfile:
             call.extra_bytes = _outside(call.storages, storages)
             call.storages.clear()
         cached = sum(call.extra_bytes for call in self.calls)  # a profiled layer holds the results of all calls
-        others = self._state.baseline_bytes + self._offloading_bytes + cached
-        self.forward_bytes = max(0, allocated_bytes(self._device)[1] - others)
+        others = self.state.baseline_bytes + self._offloading_bytes + cached
+        self.forward_bytes = max(0, allocated_bytes(self.device)[1] - others)
 
     def begin_recompute(self) -> None:
         if "recompute" in self._marks:
             return
         self._marks["recompute"] = now = self.mark()
-        state = self._state
-        allocated, peak = allocated_bytes(self._device)
+        state = self.state
+        allocated, peak = allocated_bytes(self.device)
         if state.in_backward is not None:
             state.in_backward.end_backward(now, peak)
         elif not state.has_begun:
@@ -254,15 +244,15 @@ class LayerProfile:
             self._sharding_bytes = max(0, others - state.other_bytes)
         state.has_begun = True
         state.in_backward = self
-        self._base_bytes, self._had_bytes = allocated, self._gradient_bytes()
+        self._base_bytes, self._had_bytes = allocated, self.gradient_bytes()
         self.reset_peak()
 
     def end_recompute(self) -> None:
         if "recompute_end" not in self._marks:
             self._marks["recompute_end"] = self.mark()
             self._note_host_bound("recompute")
-            if self.index in self._state.begun:  # else the pass was given up
-                self._state.done[self.index] = self
+            if self.index in self.state.begun:  # else the pass was given up
+                self.state.done[self.index] = self
 
     def begin_thresholds(self, prefetch_below: int) -> int:
         """Begin to note thresholds in backward, which fetches below one of them. Return the first threshold."""
@@ -273,12 +263,12 @@ class LayerProfile:
 
     def pass_threshold(self, slot: int) -> int:
         """Note that backward asks for a slot below a threshold; return the next threshold, 0 if there is none."""
-        if self._state.in_backward is not self:
+        if self.state.in_backward is not self:
             return self._middle if slot >= self._middle else 0
         below = [threshold for threshold in self._thresholds_left if slot < threshold]
         if below:
-            self.passed[below[-1]] = self.mark(), self._segment(allocated_bytes(self._device)[1])
-            self._made_bytes = self._gradient_bytes() - self._had_bytes
+            self.passed[below[-1]] = self.mark(), self._segment(allocated_bytes(self.device)[1])
+            self._made_bytes = self.gradient_bytes() - self._had_bytes
             self.reset_peak()
             self._thresholds_left = self._thresholds_left[len(below) :]
         return self._thresholds_left[0] if self._thresholds_left else 0
@@ -291,7 +281,7 @@ class LayerProfile:
     def _segment(self, peak: int) -> int:
         """Return the peak since the last threshold. This layer's inputs count; prefetched ones, assumed to be as large, do not."""
         is_fetching = any(threshold <= self._middle for threshold in self.passed)
-        charged = peak - self._base_bytes - self._made_bytes + self._state.other_bytes + self._sharding_bytes
+        charged = peak - self._base_bytes - self._made_bytes + self.state.other_bytes + self._sharding_bytes
         return charged + (0 if is_fetching else self.inputs.boundary_bytes)
 
     def held_from(self, threshold: int) -> int:
@@ -405,17 +395,14 @@ class ProfilingRecorder(PlannedRecorder):
         if address not in self._seen:  # attention saves its own result as well
             self._seen.add(address)
             call.nbytes += nbytes
-            call.small_bytes += nbytes if nbytes < self._profile.min_bytes else 0
+            call.small_bytes += nbytes if nbytes < max(self._profile.min_bytes, 1) else 0
             call.storages[storage.data_ptr()] = storage.nbytes()
             call.stored = self._profile.mark()
         return StashedTensor(tensor, None)
 
 
 def _summed_bytes(arguments: list[Tensor]) -> int:
-    """Return the bytes of a linear map's input if its bias requires a gradient, else 0.
-
-    Without recomputation autograd frees this input only after it has summed the bias's gradient; with it, before.
-    """
+    """Return the bytes of a linear map's input that autograd frees only after it has summed the bias's gradient, without recomputation."""
     if not any(tensor.requires_grad and tensor.dim() == 1 for tensor in arguments):
         return 0
     return max((size_bytes(tensor) for tensor in arguments if tensor.dim() > 1 and not tensor.is_leaf), default=0)

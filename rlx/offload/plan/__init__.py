@@ -3,21 +3,8 @@
 Arithmetic only: this package imports neither torch nor anything else of rlx.
 """
 
-from rlx.offload.plan.costs import Budget, LayerCost, LayerPlan, Operation, Point
+from rlx.offload.plan.costs import Budget, LayerCost, LayerPlan, Operation
 from rlx.offload.plan.planner import Plan, make_plan
-from rlx.offload.plan.step import Prediction, held_bytes, predict, recompute_s, sent_bytes
+from rlx.offload.plan.step import predict
 
-__all__ = [
-    "Budget",
-    "LayerCost",
-    "LayerPlan",
-    "Operation",
-    "Plan",
-    "Point",
-    "Prediction",
-    "held_bytes",
-    "make_plan",
-    "predict",
-    "recompute_s",
-    "sent_bytes",
-]
+__all__ = ["Budget", "LayerCost", "LayerPlan", "Operation", "Plan", "make_plan", "predict"]

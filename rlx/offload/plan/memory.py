@@ -1,24 +1,22 @@
 """The memory of a decoder's training step by formulas, for the planner and for the forecast before a run.
 
-The section "Formulas" of docs/planning.md has the main formulas as a table. Letters: T tokens of a micro-batch on one process, h width of
-the model, a = heads x head width, c = key/value heads x head width, f width of the MLP, k experts per token, V vocabulary, e bytes
-per element of activations. The terms:
+Letters: T tokens of a micro-batch on one process, h width of the model, a = heads x head width, c = key/value heads x head width, f
+width of the MLP, k experts per token, V vocabulary, e bytes per element of activations. docs/planning.md has a table. The terms:
 
 *Saved* by autograd. A norm: (4 + 2 e) h, for a copy in fp32 and the results before and after the weight; norms of q and k do not
 save the result after it. The log-sum-exp: 4 per head. The MLP: 4 e f, for gate, its activation, up and their product. Experts also
 save the sorted input and down's result, 2 e h each time.
 *Working set* of a layer's backward: the saved tensors; the input, the residual and the gradient from above, 3 e h; and 2 e f while
 the backward of the product makes three gradients from one. The second half of backward begins with the MLP's 4 e f freed.
-*Tiles* of t < T tokens: MLP and norms save their inputs and the norms' results. A norm is tiled only for longer sequences than the
-MLP is. The MLP's backward needs the gradient of its input, six tensors of a tile, and fp32 sums of the weights' gradients. After it,
-backward needs the gradients of q, k, v and of attention's result, and the fp32 sum of q's gradient. Experts are not tiled.
+*Tiles* of t < T tokens: MLP and norms save their inputs and the norms' results; norms are tiled for longer sequences only. The MLP's
+backward needs the gradient of its input, six tensors of a tile, and fp32 sums of the weights' gradients. After it, backward needs the
+gradients of q, k, v and of attention's result, and the fp32 sum of q's gradient. Experts are not tiled.
 *Shared sequences*: with u processes T is the part of one. If u exceeds the number of key heads, k and v are repeated to u heads.
 *Head*, for log-probs with logits in chunks: a chunk of logits, which their gradient replaces; hidden states and their gradient; the
 gradient of the weight, or with several chunks its fp32 sum.
 *Without backward* a layer holds its input, the residual and a norm's result, and 3 f of the MLP. Experts hold k (3 f + 2 h), or 4 k h
 while their results are put back in order. While attention runs, rotary embedding holds 4 a.
-*Optimizer's step*: AdamW's fused kernel allocates no tensor of its own. States on the host are moved in pieces of 1 GiB, of which
-3.5 are on the device at once.
+*Optimizer's step*: AdamW's fused kernel allocates no tensor. States on the host are moved in pieces (`STEP_BYTES`).
 """
 
 from __future__ import annotations
@@ -27,8 +25,7 @@ from typing import NamedTuple
 
 from rlx.offload.plan.decoder import Decoder
 
-# Elements of a tile's widest intermediate result. Smaller tiles take more time: each tile passes over the sums of the weights'
-# gradients once, and a tiled norm runs once more.
+# Elements of a tile's widest intermediate result. Smaller tiles take more time: each passes over the weights' gradients once.
 TILE_ELEMENTS = 1 << 28
 TILE_INTERMEDIATES = 8  # so many of a tile's widest intermediate results are at least as large as the whole input
 HEAD_CHUNK_BYTES, HEAD_ALIGNED = 3 << 30, 256  # of rlx.models.log_probs
@@ -57,10 +54,7 @@ class StateBytes(NamedTuple):
 
 
 def tile_tokens(tokens: int, width: int, widest: int) -> int:
-    """Return the tokens of a tile if the user does not choose; at least those of the input if tiles would save little.
-
-    `tokens` and `width` are those of the input, `widest` is the width of the widest intermediate result.
-    """
+    """Return the tokens of a tile if the user does not choose; `widest` is the width of the widest intermediate result."""
     widest = max(widest, width)
     number = max(1, round(tokens * widest / TILE_ELEMENTS))
     wanted = max(-(-tokens // number), tokens * width // (TILE_INTERMEDIATES * widest))
@@ -74,14 +68,10 @@ def _in_tiles(positions: int, width: int, tile: int) -> bool:
 def layer_bytes(
     decoder: Decoder, layer: int, tokens: int, element: int = 2, tile: int | None = None, shared_by: int = 1
 ) -> LayerBytes:
-    """Return the memory of a layer, by the formulas above.
+    """Return the memory of a layer for `tokens` on one accelerator, by the formulas above.
 
-    Args:
-        decoder, layer: the model and the index of the layer.
-        tokens: number of tokens on one accelerator.
-        element: size of an element of activations [bytes].
-        tile: tokens per tile of MLPs and norms; None: no tiles; 0: `tile_tokens`.
-        shared_by: number of accelerators that share each sequence.
+    `element` is the size of an element of activations [bytes]; `tile` the tokens per tile of MLPs and norms (None: no tiles; 0:
+    `tile_tokens`); `shared_by` the number of accelerators that share each sequence.
     """
     h, e, f = decoder.width, element, decoder.mlp_width
     a, c = decoder.heads * decoder.head_width, max(decoder.kv_heads, shared_by) * decoder.head_width
@@ -153,54 +143,6 @@ def head_chunk(decoder: Decoder, element: int = 2) -> int:
     """Return the largest number of tokens whose logits exist at once."""
     most = max(1, HEAD_CHUNK_BYTES // (element * decoder.vocabulary))
     return most - most % HEAD_ALIGNED if most > HEAD_ALIGNED else most
-
-
-def state_bytes(
-    decoder: Decoder,
-    gpus: int,
-    weight_bytes: int = 4,
-    element: int = 2,
-    *,
-    is_trained: bool = True,
-    adapter_rank: int = 0,
-    summed_in: int | None = None,
-    is_resharded: bool = True,
-    gradient_bytes: int | None = None,
-    optimizer_bytes: float | None = None,
-    is_quantized: bool = False,
-) -> StateBytes:
-    """Return the memory of the decoder's weights, of `weight_bytes` each, over all accelerators. Adapters are fp32 or wider.
-
-    Args:
-        element: size of a weight in computation [bytes].
-        is_trained: there are gradients and optimizer states.
-        adapter_rank: of LoRA adapters, which are then the only trained weights; 0: no adapters.
-        summed_in: size of a gradient's element while it is summed over accelerators [bytes]; None: `element`.
-        is_resharded: FSDP frees gathered layers after forward; else all of them remain on the device.
-        is_quantized: weights of layers have `NF4_BYTES`, and the two largest of a layer are also there in full.
-        gradient_bytes, optimizer_bytes: of a weight, the optimizer's states together; None: `weight_bytes` and twice that.
-    """
-    adapters, layers = decoder.adapters(adapter_rank), len(decoder.windows)
-    of_trained = max(weight_bytes, ADAPTER_BYTES) if adapter_rank else weight_bytes
-    trained = is_trained * (adapters if adapter_rank else decoder.parameters)
-    largest = max(map(decoder.layer_parameters, range(layers)))
-    of_adapters = adapters // layers
-    with_gradient = is_trained * (of_adapters if adapter_rank else largest)
-    at_once = 2 if is_resharded else layers
-    layer_weights = decoder.parameters - decoder.root_parameters
-    of_layer = NF4_BYTES if is_quantized else weight_bytes
-    is_gathered, summed_in = gpus > 1 or weight_bytes != element, summed_in or element
-    gathered: float = is_gathered * element * (decoder.root_parameters + at_once * of_adapters)
-    if is_quantized:
-        gathered += (gpus > 1) * NF4_BYTES * at_once * largest
-        gathered += 2 * element * decoder.width * max(decoder.mlp_width, decoder.heads * decoder.head_width)
-    else:
-        gathered += is_gathered * element * at_once * largest
-    gathered += (is_gathered or summed_in != element) * summed_in * with_gradient
-    weights = (decoder.root_parameters * weight_bytes + layer_weights * of_layer + adapters * of_trained) / gpus
-    gradients = trained * (gradient_bytes or of_trained) / gpus
-    states = trained * (optimizer_bytes or 2 * of_trained) / gpus
-    return StateBytes(weights, gradients, states, gathered)
 
 
 def step_bytes(states: StateBytes, optimizer_on_host: bool) -> float:

@@ -1,6 +1,5 @@
-"""The cost of a decoder's layers on a machine, by formulas, for machines and models that cannot be measured.
+"""The cost of a decoder's layers on a machine, by formulas; `memory.py` names the letters and has the memory.
 
-The section "Formulas" of docs/planning.md has them as a table; `memory.py` names the letters and has the memory.
 *Linear maps* take 2 T x inputs x outputs floating-point operations, and twice as many in backward. With experts, gate, up and down
 run k times each; the shared expert counts as dense.
 *Attention*, causal, takes 4 T a operations per key that a query attends to: on average S / 2 keys of a sequence of S tokens, or
@@ -75,12 +74,8 @@ def layer_cost(
 ) -> LayerCost:
     """Return the cost of a layer, by the formulas above.
 
-    Args:
-        decoder, layer: the model and the index of the layer.
-        tokens: number of tokens of a micro-batch, on all accelerators that share it.
-        hardware: one accelerator.
-        sequences: number of sequences in the micro-batch, of equal length.
-        tile, shared_by, element: as for `layer_bytes`; times are those of bf16.
+    `tokens` are those of a micro-batch of `sequences` of equal length, on all accelerators that share it. For `tile`, `shared_by` and
+    `element` see `layer_bytes`; times are those of bf16.
     """
     h, a, c = decoder.width, decoder.heads * decoder.head_width, decoder.kv_heads * decoder.head_width
     own = -(-tokens // shared_by)

@@ -42,14 +42,10 @@ def make_plan(costs: Sequence[LayerCost], budget: Budget, begin: Sequence[LayerP
     If all layers fit on the device, they are kept. Else the search starts from several plans. One offloads the inputs of all
     layers, which needs the least memory; one keeps all inputs; the others offload inputs and keep a share of the layers. The
     search improves each plan step by step, by the change that saves the most time: first by offloading more, as long as the link
-    has time, then by any change. A change applies to as many layers of a kind as it helps. At last the search improves the best
-    plan by two changes at a time, because some pairs help though neither change alone fits or saves time.
+    has time, then by any change, at last by two changes at a time. A change applies to as many layers of a kind as it helps.
 
-    Args:
-        costs: of each layer.
-        budget: rates and memory. Inputs that neither host nor disk has room for are kept on the device. If even that exceeds the
-            device's budget, the plan needs as little memory as possible.
-        begin: start from this plan alone if it is within the budget, which is faster.
+    Inputs that neither host nor disk has room for are kept on the device. If even that exceeds its budget, the plan needs as little
+    memory as possible. `begin`: start from this plan alone if it is within the budget, which is faster.
     """
     search = _Search(costs, budget)
     kept = search.state([KEPT] * len(costs))
@@ -172,10 +168,9 @@ class _Search:
         return None if prediction is None else _State(tuple(layers), prediction)
 
     def _changes(self, state: _State, neighbours: _Neighbours) -> Iterator[tuple[float, Callable[[], list[_Choice]]]]:
-        """Yield changes to the layers of one kind: to all of them, to half of them, and so on down to one.
+        """Yield changes to all layers of one kind, to half of them, and so on, but for those that cannot be faster or do not fit.
 
-        Each is a lower bound of the step's time after the change, and a function that returns the changed choices. Changes that
-        cannot be faster than `state`, or certainly exceed the device's budget, are left out.
+        Each is a lower bound of the step's time after the change, and a function that returns the changed choices.
         """
         layers, last = state.layers, self.count - 1
         estimates = [choice.estimate for choice in layers]

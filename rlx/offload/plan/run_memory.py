@@ -1,6 +1,4 @@
-"""The memory and time of a training step, and the memory of each phase of a run, from sizes alone.
-
-`rlx plan` and `rlx check` predict from the same `ModelMemory` and `Scenario`.
+"""The memory and time of a training step, and the memory of each phase of a run, from sizes alone: for `rlx plan` and `rlx check`.
 
 A device holds in each phase:
 
@@ -9,11 +7,9 @@ A device holds in each phase:
   micro-batch; in an update also gradients and the optimizer state that is not on the host;
 - of the sampler: vLLM's share while it is awake, or a copy of the weights and the cache of transformers' sampler.
 
-A vLLM that takes adapters alone keeps its base in host memory while it sleeps. The host holds at most these states, offloaded
-activations and recorded experts, not all at once. Without an accelerator all memory is the host's.
-
-The memory of an update is the largest of forward, head, backward and optimizer step. `sync` holds the sampler's weights, the policy,
-and its largest tensor in one piece; adapters alone are gathered first, and the policy rests when the sampler wakes.
+A vLLM that takes adapters alone keeps its base in host memory while it sleeps. Without an accelerator all memory is the host's. The
+memory of an update is the largest of forward, head, backward and optimizer step. `sync` holds the sampler's weights, the policy, and
+its largest tensor in one piece; adapters alone are gathered first, and the policy rests when the sampler wakes.
 
 Not counted: CUDA, NCCL and the allocator (6 % of a device are reserved for them); Python and torch on the host; the head's
 gradient, which FSDP keeps whole until backward ends; prefill of transformers' sampler; staging memory of a disk.
@@ -31,7 +27,14 @@ from typing import Any, NamedTuple
 from rlx.offload.plan.costs import Budget, LayerCost, LayerPlan
 from rlx.offload.plan.decoder import Decoder
 from rlx.offload.plan.hardware import DEVICE_SHARE, Hardware
-from rlx.offload.plan.memory import NF4_BYTES, StateBytes, forward_bytes, head_forward_bytes, state_bytes, step_bytes
+from rlx.offload.plan.memory import (
+    ADAPTER_BYTES,
+    NF4_BYTES,
+    StateBytes,
+    forward_bytes,
+    head_forward_bytes,
+    step_bytes,
+)
 from rlx.offload.plan.model_costs import E, head_cost, layer_cost
 from rlx.offload.plan.planner import Plan, make_plan
 from rlx.offload.plan.step import predict
@@ -94,11 +97,13 @@ class ModelMemory:
     summed_in: int = E  # bytes of a gradient's element while it is summed over processes
     is_trained: bool = True
     has_device: bool = True  # it runs on an accelerator, so states can be offloaded
-    gradient_bytes: int | None = None  # as for `state_bytes`
-    optimizer_bytes: float | None = None
-    adapter_rank: int = 0
-    is_resharded: bool = True
-    is_quantized: bool = False
+    gradient_bytes: int | None = None  # of a weight; None: `stored`
+    optimizer_bytes: float | None = None  # of a weight's optimizer states together; None: twice `stored`
+    adapter_rank: int = 0  # of LoRA adapters, which are then the only trained weights and at least fp32; 0: none
+    is_resharded: bool = True  # FSDP frees gathered layers after forward; else all of them remain on the device
+    is_quantized: bool = (
+        False  # the layers' weights have `NF4_BYTES`; the two largest of a layer are also there in full
+    )
     weights_rest_on_host: bool = False
     steps_on_host: bool = False  # weights, gradients and the optimizer's step are on the host
     device_state_bytes: float = inf  # of the optimizer's state, the part that stays on the device
@@ -121,28 +126,34 @@ class ModelMemory:
         return self._states(False)._replace(optimizer=self.update.optimizer)
 
     def _states(self, is_trained: bool) -> StateBytes:
-        states = state_bytes(
-            self.decoder,
-            self.shards,
-            self.stored,
-            self.element,
-            is_trained=is_trained,
-            adapter_rank=self.adapter_rank,
-            summed_in=self.summed_in,
-            is_resharded=self.is_resharded,
-            gradient_bytes=self.gradient_bytes,
-            optimizer_bytes=self.optimizer_bytes,
-            is_quantized=self.is_quantized,
-        )
-        if not self.streams:
-            return states
-        # FSDP gathers none of the layers. Norms and biases, which stay on the device, are less than 0.1 %.
-        stored = NF4_BYTES if self.is_quantized else self.stored
-        is_gathered = self.shards > 1 or stored != self._on_host
-        at_once = self._layers[-1] * (2 if self.is_resharded else len(self._layers))
-        gathered = max(0.0, states.gathered - at_once * self._on_host * is_gathered)
-        weights = states.weights - sum(self._layers) * stored / self.shards + self.buffers
-        return states._replace(weights=weights, gathered=gathered)
+        decoder, element, layers = self.decoder, self.element, len(self._layers)
+        adapters, largest = decoder.adapters(self.adapter_rank), self._layers[-1]
+        of_trained = max(self.stored, ADAPTER_BYTES) if self.adapter_rank else self.stored
+        trained = is_trained * (adapters if self.adapter_rank else decoder.parameters)
+        of_adapters = adapters // layers
+        with_gradient = is_trained * (of_adapters if self.adapter_rank else largest)
+        at_once = 2 if self.is_resharded else layers
+        of_layer = NF4_BYTES if self.is_quantized else self.stored
+        is_gathered = self.shards > 1 or self.stored != element
+        gathered: float = is_gathered * element * (decoder.root_parameters + at_once * of_adapters)
+        if self.is_quantized:
+            gathered += (self.shards > 1) * NF4_BYTES * at_once * largest
+            gathered += 2 * element * decoder.width * max(decoder.mlp_width, decoder.heads * decoder.head_width)
+        else:
+            gathered += is_gathered * element * at_once * largest
+        gathered += (is_gathered or self.summed_in != element) * self.summed_in * with_gradient
+        layer_weights = decoder.parameters - decoder.root_parameters
+        weights = decoder.root_parameters * self.stored + layer_weights * of_layer + adapters * of_trained
+        weights /= self.shards
+        if (
+            self.streams
+        ):  # FSDP gathers none of the layers. Norms and biases, which stay on the device, are less than 0.1 %.
+            gathers_layers = self.shards > 1 or of_layer != self._on_host
+            gathered = max(0.0, gathered - largest * at_once * self._on_host * gathers_layers)
+            weights = weights - sum(self._layers) * of_layer / self.shards + self.buffers
+        gradients = trained * (self.gradient_bytes or of_trained) / self.shards
+        optimizer = trained * (self.optimizer_bytes or 2 * of_trained) / self.shards
+        return StateBytes(weights, gradients, optimizer, gathered)
 
     @cached_property
     def _layers(self) -> list[int]:
@@ -196,7 +207,7 @@ class ModelMemory:
         return 0.0 if self.from_disk else self.streamed / self.sharing
 
     def on_device(self, states: StateBytes) -> StateBytes:
-        """Return the part of `states` on the device while this model works; a plan itself omits an optimizer state on the host."""
+        """Return the part of `states` on the device while this model works."""
         return states._replace(weights=self.buffers, gradients=0.0, optimizer=0.0) if self.steps_on_host else states
 
 
@@ -210,7 +221,7 @@ class Phases(NamedTuple):
 
 
 class Scenario(NamedTuple):
-    """A model's step on a machine: the figures that determine plans, times and peaks."""
+    """A model's step on a machine."""
 
     own: ModelMemory
     hardware: Hardware

@@ -14,16 +14,14 @@ whose result is saved takes no time in it. The last layer fetches nothing: its b
 instead of the link's. All writes precede the first read.
 *Memory* above weights and gradients has three parts: bytes that layers keep on the device, bytes that are being copied, and the
 working set of the layer that runs. In forward this set is the layer's inputs, its temporary tensors, all tensors that autograd
-saves of it, and the results that it offloads or keeps although autograd does not save them. All of them exist until the layer
-ends; the bytes that the layer before is still offloading come on top. In backward the set is `LayerCost.working_bytes` and, until
-the layer ends, the results that it keeps although autograd does not save them. The peak is in the backward of one of the last
-layers, or of the widest, or at the end of forward. So keeping the last decoder layer needs no more memory, unless a wider layer,
-for example the head, follows it.
+saves of it, and the results that it offloads or keeps besides, until the layer ends. In backward it is `LayerCost.working_bytes`
+and the results that the layer keeps although autograd does not save them. So keeping the last layer needs no more memory, unless
+a wider one, such as the head, follows it.
 
 Note [a layer as two lines]
-A layer ends at the later of two times. In one case it computes without a break from its begin. In the other the link copies
-without a break, and the layer waits for the last bytes and then computes the rest that needs them. So a few numbers describe a
-layer under a plan (`LayerEstimate`). They are computed once for each choice; simulating a step takes a few additions per layer.
+A layer ends at the later of two times: it computes without a break from its begin; or the link copies without a break, and the
+layer waits for the last bytes and then computes the rest. So a few numbers describe a layer under a plan (`LayerEstimate`), and
+simulating a step takes a few additions per layer.
 """
 
 from __future__ import annotations
@@ -73,12 +71,7 @@ def recompute_s(cost: LayerCost, plan: LayerPlan) -> float:
 
 
 def predict(costs: Sequence[LayerCost], layers: Sequence[LayerPlan], budget: Budget) -> Prediction:
-    """Simulate one step (Note [the step that is simulated]).
-
-    Args:
-        costs, layers: cost and plan of each layer, from the first to the last.
-        budget: rates and memory. `device_bytes` decides at which fetch points bytes are fetched; with 0, at the last ones.
-    """
+    """Simulate one step. The budget's `device_bytes` decides at which fetch points bytes are fetched; with 0, at the last ones."""
     estimates = [estimate_layer(cost, plan, budget) for cost, plan in zip(costs, layers, strict=True)]
     prediction = simulate(assign_tiers(estimates, budget), budget)
     assert prediction is not None
@@ -166,7 +159,7 @@ def _estimate(cost: LayerCost, plan: LayerPlan, out_rate: float, in_rate: float)
 
 
 def _transfers(cost: LayerCost, plan: LayerPlan) -> list[tuple[float, int, int, float]]:
-    """Return the copies of a layer in order, which is the same in both directions.
+    """Return the copies of a layer, in the order of both directions.
 
     Each is a tuple: when its bytes are offloaded (share of forward), their number, the index of the operation at which
     recomputation waits for them, and when that operation ends (share of forward).
@@ -194,11 +187,7 @@ def _over(nbytes: int, rate: float) -> float:
 
 
 def simulate(estimates: Sequence[LayerEstimate], budget: Budget, faster_than: float = inf) -> Prediction | None:
-    """Simulate a step of these layers.
-
-    Returns:
-        The prediction; None if the step is not shorter than `faster_than` [s], or if that is given and the device lacks room.
-    """
+    """Simulate a step; None if it is not shorter than `faster_than` [s], or if that is given and the device lacks room."""
     fetches = choose_fetch_points(estimates, budget.device_bytes)
     peaks = _peaks(estimates, fetches, budget.loss_bytes)
     if max(peaks) > budget.device_bytes and faster_than < inf:

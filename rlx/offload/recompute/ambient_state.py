@@ -94,8 +94,8 @@ def _set_host_states(states: HostStates) -> None:
 class _Sections:
     """Sections of code whose random numbers must be repeatable: forwards, and recomputations of layers that drew numbers.
 
-    A device has one generator for all threads, so each section notes whether another thread ran a section meanwhile. Ending a
-    section twice does no harm: Ctrl-C may interrupt the end, and an open section would forbid random numbers on other threads.
+    A device has one generator for all threads, so each section notes whether another thread ran a section meanwhile. A section may
+    end twice: Ctrl-C may interrupt the end, and an open section would forbid random numbers on other threads.
     """
 
     def __init__(self) -> None:

@@ -1,22 +1,19 @@
 """Boundary mode: a layer keeps its inputs, offloaded, and is recomputed when backward reaches it.
 
-Rule 1. Forward runs under saved-tensor hooks. Autograd gets a slot, a number, for each tensor that it saves: 0 for the first.
-    The layer's inputs are offloaded; those that are small or need no gradient stay on the device. Nothing else is kept.
-Rule 2. Backward asks for a slot. The first request fetches the inputs and runs the layer's forward again. The n-th tensor that
-    autograd saves now is the value of slot n.
-Rule 3. The recomputation stops after the last slot. Example: a layer ends with a linear map `down(h)`. Autograd saves `h` last,
-    so the product itself is not repeated.
-Rule 4. Each value is given away once. If backward asks for a slot again (`retain_graph=True`), the layer is recomputed again.
-Rule 5. The recomputation must save what forward saved: as many tensors, of the same shapes and dtypes, of the same parameters.
-    Otherwise it raises `RecomputeError`.
+1. Forward runs under saved-tensor hooks. Autograd gets a slot, a number, for each tensor that it saves: 0 for the first.
+   The layer's inputs are offloaded; those that are small or need no gradient stay on the device. Nothing else is kept.
+2. Backward asks for a slot. The first request fetches the inputs and runs the layer's forward again. The n-th tensor that
+   autograd saves now is the value of slot n.
+3. The recomputation stops after the last slot: autograd saves `h` for a last linear map `down(h)`, whose product is not repeated.
+4. Each value is given away once. If backward asks for a slot again (`retain_graph=True`), the layer is recomputed again.
+5. The recomputation must save what forward saved, in number, shape and dtype, of the same parameters; else `RecomputeError`.
 
 A `RecomputePolicy` may keep results, so that recomputation skips their operations, or profile the layer.
 
 Note [writes to saved tensors]
 A write to a saved tensor before backward reads it is an error, as in plain autograd: a slot compares version counters (Note [who
-may write to a saved tensor] in `saved_slots.py`). Examples: the layer writes to a saved tensor after the last slot; a caller
-writes to the layer's output. A layer that writes to its own input cannot run twice, so it raises at the end of its forward. A
-write to an input after the layer has ended is harmless once the bytes have been offloaded.
+may write to a saved tensor] in `saved_slots.py`). A layer that writes to its own input cannot run twice, so it raises at the end
+of its forward. A write to an input after the layer has ended is harmless once the bytes have been offloaded.
 """
 
 from __future__ import annotations
@@ -59,16 +56,11 @@ class RecomputePolicy:
     """A layer call's policy. This base class is boundary mode: offload the inputs, recompute everything else.
 
     A policy belongs to one layer call, and the graph keeps both alive. It must hold no reference to the call.
-
-    Attributes:
-        offloads_inputs: whether the layer's inputs are offloaded; else they are kept on the device.
-        prefetches_early: prefetch the layer before this one when recomputation begins, not below a slot.
-        reuses_results: whether a recomputation may use results of forward. Its graph would hold these results, so the
-            saved tensors are detached from the graph.
     """
 
-    offloads_inputs = True
-    prefetches_early = False
+    offloads_inputs = True  # else they are kept on the device
+    prefetches_early = False  # prefetch the layer before this one when recomputation begins, not below a slot
+    # A recomputation may use results of forward. Its graph would hold them, so the saved tensors are detached from it.
     reuses_results = False
 
     def begin_forward(self, recording: RecomputedCall) -> AbstractContextManager[object] | None:
@@ -78,27 +70,23 @@ class RecomputePolicy:
         """Close the context that `begin_forward` returned, while the saved tensors of forward are still alive."""
 
     def release_forward(self) -> None:
-        """The saved tensors of forward have been released."""
+        """Follow the release of forward's saved tensors."""
 
-    def begin_recompute(self) -> None:
-        """Backward has reached the layer."""
-
+    def begin_recompute(self) -> None: ...
     def recompute(self, run: Run) -> list[Tensor]:
         return run()
 
-    def end_recompute(self) -> None:
-        """The layer has been recomputed; its backward follows."""
+    def end_recompute(self) -> None: ...
 
     def prefetch_below(self, slots: int) -> int:
         """Return the slot of `slots` below which backward prefetches the layer before this one. Example: of 20, at slot 9."""
         return (slots + 1) // 2
 
     def first_threshold(self, prefetch_below: int) -> int:
-        """Return the slot below which `pass_threshold` is called first."""
         return prefetch_below
 
     def pass_threshold(self, slot: int) -> int:
-        """Backward has passed a threshold: it asks for `slot`, which lies below. Return the next threshold; 0: there is none."""
+        """Backward asks for `slot`, which lies below the threshold. Return the next threshold; 0: there is none."""
         return 0
 
 

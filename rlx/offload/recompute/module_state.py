@@ -1,13 +1,12 @@
 """A layer's modules and arguments at the start of its forward: what a recomputation restores, and what it watches.
 
 Note [what a recomputation sees]
-Of the layer's modules it sees as they were at the start of forward: buffers and tensors in attributes, if they have no gradient
-and less than 1 MiB, simple attributes (numbers, strings, None), and the states of generators in attributes. Afterwards the
-modules hold what they held before the recomputation, so that a counter counts once. A tensor that forward sets as an attribute
-(an auxiliary loss, for example) is not there during the recomputation.
-Other tensors of modules are watched, not restored, and so are the attributes of objects that are arguments. A change by forward
-is an error at the end of forward, any other change an error before the recomputation. Lists, dicts and objects in
-attributes of modules are not watched: they may hold a graph, which holds the layer's call.
+It sees as they were at the start of forward: buffers and tensors in attributes of modules, if they have no gradient and less than
+1 MiB, simple attributes (numbers, strings, None), and generators in attributes. Afterwards the modules hold what they held before
+the recomputation. A tensor that forward sets as an attribute (an auxiliary loss) is not there during the recomputation.
+Other tensors of modules are watched, and so are the attributes of objects that are arguments. A change by forward is an error at the
+end of forward, any other change an error before the recomputation. Lists, dicts and objects in attributes of modules are not watched:
+they may hold a graph, which holds the layer's call.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ Site = tuple[weakref.ref[nn.Module], str, str]  # module, attribute, and the att
 
 
 class _Copied(NamedTuple):
-    """A small tensor without a gradient, and its value: batch normalisation writes to its statistics past their version."""
+    """A small tensor without a gradient, and its value: batch normalisation writes past the version counter."""
 
     tensor: Tensor
     value: Tensor
@@ -139,10 +138,7 @@ def _first_attribute(module: nn.Module) -> int:
 
 
 class TensorSites:
-    """The modules of a layer, and its parameters as `Site`s, with weak references to the modules.
-
-    Slots check the parameters that autograd saves; `ModuleState` checks the others (biases), which is slow.
-    """
+    """The modules of a layer and its parameters. Slots check those that autograd saves, `ModuleState` the others (biases)."""
 
     def __init__(self, layer: nn.Module) -> None:
         self._layer = weakref.ref(layer)
@@ -174,10 +170,7 @@ class TensorSites:
         self.unsaved: tuple[list[Site], list[int]] = (self.parameters, [])
 
     def modules(self, given: Iterable[nn.Module]) -> tuple[list[tuple[nn.Module, int]], list[nn.Module]]:
-        """Return the layer's modules, those that it was `given` as arguments, and the scripted ones.
-
-        Each but the scripted ones comes with the number of its attributes that are not noted.
-        """
+        """Return the layer's modules and those `given` as arguments, with their numbers of attributes not noted; the scripted ones."""
         modules: list[Any] = [reference() for reference in self._modules]
         try:
             is_same = _children(modules) == self._children
@@ -210,10 +203,8 @@ class ModuleState:
     """Parameters, buffers and attributes of a layer at the start of one forward call (Note [what a recomputation sees]).
 
     A parameter that has changed since then is an error, because its old value is lost. One in whose place another tensor is now
-    (`torch.func.functional_call` puts weights in place for the forward alone) comes back during the recomputation.
-
-    Args:
-        given: what the call's arguments hold besides tensors and numbers.
+    (`torch.func.functional_call` puts weights in place for the forward alone) comes back during the recomputation. `given` is what
+    the call's arguments hold besides tensors and numbers.
     """
 
     def __init__(self, sites: TensorSites, given: Sequence[Any] = ()) -> None:

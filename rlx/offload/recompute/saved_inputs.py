@@ -18,12 +18,8 @@ from rlx.offload.storage.tensor_bytes import TensorLayout, is_parameter, size_by
 class StashedTensor:
     """A tensor for as long as a layer may be recomputed: offloaded bytes, or an alias of a tensor on the device.
 
-    It never holds the tensor itself, which would hold the graph, and the graph holds this object.
-
-    Args:
-        offloaded: its offloaded bytes; None: they are on the device.
-        is_result: an operation of the layer computed it. It is then no leaf if it requires a gradient, and the layer itself
-            sets its attributes.
+    It never holds the tensor itself, which would hold the graph, and the graph holds this object. A tensor that an operation of the
+    layer computed (`is_result`) is no leaf if it requires a gradient, and the layer itself sets its attributes.
     """
 
     __slots__ = ("_attributes", "_is_leaf", "_layout", "_offloaded", "_requires_grad", "_version", "version_alias")
@@ -59,8 +55,7 @@ class StashedTensor:
     def tensor(self) -> Tensor:
         """Return the tensor, ready for the current stream; RuntimeError if it was overwritten. Call it in gradient mode only.
 
-        It requires a gradient if the original did, and is a leaf if the original was one: a layer may ask for both. It has
-        the attributes that the original had when it was stashed.
+        A layer may ask whether it requires a gradient or is a leaf, and for its attributes: they are those of the original.
         """
         if self._offloaded is not None and self._layout is not None:
             tensor = self._layout.restore(*self._offloaded.on_device())
@@ -89,14 +84,10 @@ def _view(tensor: Tensor) -> Tensor:
 
 
 class LayerInputs:
-    """The arguments of one layer call, until the layer is recomputed.
+    """The arguments of one layer call, until the layer is recomputed; `alias_by_base` gets their aliases (see `SavedSlots`).
 
-    A tensor that requires a gradient or has attributes is stashed. Any other (a mask, a rotary table) is kept on the
-    device: layers mostly share it, so that it stays alive anyway.
-
-    Args:
-        offload: offloads a tensor; returns None for one that is kept on the device.
-        alias_by_base: gets the alias of each input (see `SavedSlots`).
+    A tensor that requires a gradient or has attributes is stashed, offloaded unless `offload` returns None. Any other (a mask, a
+    rotary table) is kept on the device: layers mostly share it, so that it stays alive anyway.
     """
 
     def __init__(

@@ -1,29 +1,25 @@
 """The slots of a layer call: autograd holds their numbers in place of the tensors that it saves in a recomputed layer.
 
-Example: `y = x.exp()` saves `y`. The pack hook notes `y` and returns 7, if seven tensors were saved before. When forward has ended,
-slot 7 keeps shape and dtype of `y`, and a way to tell whether `y` was written to; the memory is free.
+When forward has ended, a slot keeps shape and dtype of its tensor, and a way to tell whether it was written to; the memory is free.
 
 Note [the work of hooks]
 Work in a hook costs several times as much as in a loop, because the layer's kernels run between the calls. So the hooks only append
-tensors to a list, which is examined when forward, or the recomputation, has ended. Until then a layer's saved tensors stay alive,
-which takes less memory than recomputing the layer takes later. The lists are cleared in any case: the graph holds the hooks, these
-hold the lists, and the tensors hold the graph.
+tensors to a list, which is examined when forward, or the recomputation, has ended. The lists are cleared in any case: the graph holds
+the hooks, these hold the lists, and the tensors hold the graph.
 
 Note [who may write to a saved tensor]
 Plain autograd raises an error for a write to a saved tensor, so the slots must notice one.
 
-* A result of an operation in the layer. It is recomputed before backward reads it, so a write does no harm, but is reported. While
-  forward runs the version counter tells. After forward a weak reference to the tensor, or to its base, is enough: once the tensor and
-  its views are gone no write is possible. One case is missed: a write through `y.detach()` after `y` is gone.
+* A result of an operation in the layer. After forward a weak reference to the tensor, or to its base, is enough: once the tensor and
+  its views are gone no write is possible. A write through `y.detach()` after `y` is gone is missed, and does no harm.
 * A tensor from before the layer (a constant, a mask). Recomputation reads it again, and any alias may write to it. So the slots keep
   an alias without memory that shares its version counter.
 
 Note [layers on several streams]
 A layer may compute on streams of its own. A recomputation that stops after the last saved tensor would skip the waits for them. So a
-layer that saves a tensor on another stream than the one on which its recomputation began is run to its end, now and later. If backward
-reaches a part on a side stream first, the recomputation begins there, so that stream is compared with the one on which forward began.
-Backward may read the tensors on any of the streams; each first waits for the recomputation. Asking for the current stream takes time,
-so the hook asks at every tensor only if the saved tensors have new shapes or dtypes.
+layer that saves a tensor on another stream than the one on which its recomputation, or its forward, began is run to its end, now and
+later. Backward may read the tensors on any of the streams; each first waits for the recomputation. Asking for the current stream takes
+time, so the hook asks at every tensor only if the saved tensors have new shapes or dtypes.
 """
 
 from __future__ import annotations
@@ -72,20 +68,17 @@ class SavedSlots:
     def __init__(self) -> None:
         self.saved: list[Tensor] = []  # while forward runs
         self.versions: list[int | None] = []  # of the tensors at the save; None for one without a version counter
-        # Known when forward has ended. Of each slot a tensor that shares the version counter, for as long as anybody may
-        # write to it (Note [who may write to a saved tensor]).
+        # After forward. Of each slot a tensor with its version counter, for as long as anybody may write to it.
         self.aliases: list[weakref.ref[Tensor]] = []
         self._kept_aliases: list[Tensor] = []  # those that live as long as the slots
-        # By slot: the parameter that the slot's tensor is, or is a view of. If an input of the layer is such a view, the
-        # views of this parameter are not here: recomputation reads a detached input.
+        # By slot: the parameter that the tensor is, or is a view of; without views if an input of the layer is such a view.
         self.parameters: dict[int, Parameter] = {}
         self._others: list[int] = []  # the slots of all other tensors
         self._views: list[int] = []  # those of them whose tensor is a view, but not of a parameter
         self.specs = TensorSpecs([], [])  # of the tensors of `_others`
         # Slots of tensors from before the layer that are no parameters, by the id of their base.
         self._slots_by_base: dict[int, list[int]] = {}
-        # While forward runs: the alias for a tensor and its views, by the id of their base. The layer's inputs are
-        # entered before forward ends, and live as long.
+        # While forward runs: the alias for a tensor and its views, by the id of their base; the layer's inputs too.
         self.alias_by_base: dict[int, Tensor] = {}
 
     def packer(self) -> Callable[[Tensor], int]:
@@ -258,11 +251,9 @@ class _EnoughRecomputedError(BaseException):
 
 
 class Collector:
-    """Collects the tensors of one recomputation.
+    """Collects the tensors of one recomputation, which may stop after the last slot if `may_stop`.
 
-    Args:
-        began_on: the accelerator's stream on which forward began; None for a layer on the CPU.
-        may_stop: whether the recomputation may stop after the last slot.
+    `began_on` is the accelerator's stream on which forward began; None for a layer on the CPU.
     """
 
     __slots__ = ("_ambient", "_checks_each", "_count", "_home", "_layer", "filled", "saved")

@@ -124,14 +124,10 @@ def sources_of(
     stash: Stash,
     is_attention: bool,
 ) -> list[Source] | None:
-    """Return a source for each tensor that autograd saved in a call; None if they would take too much room.
+    """Return a source for each tensor that autograd saved (`seen`) in a call; None if they would take too much room.
 
-    Args:
-        seen: the saved tensors.
-        arguments, results: tensors among those of the call.
-        stash: stashes a tensor that is no view of an argument.
-        is_attention: attention may save such tensors (its result, the log-sum-exp). A linear map may not: they are copies
-            of its arguments.
+    Attention may save tensors that are no views of arguments (its result, the log-sum-exp), which `stash` stashes. A linear map may
+    not: they are copies of its arguments.
     """
     addresses = list(map(storage_address, arguments))
     sources = [_source(tensor, arguments, addresses) for tensor in seen]

@@ -1,9 +1,9 @@
 """Recorders: they make a `CachedOp` of calls in a layer's forward, those of `save="attention"` or those that a plan names.
 
 Note [when a result is stashed]
-A kernel may write to a result in place past the version counter, as Liger's rotary embedding does, an autograd Function. Stashed before
-such a write, a result may be torn; stashed after it, the recomputation would apply the write a second time. So the result of a linear
-map waits until it is known which operation reads it:
+A kernel may write to a result past the version counter, as Liger's rotary embedding does, an autograd Function. Stashed before such a
+write, a result may be torn; stashed after it, the recomputation would repeat the write. So the result of a linear map waits until it is
+known which operation reads it:
 
 * At a call of attention it is stashed if the arguments do not share its memory, or are views of it.
 * Otherwise it is stashed when a later call, or the layer's end, is reached from it in the graph within `MAX_NODES` nodes, and no
@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
+from rlx.offload.plan.costs import LayerPlan
 from rlx.offload.recompute.checkpoint import RecomputedCall
 from rlx.offload.recompute.saved_inputs import StashedTensor
 from rlx.offload.replay.cached_op import CachedOp, sources_of, why_not_cacheable
@@ -52,13 +53,9 @@ class Producers:
 
 
 @dataclass(frozen=True)
-class LayerInstructions:
-    """A plan's decisions for one layer. A layer's calls of attention and of linear maps are numbered 0, 1, 2, … in order."""
+class LayerInstructions(LayerPlan):
+    """A plan's decisions for one layer, with numbers of its calls of attention and linear maps in place of operations."""
 
-    keep: bool = False  # run the layer without recomputation; the other fields have no effect then
-    offload_boundary: bool = True  # offload the layer's inputs; else keep them on the device
-    on_device: frozenset[int] = frozenset()  # cached ops whose results are kept on the device
-    off_device: frozenset[int] = frozenset()  # cached ops whose results are offloaded
     # Of all calls, by `call_name`; None: any. From the first call with another name on, no call is cached.
     call_names: tuple[str, ...] | None = None
     # When to prefetch the layer before: as this layer's recomputation begins; else when backward reaches a call, or asks for
@@ -190,12 +187,10 @@ class Recorder(OpMode):
 
 
 class AttentionRecorder(Recorder):
-    """`save="attention"`: attention, the linear maps before it, the first one after it and the layer's last one.
+    """`save="attention"`: attention, the linear maps before it, the first one after it, the layer's last one if recomputation passes it.
 
-    Only the layer's end shows which linear map is the last one. So the result of each map after attention is held until
-    the next map runs; one result is held at a time.
-
-    `expected` is the number of attention calls in the layer's previous forward; 0 for the first.
+    Only the layer's end shows which linear map is the last one, so the result of each is held until the next map runs. `expected`
+    is the number of attention calls in the layer's previous forward; 0 for the first.
     """
 
     def __init__(self, recording: RecomputedCall, expected: int) -> None:
@@ -329,10 +324,7 @@ def is_reached_by_views(start: Node | None, node: Node | None) -> bool:
 
 
 def reached(tensors: Iterable[Tensor], wanted: Container[Node]) -> dict[Node, bool]:
-    """Return the wanted nodes from which tensors were made, and whether an autograd Function may read them.
-
-    A Function anywhere on the path counts: the nodes between may be views, which look like other nodes.
-    """
+    """Return the wanted nodes from which tensors were made, and whether there is an autograd Function on the path, maybe behind views."""
     found: dict[Node, bool] = {}
     seen: set[tuple[Node, bool]] = set()
     pending = [(tensor.grad_fn, False) for tensor in tensors if tensor.grad_fn is not None]

@@ -1,20 +1,17 @@
 """Replay: in recomputation cached ops hand out their results instead of running.
 
-In forward a recorder (`recorder.py`) sees each call of attention and of a linear map, and the tensors that autograd saved in it. For a
-call that can be cached it makes a `CachedOp`. In recomputation a `ReplayMode` sees the same calls in the same order. A cached op does
-not run: its slots are filled and its result is handed out.
-
-Which calls are cached? With `save="attention"`: attention, the linear maps before it, the first one after it, and the layer's last one
-if recomputation passes it. With `save="auto"`: the operations that the plan names.
+In forward a recorder (`recorder.py`) sees each call of attention and of a linear map, and makes a `CachedOp` of those that are wanted.
+In recomputation a `ReplayMode` sees the same calls in the same order. A cached op does not run: its slots are filled and its result is
+handed out.
 
 Note [when a cached op is right]
-* The call ran as in plain autograd, in gradient mode, with the kernel that was chosen. Its backward reads exactly the
-  tensors that were saved: for fused attention the log-sum-exp and the random seed, bit for bit.
+* The call ran as in plain autograd, with the kernel that was chosen. Its backward reads exactly the tensors that were saved:
+  for fused attention the log-sum-exp and the random seed, bit for bit.
 * A linear map is cached only if all tensors saved in it are views of its arguments. Recomputation has those anyway.
 * Under autocast the casts of activations are made before the call, so that the casts are its arguments. Casts of weights
   are made again: autocast shares them between calls.
-* If the layer writes to a result before its forward ends, the result is not cached: the offloaded bytes may be those from
-  before or after the write. Nor is a result that `torch.unsafe_chunk` splits, since writes to the parts go unnoticed.
+* If the layer writes to a result before its forward ends, the result is not cached: the offloaded bytes may be old or new.
+  Nor is a result that `torch.unsafe_chunk` splits, since writes to the parts go unnoticed.
 * Random numbers that the call drew are skipped: the generators are set to their state after the call.
 """
 
@@ -64,13 +61,9 @@ def register_attention(function: Any) -> None:
     """Let `save="attention"` cache calls of a custom attention kernel.
 
     Args:
-        function: a function that torch dispatches (`torch.ops.<namespace>.<name>`, a function of `torch.nn.functional`),
-            or a subclass of `torch.autograd.Function`, whose `apply` is wrapped for the life of the process. It may
-            return a tensor or a tuple with tensors. The tensors that it saves for backward must be arguments, outputs or
-            small.
-
-    Raises:
-        ValueError: for anything else.
+        function: a function that torch dispatches (`torch.ops.<namespace>.<name>`, a function of `torch.nn.functional`), or a
+            subclass of `torch.autograd.Function`, whose `apply` is wrapped for the life of the process; else ValueError. It
+            returns a tensor or a tuple with tensors. The tensors that it saves must be arguments, outputs or small.
     """
     if not (isinstance(function, type) and issubclass(function, torch.autograd.Function)):
         packet = getattr(function, "overloadpacket", function)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 
 class ForwardOverride:
-    """Replaces a module's forward from now on; subclasses define `__call__`.
+    """Replaces a module's forward from now on; subclasses define `__call__`, and `_run` for what no compiler should trace.
 
     `module.__call__` calls it, after the module's pre-hooks and before its hooks. So hooks run once per call. Under FSDP
     the parameters are gathered when it runs: in forward, and again when backward reaches the module.
@@ -27,9 +27,12 @@ class ForwardOverride:
         self.own_forward = vars(module).get("forward")
         self.module = weakref.ref(module)  # the module holds this object
         module.forward = self
+        self._run_uncompiled = torch.compiler.disable(self._run)  # type: ignore[no-untyped-call]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError
+
+    _run: Callable[..., Any]
 
     def original(self, module: nn.Module) -> Callable[..., Any]:
         if self.own_forward is not None:

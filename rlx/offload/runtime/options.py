@@ -89,9 +89,6 @@ class OffloadOptions:
             set of a layer, the head, the loss, and the parameters and gradients that FSDP2 gathers and reduces layer by layer
             count. Gradients do not, nor does memory that exists before the layers begin, such as weights and optimizer
             states. `"auto"`: 95 % of the device, less these two; without an accelerator only what does not raise the peak.
-
-    Raises:
-        ValueError: for a value out of range or not available in this version.
     """
 
     save: str | None = None

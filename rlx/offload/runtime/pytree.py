@@ -24,18 +24,12 @@ def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
 
 
 def replace_leaves(value: Any, by_id: Mapping[int, Any]) -> Any:
-    """Return a copy of nested values in which leaves are replaced by their id.
-
-    Lists, deques, dicts and dataclasses are copied in any case, since a layer may write to them.
-    """
+    """Return a copy of nested values, to which a layer may write, in which leaves are replaced by their id."""
     return _replace(value, dict(by_id), [], None)
 
 
 def _replace(value: Any, by_id: dict[int, Any], held: list[Any], function: Callable[[Any], Any] | None) -> Any:
-    """As `map_leaves`, or without a function as `replace_leaves`.
-
-    Adds each result to `by_id`, and the object that it replaces to `held`, so that no other object gets the same id.
-    """
+    """As the above. Adds results to `by_id`, and the objects they replace to `held`, so that no other object gets the same id."""
     kind, key = type(value), id(value)
     same: Any
     if kind in _EMPTY:

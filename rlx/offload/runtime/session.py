@@ -31,10 +31,9 @@ class Layer:
 
 
 class LayerCall:
-    """One forward call of a layer, for as long as a graph needs it.
+    """One forward call of a layer, owned by the packed objects that autograd holds, so that a dropped graph frees everything.
 
-    The packed objects that autograd holds own the call, so a dropped graph, a branch without a loss or an exception frees
-    everything. A call owns no tensor that autograd saves, and refers to the call before it weakly.
+    A call owns no tensor that autograd saves, and refers to the call before it weakly.
     """
 
     def __init__(self, session: OffloadSession, layer: Layer) -> None:
@@ -94,11 +93,7 @@ class _OfThread(threading.local):
 
 
 class OffloadSession:
-    """The state of one handle. It knows no modules.
-
-    Raises:
-        DiskError: if the disk tier is asked for and its directory cannot be used.
-    """
+    """The state of one handle. It knows no modules."""
 
     def __init__(self, options: OffloadOptions, save: str) -> None:
         self.options = options

@@ -1,15 +1,13 @@
 """Host memory for offloaded bytes: one arena per process for page-locked memory and one for pageable memory.
 
-Activations, parameters and optimizer states of a process share it. A `HostArena` owns the memory and reserves it from the system. An
-`Account` is one user's share, with a cap and its own accounting. Call `trim()` before memory is needed elsewhere; the next step
+Activations, parameters and optimizer states of a process share it. Call `trim()` before memory is needed elsewhere; the next step
 reserves and page-locks it again, which takes about 0.4 s per GiB.
 
 Note [who may free a host buffer]
-A block belongs to the object that allocated it. That object may die on any thread while a copy still reads or writes the block. So
-`Account.free` takes no lock and waits for nothing: it appends the block, and the event that ends its last copy, to a deque. The next
-call that allocates or asks for figures moves the blocks whose event has passed to the free ranges. A call that finds no room waits for
-the events, oldest first, before it asks the system for memory. So a steady step reserves none, and no copy runs on a slab that is free
-as a whole and may be unlocked and returned.
+The owner of a block may die on any thread while a copy still uses the block. So `Account.free` takes no lock and waits for nothing: it
+appends the block, and the event that ends its last copy, to a deque. The next call that allocates or asks for figures frees the blocks
+whose event has passed. A call that finds no room waits for the events, oldest first, before it asks the system for memory. So a steady
+step reserves none, and no copy runs on a slab that is free as a whole and may be returned.
 
 Note [memory from the system]
 torch's allocator of page-locked memory rounds each request up to a power of two, and returns nothing to the system before torch 2.12.
@@ -42,14 +40,9 @@ class Pages:
     """A slab of host memory. The system gets it back after `close`, or once no tensor uses it.
 
     Args:
-        nbytes: its length [bytes].
-        is_locked: page-lock it, so that copies from and to a device run asynchronously.
+        is_locked: page-lock it, so that copies from and to a device run asynchronously; RuntimeError if the system refuses.
         file: descriptor of the file whose pages these are, so that other processes can map them too.
         first_byte: of the file from which on they are mapped, a multiple of the page size.
-
-    Raises:
-        OSError: if the system has no memory left.
-        RuntimeError: if the system refuses to lock the memory.
     """
 
     def __init__(self, nbytes: int, is_locked: bool, file: int | None = None, first_byte: int = 0) -> None:
@@ -90,11 +83,9 @@ def empty_cache_of_locked_pages() -> None:
 
 
 def _advise(memory: mmap.mmap, name: str) -> None:
-    # A kernel may refuse an advice that it was built without. The memory works all the same.
-    advice = getattr(mmap, name, None)
-    if advice is not None:
-        with contextlib.suppress(OSError):
-            memory.madvise(advice)
+    # The system may lack an advice, or the kernel refuse it. The memory works all the same.
+    with contextlib.suppress(OSError, AttributeError):
+        memory.madvise(getattr(mmap, name))
 
 
 def _register(pages: Tensor) -> None:
@@ -161,13 +152,7 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 
 class Account:
-    """One user's share of an arena.
-
-    Args:
-        arena: the owner of the memory.
-        max_bytes: hard cap of the account's blocks [bytes]; None: no cap but the arena's.
-        name: of the user, as `holders` reports it; several accounts may have the same.
-    """
+    """One user's share of an arena, with a hard cap of `max_bytes`; accounts of one name are one user in `holders`."""
 
     def __init__(self, arena: HostArena, max_bytes: int | None, name: str) -> None:
         self.arena = arena

@@ -2,18 +2,17 @@
 
 Note [reads and writes cannot wait for each other]
 Bytes go to and from the disk in chunks, through page-locked staging buffers.
-*Write.* Forward allocates a staging buffer, or waits for one, queues the copy into it and hands it to a writer thread. The thread
-waits for the copy, writes the chunk and frees the buffer.
+*Write.* Forward waits for a free staging buffer, queues the copy into it and hands it to a writer thread. The thread waits for the
+copy, writes the chunk and frees the buffer.
 *Read.* A reader thread waits until the chunks of its allocation are written. It then allocates a staging buffer, reads the chunk and
 queues the copy to the device.
 These waits make no circle. Writers wait for the device only. Readers wait for writers, and have threads and staging buffers of their
-own, at most one buffer a thread. Forward and backward wait for both. No writer or reader takes a lock that is held during a wait. On
-the device a copy waits only for work that was queued before it.
+own. Forward and backward wait for both. No writer or reader takes a lock that is held during a wait.
 
 Note [who may free an extent]
 The owner of a disk allocation may die while writes and reads are queued or running. A queued task has a weak reference to the
-allocation and finds it gone. A running task has a strong one. So the last holder frees the extents in `DiskAllocation.__del__`. That
-takes no lock: it appends them to a queue, which is emptied before the file hands out more. `held_bytes` drops earlier, at `free`.
+allocation, a running one a strong one. So the last holder frees the extents in `DiskAllocation.__del__`. That takes no lock: it
+appends them to a queue, which is emptied before the file hands out more. `held_bytes` drops earlier, at `free`.
 
 Note [the file]
 One per process and directory. It has no name, so that the system removes it with the process. It grows in steps, and reserves the room
@@ -131,8 +130,8 @@ class DiskAllocation:
                 staging.free_written(block)
                 raise
             self.written.expect()
-            task = partial(_write_chunk, here, self.tier, self.written, chunk, copy_streams, block, left)
-            self.tier.file.submit(task, writes=True)
+            task = _ChunkTask(here, self.tier, self.written, chunk, copy_streams)
+            self.tier.file.submit(partial(task.write, block, left), writes=True)
         return left
 
     def read(self, copy_streams: CopyStreams, fetch_buffer: FetchBuffer) -> None:
@@ -141,8 +140,8 @@ class DiskAllocation:
         fetch_buffer.issued = issued
         for chunk in self._chunks():
             issued.expect()
-            task = partial(_read_chunk, here, self.tier, self.written, chunk, copy_streams, there, issued)
-            self.tier.file.submit(task, writes=False)
+            task = _ChunkTask(here, self.tier, self.written, chunk, copy_streams)
+            self.tier.file.submit(partial(task.read, there, issued), writes=False)
 
     def free(self) -> None:
         self.tier.freed.append(self._nbytes)
@@ -159,72 +158,58 @@ class DiskAllocation:
                 first_byte += nbytes
 
 
-def _write_chunk(
-    here: weakref.ref[DiskAllocation],
-    tier: DiskTier,
-    written: PendingTasks,
-    chunk: Chunk,
-    copy_streams: CopyStreams,
-    block: Block,
-    copied: torch.Event | None,
-) -> None:
-    failure: BaseException | None = None
-    try:
+class _ChunkTask(NamedTuple):
+    """What a thread does with a chunk; for its references see Note [who may free an extent]."""
+
+    allocation: weakref.ref[DiskAllocation]
+    tier: DiskTier
+    written: PendingTasks
+    chunk: Chunk
+    copy_streams: CopyStreams
+
+    def write(self, block: Block, copied: torch.Event | None) -> None:
+        failure: BaseException | None = None
+        try:
+            if copied is not None:
+                with self.copy_streams.device_is_current():
+                    copied.synchronize()
+            allocation = self.allocation()
+            if allocation is not None:
+                with self.tier.working("write", self.chunk):
+                    self.tier.file.write(block.views, self.chunk.offset)
+        except BaseException as error:
+            failure = _without_frames(error)
+        allocation = None  # dropped before waiters go on, so that its extents are free by then
+        self.tier.staging.free_written(block)
+        self.written.done(failure)
+
+    def read(self, there: weakref.ref[FetchBuffer], issued: PendingTasks) -> None:
+        failure: BaseException | None = None
+        copied: torch.Event | None = None
+        try:
+            self.written.wait()
+            with self.copy_streams.device_is_current():
+                copied = self._fetch(self.allocation(), there())
+        except BaseException as error:
+            failure = _without_frames(error)
+        issued.done(failure)
         if copied is not None:
-            with copy_streams.device_is_current():
-                copied.synchronize()
-        allocation = here()
-        if allocation is not None:
-            with tier.working("write", chunk):
-                tier.file.write(block.views, chunk.offset)
-    except BaseException as error:
-        failure = _without_frames(error)
-    allocation = None  # dropped before waiters continue, so that its extents are free by then
-    tier.staging.free_written(block)
-    written.done(failure)
+            with self.copy_streams.device_is_current():
+                copied.synchronize()  # else this thread would fill all staging buffers while the device is busy
 
-
-def _read_chunk(
-    here: weakref.ref[DiskAllocation],
-    tier: DiskTier,
-    written: PendingTasks,
-    chunk: Chunk,
-    copy_streams: CopyStreams,
-    there: weakref.ref[FetchBuffer],
-    issued: PendingTasks,
-) -> None:
-    failure: BaseException | None = None
-    copied: torch.Event | None = None
-    try:
-        written.wait()
-        with copy_streams.device_is_current():
-            copied = _fetch_chunk(here(), tier, chunk, copy_streams, there())
-    except BaseException as error:
-        failure = _without_frames(error)
-    issued.done(failure)
-    if copied is not None:
-        with copy_streams.device_is_current():
-            copied.synchronize()  # else this thread would fill all staging buffers while the device is busy
-
-
-def _fetch_chunk(
-    allocation: DiskAllocation | None,
-    tier: DiskTier,
-    chunk: Chunk,
-    copy_streams: CopyStreams,
-    fetch_buffer: FetchBuffer | None,
-) -> torch.Event | None:
-    if allocation is None or fetch_buffer is None:
-        return None
-    block, copied = tier.staging.allocate(chunk.nbytes), None
-    try:
-        with tier.working("read", chunk):
-            tier.file.read(block.views, chunk.offset)
-        target = as_bytes(fetch_buffer.tensor)[chunk.first_byte : chunk.first_byte + block.nbytes]
-        copied = copy_streams.copy_into(target, block, fetch_buffer)
-    finally:
-        tier.staging.free(block, copied)
-    return copied
+    def _fetch(self, allocation: DiskAllocation | None, fetch_buffer: FetchBuffer | None) -> torch.Event | None:
+        if allocation is None or fetch_buffer is None:
+            return None
+        staging, chunk = self.tier.staging, self.chunk
+        block, copied = staging.allocate(chunk.nbytes), None
+        try:
+            with self.tier.working("read", chunk):
+                self.tier.file.read(block.views, chunk.offset)
+            target = as_bytes(fetch_buffer.tensor)[chunk.first_byte : chunk.first_byte + block.nbytes]
+            copied = self.copy_streams.copy_into(target, block, fetch_buffer)
+        finally:
+            staging.free(block, copied)
+        return copied
 
 
 def _without_frames(error: BaseException) -> BaseException:
@@ -307,11 +292,9 @@ class DiskError(OSError):
 
 
 class ExtentFile:
-    """An unnamed file in one directory, which must be writable, and the threads that read and write it.
+    """An unnamed file in one directory, and the threads that read and write it.
 
-    Args:
-        directory: of the file.
-        descriptor: of such a file that another process has made and fills; it is closed with this object. None: make one.
+    `descriptor` is that of such a file that another process has made and fills; it is closed with this object. None: make one.
     """
 
     def __init__(self, directory: str | os.PathLike[str], descriptor: int | None = None) -> None:

@@ -1,23 +1,17 @@
-"""Offloads ranges of bytes of one device and fetches them back.
-
-`CopyStreams` copies between one device and host memory and times the copies. An `Offloader` makes an `OffloadedRange` for each range
-of bytes off the device. Without an accelerator copies are synchronous, so that none is ever in flight.
+"""Offloads ranges of bytes of one device and fetches them back. Without an accelerator copies are synchronous.
 
 Note [streams and lifetimes]
 *Offload.* The copy runs on a stream of its own, which first waits for the compute stream: only then are the bytes written. `_source`
-keeps the memory until the copy has ended. The host runs ahead of the device and does not poll for that end: `release_source` makes
-the compute stream wait for the copy and drops the memory at once. The memory belongs to the compute stream, so that the allocator
-reuses it after that wait only. `Offloader.release_older` and `limit_in_flight` decide when to release. If backward comes first, it
-uses the source and nothing is copied back.
+keeps the memory until the copy has ended. The host does not poll for that end: `release_source` makes the compute stream wait for the
+copy and drops the memory at once. The memory belongs to the compute stream, so that the allocator reuses it after that wait only. If
+backward comes first, it uses the source and nothing is copied back.
 
 *Fetch.* The buffer is allocated on the current compute stream and filled on another one. That stream first waits for the compute
-stream, which may still read the memory's former content, and for the copy to the host, which may still write the block. From disk, a
-thread issues these copies as it reads. Every user waits until all copies are issued, and makes its current stream wait for them. So
-the buffer is freed like any tensor of plain autograd.
+stream, which may still read the memory's former content, and for the copy to the host, which may still write the block. Every user
+waits until all copies are issued (from disk a thread issues them), and makes its current stream wait for them.
 
 *Death.* A graph may be dropped at any moment. The compute stream waits for copies that may still run before their memory is freed
-(`OffloadedRange.__del__`, `FetchBuffer.__del__`). The allocation is freed with the last copy's event (Note [who may free a host
-buffer], Note [who may free an extent]).
+(`OffloadedRange.__del__`, `FetchBuffer.__del__`). The allocation is freed with the last copy's event.
 
 *A write to the source* during the copy would tear the bytes. The release reads the version counter; after a write backward raises.
 """
@@ -118,10 +112,7 @@ class PendingTasks:
 
 
 class FetchBuffer:
-    """A contiguous device tensor that offloaded bytes are fetched into. Its memory belongs to the stream `home`.
-
-    The `OffloadedRange` holds it and so does each thread that copies into it. When the last of them drops it, `home` is made to
-    wait for the copies. Only then may the allocator reuse the memory."""
+    """A contiguous device tensor that bytes are fetched into. Its stream `home` waits for the copies before it is freed."""
 
     tensor: Tensor
 
@@ -172,17 +163,10 @@ class CopyStreams:
             self._to_host.wait_event(compute.record_event())
         return self._copy(self._to_host or compute, source, block, to_host=True, is_waited_for=self._to_host is None)
 
-    def copy_to_device(self, block: Block, fetch_buffer: FetchBuffer, after: torch.Event | None) -> torch.Event | None:
-        """Allocate a fetch buffer and copy a block into it; return the event that ends the copy.
-
-        The device first waits for the event `after`, before which the block is still written.
-        """
-        fetch_buffer.allocate()
-        return self.copy_into(fetch_buffer.tensor, block, fetch_buffer, after)
-
     def copy_into(
         self, target: Tensor, block: Block, fetch_buffer: FetchBuffer, after: torch.Event | None = None
     ) -> torch.Event | None:
+        """Copy a block into a part of a fetch buffer after the event `after`; return the event that ends the copy."""
         stream = self._to_device or fetch_buffer.home
         if stream is not None:
             for event in (fetch_buffer.allocated, after):
@@ -247,7 +231,8 @@ class HostAllocation:
         return self._last_copy
 
     def read(self, copy_streams: CopyStreams, fetch_buffer: FetchBuffer) -> None:
-        self._last_copy = copy_streams.copy_to_device(self._block, fetch_buffer, after=self._last_copy)
+        fetch_buffer.allocate()
+        self._last_copy = copy_streams.copy_into(fetch_buffer.tensor, self._block, fetch_buffer, self._last_copy)
 
     def free(self) -> None:
         self._account.free(self._block, self._last_copy)
@@ -340,9 +325,7 @@ class OffloadedRange:
     def on_device(self) -> tuple[Tensor, int]:
         """Return a tensor on the bytes, ready for the current stream, and the offset of its storage in the original one [bytes].
 
-        Raises:
-            RuntimeError: if the source was written to during the copy.
-            DiskError: if the disk failed to write or to read the bytes.
+        RuntimeError if the source was written to during the copy, DiskError if the disk failed.
         """
         source = self._source
         if self._was_torn if source is None else self.is_torn:

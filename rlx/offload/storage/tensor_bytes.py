@@ -2,12 +2,11 @@
 
 Note [identity of a saved tensor]
 The engine copies a range of bytes of one storage at one version, not a tensor. A tensor and its transpose, or slices of one
-fused projection, are views of the same bytes and cost one copy. The address of a storage is no identity once the storage has
-died, for the allocator reuses it. So two ranges are the same only while the same storage object lives. A weak reference to
-the object shows that without keeping its memory (`OffloadedRange.has_storage_of`). Every write through a tensor raises the
-version of the tensor, its views and its detached aliases. But the parts that `torch.unsafe_chunk` returns (`nn.GRU` calls it)
-have a version counter each. So a tensor that was written to has its own copy, shared only by tensors that are views of a tensor
-on the same bytes (`Region.written_span`).
+fused projection, are views of the same bytes and cost one copy. The allocator reuses addresses, so two ranges are the same only
+while the same storage object lives, as a weak reference shows (`OffloadedRange.has_storage_of`). A write through a tensor raises
+the version of its views and detached aliases. But the parts that `torch.unsafe_chunk` returns (`nn.GRU` calls it) have a version
+counter each. So a tensor that was written to has its own copy, shared only by views of a tensor on the same bytes
+(`Region.written_span`).
 """
 
 from __future__ import annotations
@@ -144,28 +143,21 @@ class TensorLayout(VersionProbe):
     __slots__ = ("_offset", "_stride", "dtype", "shape")
 
     def __init__(self, tensor: Tensor) -> None:
-        self.version = tensor._version
-        self.alias = without_memory(tensor)
+        super().__init__(tensor)
         self.shape = tensor.shape
         self.dtype = tensor.dtype
         self._stride = tensor.stride()
         self._offset = int(tensor.storage_offset())  # elements from the storage's first byte
 
     def restore(self, memory: Tensor, first_byte: int) -> Tensor:
-        """Return the tensor on fetched memory; a write to it counts as a write to every view of the original.
+        """Return the tensor on `memory`, whose storage begins with byte `first_byte` of the original one.
 
-        Args:
-            memory: any tensor on a storage that begins with byte `first_byte` of the original storage.
-            first_byte: a multiple of `TENSOR_ALIGN_BYTES`.
+        A write to it counts as a write to every view of the original.
         """
         dtype, shape, stride = self.dtype, self.shape, self._stride
         offset = self._offset - first_byte // dtype.itemsize
-        if (
-            memory.dtype != dtype
-            or memory.shape != shape
-            or memory.stride() != stride
-            or memory.storage_offset() != offset
-        ):
+        found = memory.dtype, memory.shape, memory.stride(), memory.storage_offset()
+        if found != (dtype, shape, stride, offset):
             empty = torch.empty(0, dtype=dtype, device=memory.device)
             memory = empty.set_(memory.untyped_storage(), offset, shape, stride)
         tensor = self.alias.detach()

@@ -30,7 +30,6 @@ class StreamedForward(ForwardOverride):
         super().__init__(module)
         self.handle = handle
         self._weights = weights
-        self._run_uncompiled = torch.compiler.disable(self._run)  # type: ignore[no-untyped-call]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.handle.is_enabled:
@@ -66,13 +65,7 @@ class StreamedForward(ForwardOverride):
 
 
 class LayerOffloading:
-    """Frozen weights of a model's layers on the host: made by `enable_layer_offloading`.
-
-    Attributes:
-        streamed_bytes: weights that wait on the host.
-        buffer_bytes: device memory for those that are fetched, at most.
-        streamed_layers: names of the layers that they belong to.
-    """
+    """Frozen weights of a model's layers on the host: made by `enable_layer_offloading`."""
 
     def __init__(
         self,
@@ -81,8 +74,9 @@ class LayerOffloading:
         directory: str | os.PathLike[str] | None = None,
     ) -> None:
         self.is_enabled = True
-        self.streamed_bytes = self.buffer_bytes = 0
-        self.streamed_layers: tuple[str, ...] = ()
+        self.streamed_bytes = 0  # weights that wait on the host
+        self.buffer_bytes = 0  # device memory for those that are fetched, at most
+        self.streamed_layers: tuple[str, ...] = ()  # names of the layers that they belong to
         self._counters, self._timeline = Counters(), Timeline()
         self._copy_streams = CopyStreams(device, True, self._counters, self._timeline)
         self._weights: list[FrozenWeights] = []
@@ -100,10 +94,9 @@ class LayerOffloading:
     def begin(self, weights: FrozenWeights, entered: int = 0) -> None:
         """Make a layer the one at work: its weights are on the device, those of the next one are on their way.
 
-        Weights of a layer whose forward has `entered` and not left stay attached, whatever other threads do.
-
-        The layers before it leave the device first, so that the next one gets their memory. The copy of the next one is queued
-        before the layer computes, and so before the activations that its backward fetches.
+        The layers before it leave the device first, so that the next one gets their memory; not while another thread runs their
+        forward, which has `entered`. The next one's copy is queued before the layer computes, and so before activations that it
+        fetches.
         """
         builds_graph = torch.is_grad_enabled()
         with self._lock, torch.inference_mode(False):
@@ -171,12 +164,7 @@ class LayerOffloading:
                 forward.remove()
 
     def _add(self, name: str, layer: nn.Module, parameters: dict[str, Parameter], dtype: torch.dtype | None) -> None:
-        here = weakref.ref(self)
-
-        def begin(weights: FrozenWeights) -> None:
-            if (handle := here()) is not None:
-                handle.begin(weights)
-
+        begin = weakref.WeakMethod(self.begin)
         weights = FrozenWeights(
             len(self._weights), name, parameters, dtype, self._copy_streams, begin, self._group, self._file
         )
@@ -200,24 +188,19 @@ def enable_layer_offloading(
     """Keep the frozen weights of a model's layers in page-locked host memory, and fetch them one layer ahead.
 
     A weight streams if it wants no gradient, has at least two dimensions and belongs to one layer only. At most two layers'
-    weights are on the device at once, in training, evaluation and generation. Each layer is fetched once in forward and once for
-    recomputation and backward together.
+    weights are on the device at once. Each layer is fetched once in forward and once for recomputation and backward together.
 
     Call it before `enable_activation_offloading`, and before FSDP2 shards the model, with the weights that stream as its
     `ignored_params`. A `load_state_dict` afterwards writes the weights to where they wait.
 
     Args:
         layers: modules, module names, classes or class names; None: see `find_layers`.
-        device: on which the layers compute; None: that of the weights, or the accelerator if these are in host memory.
+        device: on which the layers compute; None: that of the weights, or the accelerator.
         dtype: the weights' type from now on; None: as they are.
         resident_layers: number of layers, evenly spread, whose weights stay on the device.
-        group: processes of one machine that call this together and share one copy on the host, with the values of the first;
-            None: this process has a copy of its own.
+        group: processes of one machine that call this together and share one copy on the host, with the values of the first.
         directory: folder on a disk whose unnamed file takes the weights, where host memory is too small for them. A fetch reads it
             through page-locked buffers of at most 134 MB together.
-
-    Returns:
-        The handle. `release()` frees the device's copies between phases, `disable()` restores the model.
 
     Raises:
         ValueError: if no layer is found, no weight of a layer is frozen, or offloading is already enabled for a layer.

@@ -1,13 +1,10 @@
 """NF4: frozen weights of linear layers in 4.5 bits each, dequantised whenever their layer multiplies.
 
 Note [how a quantised weight is stored]
-A weight (out, in) becomes one parameter of bytes, (out, in * 9 / 16). As one row of memory it holds first the codes, two in a
-byte, then an fp32 scale for each block of 64 weights. Rows of the parameter are no rows of the weight. One plain tensor is
-enough to stream it, to shard it with FSDP2, and to write it to a checkpoint. Its shape tells that of the weight.
-
-Note [what autograd keeps of it]
-Autograd saves the bytes, through `save_for_backward`, so that layer offloading may fetch them again. Backward dequantises once
-more. The weight in full lives as long as one product, and the result is that of `F.linear` on it, bit for bit.
+A weight (out, in) becomes one parameter of bytes, (out, in * 9 / 16): first the codes, two in a byte, then an fp32 scale for
+each block of 64 weights. Rows of the parameter are no rows of the weight. One plain tensor can be streamed, sharded by FSDP2 and
+written to a checkpoint. Autograd saves these bytes, so that layer offloading may fetch them again, and backward dequantises once
+more. The weight in full lives as long as one product, whose result is that of `F.linear` on it, bit for bit.
 
 Source: arXiv:2305.14314, section 3, without quantised scales. Codes and kernels are those of bitsandbytes, on CPU and GPU.
 """
@@ -32,11 +29,9 @@ class QuantizationError(ValueError):
 
 
 class NF4Linear(nn.Linear):
-    """A linear map whose frozen weight is quantised; for its memory see Note [how a quantised weight is stored].
+    """A linear map whose frozen weight is quantised (Note [how a quantised weight is stored]), by `device` or its own.
 
-    Args:
-        linear: the map that it replaces; its input width is a multiple of 64. May be on the meta device.
-        device: which quantises; None: that of the weight.
+    It replaces `linear`, whose input width is a multiple of 64, and which may be on the meta device.
     """
 
     def __init__(self, linear: nn.Linear, device: torch.device | None = None) -> None:
@@ -49,7 +44,7 @@ class NF4Linear(nn.Linear):
 
 
 class NF4Product(torch.autograd.Function):
-    """`F.linear` on a quantised weight, see Note [what autograd keeps of it]."""
+    """`F.linear` on a quantised weight."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -81,9 +76,6 @@ def quantized(weight: Tensor, device: torch.device | None = None) -> Tensor:
     """Return the bytes (out, in * 9 / 16) of a weight (out, in), on its own device; `device` does the work.
 
     A weight that is quantised, dequantised to its own type and quantised again gives the same bytes.
-
-    Raises:
-        QuantizationError: bitsandbytes is missing.
     """
     rows, columns = weight.shape
     shape = rows, columns * 9 // 16
@@ -115,11 +107,8 @@ def quantize_layers(model: nn.Module, device: torch.device | None = None) -> Non
     """Quantise the frozen weights of the linear maps in a model's layers, in place and one by one.
 
     Maps outside the layers (embedding, head), trained ones (adapters), those that share their weight, and those whose input
-    width is no multiple of 64 stay as they are.
-
-    Args:
-        model: not sharded; may be on the meta device.
-        device: which quantises; None: that of each weight.
+    width is no multiple of 64 stay as they are. The model is not sharded yet, and may be on the meta device; `device` quantises,
+    or that of each weight.
 
     Raises:
         QuantizationError: that is less than half of the layers' frozen weights, as in a mixture of experts, whose experts

@@ -27,9 +27,6 @@ def shared_memory(nbytes: int, group: dist.ProcessGroup) -> Iterator[int]:
     """Yield a descriptor of the same memory in all processes of a group, which are on one machine and call this together.
 
     No file system shows it (`memfd_create`), and `/dev/shm` does not limit its size.
-
-    Raises:
-        OSError: the system has no memory left, or does not let one process open a file of another.
     """
 
     def make() -> int:
@@ -44,11 +41,8 @@ def shared_memory(nbytes: int, group: dist.ProcessGroup) -> Iterator[int]:
 class WeightFile:
     """A file on disk that holds frozen weights: mapped where they wait, read in chunks when they are fetched.
 
-    The processes of a group share it; they call all methods together.
-
-    Raises:
-        DiskError: the first process cannot make it there.
-        OSError: the same, on the others.
+    The processes of a group share it; they call all methods together. If it cannot be made or has no room, the first process raises
+    DiskError, the others OSError.
     """
 
     def __init__(
@@ -67,11 +61,7 @@ class WeightFile:
         self._tier = DiskTier(self._file, StagingBuffers(arena, MAX_CHUNK_BYTES), warning=None)
 
     def allocate(self, nbytes: int) -> tuple[Pages, DiskAllocation]:
-        """Return a mapping of new bytes of the file, and what reads them.
-
-        Raises:
-            DiskError: the disk is full, or cannot reserve room; OSError on the other processes.
-        """
+        """Return a mapping of new bytes of the file, and what reads them."""
         answer: list[object] = [None, None]
         fault: OSError | None = None
         if self._is_first:

@@ -1,10 +1,10 @@
 """The frozen weights of one layer: one block of host memory or of a file, and a copy on the device while the layer is at work.
 
 Note [where a frozen weight is]
-The parameter stays the same object with the same version counter; only `parameter.data` changes. While the layer waits, it is a view
-of the host memory or of the mapped file; while the layer is at work, of the fetched buffer. So a state dict or checkpoint reads the
-right values at any time. A write while the layer is at work is copied to the host when the layer leaves the device. The file is read
-past the page cache; the system writes changed pages of the mapping to it before such a read.
+The parameter stays the same object with the same version counter; only `parameter.data` changes: a view of the host memory or of the
+mapped file while the layer waits, of the fetched buffer while it is at work. So a state dict reads the right values at any time. A
+write while the layer is at work is copied to the host when the layer leaves the device. The file is read past the page cache; the
+system writes changed pages of the mapping to it before such a read.
 
 Note [who keeps a fetched buffer]
 A layer that leaves the device drops its reference to the buffer, nothing more. Tensors that autograd has saved are views of the buffer
@@ -38,16 +38,11 @@ _STREAMED: dict[int, weakref.ref[FrozenWeights]] = {}  # by the id of a paramete
 
 
 class FrozenWeights:
-    """The frozen weights of one layer.
+    """The frozen weights of one layer; other arguments are those of `enable_layer_offloading`.
 
     Args:
         parameters: contiguous, by name; their data moves to host memory now.
-        dtype: type of floating-point weights in host memory and on the device; None: as they are.
         begin: makes this layer the one at work (`LayerOffloading.begin`).
-        group: processes of this machine that share the host memory and the values of the first one; None: this process alone.
-
-    Raises:
-        OSError: the host has no memory left, or the disk no room.
     """
 
     def __init__(
@@ -57,7 +52,7 @@ class FrozenWeights:
         parameters: Mapping[str, Parameter],
         dtype: torch.dtype | None,
         copy_streams: CopyStreams,
-        begin: Callable[[FrozenWeights], None],
+        begin: Callable[[], Callable[[FrozenWeights], None] | None],  # a weak reference
         group: dist.ProcessGroup | None = None,
         file: WeightFile | None = None,
     ) -> None:
@@ -107,7 +102,8 @@ class FrozenWeights:
         if isinstance(self._source, DiskAllocation):
             self._source.read(self._copy_streams, buffer)
         else:
-            self._copy_streams.copy_to_device(self._source, buffer, after=None)
+            buffer.allocate()
+            self._copy_streams.copy_into(buffer.tensor, self._source, buffer)
         self._buffer, self._versions = buffer, versions
 
     def attach(self) -> None:
@@ -148,8 +144,10 @@ class FrozenWeights:
 
     def on_device(self, parameter: Tensor) -> Tensor:
         """Return an alias of a parameter on the fetched buffer, ready for the current stream."""
-        if id(parameter) in _STREAMED:  # else the weights do not stream any more
-            self._begin(self)
+        if (
+            id(parameter) in _STREAMED and (begin := self._begin()) is not None
+        ):  # else the weights do not stream any more
+            begin(self)
         return parameter.detach()
 
     def _views(self, flat: Tensor) -> list[Tensor]:

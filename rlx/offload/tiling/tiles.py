@@ -1,14 +1,13 @@
 """One call of a position-wise module, computed tile by tile over the positions, in forward and in backward.
 
-Only the input of the call and the weights are kept. Backward recomputes each tile when it comes to it, up to the last operation whose
-result it needs, so that the intermediate results of one tile exist at a time. The idea is that of Arctic long sequence training
-(arXiv:2506.13996). Here the gradients of the weights go to autograd, so that FSDP needs no support for tiles.
+The idea is that of Arctic long sequence training (arXiv:2506.13996). Here the gradients of the weights go to autograd, so that FSDP
+needs no support for tiles.
 
 Note [tensors that a tiled call keeps]
 Input and weights are saved before anything is computed: the recomputation of a layer that needs no output of the call ends there.
 Forward builds the graph of each tile, on aliases of the weights, so that hooks of the weights see one gradient each. The graph saves
-numbers in place of tensors. When backward asks for the first of them, the tile's forward runs again up to the last saved tensor. Each
-tensor is handed out once. The gradients of the weights are summed over tiles in fp32 or wider, and rounded once at the end.
+numbers in place of tensors. When backward asks for the first of them, the tile's forward runs again up to the last saved tensor. So
+the intermediate results of one tile exist at a time. The gradients of the weights are summed over tiles in fp32 or wider.
 """
 
 from __future__ import annotations
@@ -87,11 +86,7 @@ class _Tile:
 
 
 class _WeightGradient:
-    """The gradient of a weight, summed over the tiles in fp32 or wider and rounded once.
-
-    A pass over the sum takes as long as one over the weight, so that no pass only fills it and none only rounds it. If there are
-    two parts, one pass adds and rounds: torch adds narrower types in fp32.
-    """
+    """The gradient of a weight, summed over the tiles in fp32 or wider and rounded once; no pass only fills or rounds the sum."""
 
     def __init__(self, weight: Tensor) -> None:
         self._weight = weight

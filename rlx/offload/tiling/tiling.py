@@ -41,7 +41,6 @@ class TiledForward(ForwardOverride):
         self._lock = threading.RLock()
         # The output's dtype by everything it may depend on; or why the module cannot be computed in tiles.
         self._dtypes: dict[tuple[Any, ...], torch.dtype | str] = {}
-        self._run_uncompiled = torch.compiler.disable(self._run)  # type: ignore[no-untyped-call]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's forward, in tiles if it gets one argument that is longer than a tile."""
@@ -139,9 +138,6 @@ def enable_tiling(
         positions_per_tile: tokens per tile, of all sequences together. None: see `tile_tokens`.
         layers: modules, module names, classes or class names; None: see `find_layers`.
 
-    Returns:
-        The handle; its `mlps` and `norms` are the names of the tiled modules.
-
     Raises:
         ValueError: if the model has no layers, tiling is enabled already, or FSDP1 has flattened the weights.
     """
@@ -216,11 +212,7 @@ def _weight_names(module: nn.Module) -> tuple[str, ...]:
 
 
 def _dtype_if_position_wise(tiled: TiledModule, hidden: Tensor) -> torch.dtype | str:
-    """Return the dtype of a module's output; or why it cannot be tiled.
-
-    A module cannot be tiled if its result for a position depends on other positions, or if it saves tensors on other streams than
-    the current one.
-    """
+    """Return the dtype of a module's output; or why it cannot be tiled: positions depend on each other, or it uses streams."""
     generator = torch.Generator().manual_seed(0)
     some = torch.randn(*[1] * (hidden.dim() - 2), _CHECKED, hidden.shape[-1], generator=generator).to(hidden)
     device, devices = hidden.device, [] if hidden.is_cpu else [hidden.device]

@@ -20,9 +20,9 @@ from rlx.offload.plan.memory import (
     head_bytes,
     head_chunk,
     layer_bytes,
-    state_bytes,
 )
 from rlx.offload.plan.model_costs import head_cost, layer_cost
+from rlx.offload.plan.run_memory import ModelMemory
 from rlx.offload.plan.shapes import SHAPES
 
 H200 = PROFILES["h200"]
@@ -176,11 +176,11 @@ def test_a_shared_sequence_costs_each_its_part():
 
 def test_states_are_cut_and_gathered():
     decoder = read_decoder(SHAPES["llama3-70b"])
-    one, many = state_bytes(decoder, 1), state_bytes(decoder, 64)
+    one, many = ModelMemory(decoder).update, ModelMemory(decoder, 64).update
     assert sum(one[:3]) == 16 * decoder.parameters
     assert sum(many[:3]) == pytest.approx(sum(one[:3]) / 64)
     assert many.gathered == one.gathered == 2 * (decoder.root_parameters + 3 * decoder.layer_parameters(0))
-    assert state_bytes(decoder, 1, weight_bytes=2).gathered == 0
+    assert ModelMemory(decoder, stored=2).update.gathered == 0
 
 
 @pytest.mark.parametrize("kind", [ARCHITECTURES[0], ARCHITECTURES[3]], ids=lambda kind: kind["model_type"])
@@ -191,7 +191,7 @@ def test_adapters_are_as_many_as_peft_makes(kind):
         add_lora(model, ModelConfig(lora_rank=4))
     decoder = read_decoder(shape)
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    states = state_bytes(decoder, 2, adapter_rank=4)
+    states = ModelMemory(decoder, 2, adapter_rank=4).update
     assert decoder.adapters(4) == trained
     assert states[:3] == (2 * (decoder.parameters + trained), 2 * trained, 4 * trained)
 
