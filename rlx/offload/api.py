@@ -7,6 +7,7 @@ import logging
 import operator
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -58,7 +59,7 @@ class LayerRunner:
             return repeatable.forward(*args, **kwargs)
         policy = self._policy(layer, repeatable.module, tensors)
         if isinstance(policy, LayerInstructions):
-            return run_without_recompute(self._session, layer, repeatable.forward, args, kwargs, policy)
+            return self._run_without_recompute(layer, policy, partial(repeatable.forward, *args, **kwargs))
         outputs = RecomputedCall(self._session, layer, repeatable, args, kwargs, tensors, policy).run(args, kwargs)
         if policy is BOUNDARY:
             return outputs
@@ -76,6 +77,18 @@ class LayerRunner:
                 f"activation offloading: layer {layer.name} calls other attention or linear maps than when it was measured, "
                 "so from there on it is recomputed. Logged once",
             )
+        return outputs
+
+    def _run_without_recompute(
+        self, layer: RecomputedLayer, instructions: LayerInstructions, forward: Callable[[], Any]
+    ) -> Any:
+        call = NoRecomputeCall(self._session, layer, instructions)
+        before = call.previous()
+        hooks_late = not call.prefetches_early and before is not None and before.offloaded
+        late = _LateHook(call, instructions.prefetch_call) if hooks_late else contextlib.nullcontext()
+        with weights_are_refetched(), late:
+            outputs = forward()
+        _hook(outputs, call.enter)
         return outputs
 
     def _policy(
@@ -126,26 +139,6 @@ class _LateHook(OpMode):
         self._wants_next = is_attention
         self._count += 1
         return result
-
-
-def run_without_recompute(
-    session: OffloadSession,
-    layer: Layer,
-    forward: Callable[..., Any],
-    args: Any,
-    kwargs: Any,
-    instructions: LayerInstructions,
-) -> Any:
-    call = NoRecomputeCall(session, layer, instructions)
-    before = call.previous()
-    if call.prefetches_early or before is None or not before.offloaded:
-        with weights_are_refetched():
-            outputs = forward(*args, **kwargs)
-    else:
-        with weights_are_refetched(), _LateHook(call, instructions.prefetch_call):
-            outputs = forward(*args, **kwargs)
-    _hook(outputs, call.enter)
-    return outputs
 
 
 def _hook(value: Any, hook: Callable[[Tensor], None]) -> None:

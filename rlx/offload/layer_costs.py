@@ -46,10 +46,9 @@ class MeasuredCosts(NamedTuple):
     figures: Mapping[str, Any]  # everything as JSON can hold it
 
     def plan(self, scenario: Scenario, tokens: int, uses_link: bool) -> tuple[Plan, str]:
-        """Plan the layers, with the scenario's budget and head; `uses_link`: at the measured rate of the link.
+        """Return a plan with the scenario's budget and head, and as text the costs, measured and computed, and the plan.
 
-        Returns:
-            The plan; and as text the costs of one layer of each kind, measured and computed, and the plan.
+        `uses_link`: at the measured rate of the link.
         """
         computed, budget, link = scenario.costs(tokens), scenario.budget, self.link_bytes_per_s
         costs = [*self.costs, *computed[len(self.costs) :]]
@@ -74,10 +73,9 @@ def _row(index: int, source: str, cost: LayerCost) -> tuple[str, ...]:
 def measure_layers(
     shape: Mapping[str, Any], decoder: Decoder, tokens: int, sequences: int = 1, tile: int | None = None
 ) -> MeasuredCosts:
-    """Measure layers in bf16 on the accelerator of this machine, or on its CPU; MemoryError if it has no room for them.
+    """Measure layers in bf16 on this machine; MemoryError if it has no room. `decoder` was read of `shape`, a configuration.
 
-    `shape` is the configuration of the model, as transformers names things, and `decoder` what was read of it. `tokens` are those of
-    all sequences together. For `tile` see `layer_bytes`.
+    `tokens` are those of all sequences together. For `tile` see `layer_bytes`.
     """
     if tokens % sequences:
         raise ValueError(f"{tokens} tokens cannot be cut into {sequences} sequences of equal length")

@@ -1,7 +1,4 @@
-"""The entry point `python -m rlx.offload.plan`.
-
-With `--measure` the command needs `rlx.offload` as a whole. This package imports nothing but itself, so the command is outside it.
-"""
+"""The entry point `python -m rlx.offload.plan`. The command needs all of `rlx.offload` with `--measure`, so it is not here."""
 
 import sys
 

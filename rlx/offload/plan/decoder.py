@@ -65,14 +65,9 @@ class Decoder:
 
 
 def read_decoder(config: Any, layers: int | None = None) -> Decoder:
-    """Read the decoder from a configuration of transformers.
+    """Read the decoder from a configuration of transformers; ValueError if the formulas do not cover the architecture.
 
-    Args:
-        config: a mapping, or an object with attributes.
-        layers: number of layers instead of the configuration's; their kinds repeat in order.
-
-    Raises:
-        ValueError: if the formulas do not cover the architecture.
+    With another number of `layers` than the configuration's their kinds repeat in order.
     """
 
     def get(name: str, default: Any = None) -> Any:

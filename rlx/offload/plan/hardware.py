@@ -1,7 +1,7 @@
 """Rates and memory of accelerators and their machines: figures of data sheets, and the share of them that training reaches.
 
-Peaks are for dense bf16 with fp32 sums. The shares were fitted to the steps of one H200 in docs/planning.md (torch 2.11,
-`sdpa`). For all other machines the shares are an assumption; none of them was measured.
+Peaks are for dense bf16 with fp32 sums. The shares were fitted to the steps of one H200 in docs/planning.md; for all other machines
+they are an assumption.
 """
 
 from __future__ import annotations

@@ -168,10 +168,7 @@ class _Search:
         return None if prediction is None else _State(tuple(layers), prediction)
 
     def _changes(self, state: _State, neighbours: _Neighbours) -> Iterator[tuple[float, Callable[[], list[_Choice]]]]:
-        """Yield changes to all layers of one kind, to half of them, and so on, but for those that cannot be faster or do not fit.
-
-        Each is a lower bound of the step's time after the change, and a function that returns the changed choices.
-        """
+        """Yield changes that may help, to all layers of a kind, half of them and so on: a bound of the step's time, and the choices."""
         layers, last = state.layers, self.count - 1
         estimates = [choice.estimate for choice in layers]
         busy_now = sum(map(compute_s, estimates))

@@ -71,8 +71,7 @@ def _host_states() -> HostStates:
 
 def _numpy_state(numpy: Any) -> Any:
     global _latest_numpy
-    # The words of a Mersenne twister tell all but whether half of a pair of normal numbers is left. Reading them takes a
-    # thirtieth of the time that reading the whole state takes.
+    # The words of a Mersenne twister tell all but whether half of a pair of normal numbers is left, and are read 30 times as fast.
     generator, (latest_words, latest) = numpy.get_bit_generator(), _latest_numpy
     words = _bytes_at(generator.ctypes.state_address, 625 * 4) if type(generator) is numpy.MT19937 else b""
     if words and words == latest_words and not latest["has_gauss"]:
@@ -185,10 +184,7 @@ class AmbientState:
         return self._restored(redraws)
 
     def _may_be_drawn(self, state: RandomState) -> bool:
-        """Return whether to set generators to `state`, because forward may have drawn inside `torch.random.fork_rng`.
-
-        False while another thread is in a section, whose generators must not change.
-        """
+        """Return whether forward may have drawn inside `torch.random.fork_rng`; no other thread's generators must change."""
         return state != self.random_state() and not _sections.is_another_thread_inside()
 
     @contextlib.contextmanager

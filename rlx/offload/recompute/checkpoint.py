@@ -142,11 +142,7 @@ class RecomputedCall(LayerCall):
         self._ambient = AmbientState(accelerators)
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run forward and return its outputs.
-
-        Raises:
-            RuntimeError: if the layer wrote to one of its inputs, or drew random numbers that cannot be repeated.
-        """
+        """Run forward; RuntimeError if the layer wrote to one of its inputs, or drew random numbers that cannot be repeated."""
         forward, context = self._repeatable.forward, None
         try:
             self._ambient.begin_forward()
@@ -323,8 +319,7 @@ class RecomputedCall(LayerCall):
                     stack.enter_context(context)
                 run()
             self._slots.accept_writes(self._state.rewritten)
-            # Checked also if the layer has swallowed the exception that stopped it. The number of tensors comes first:
-            # if it differs, parameters are in other slots.
+            # Also if the layer swallowed the exception that stopped it. If the number of tensors differs, parameters are elsewhere.
             difference = self._slots.difference(saved)
             if difference is not None:
                 raise not_the_same(self.layer.name, difference)

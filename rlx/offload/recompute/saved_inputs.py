@@ -53,10 +53,7 @@ class StashedTensor:
         return self.is_untouched if self._offloaded is None else not self._offloaded.is_torn
 
     def tensor(self) -> Tensor:
-        """Return the tensor, ready for the current stream; RuntimeError if it was overwritten. Call it in gradient mode only.
-
-        A layer may ask whether it requires a gradient or is a leaf, and for its attributes: they are those of the original.
-        """
+        """Return the tensor, with the original's attributes, gradient mode only; RuntimeError if it was overwritten."""
         if self._offloaded is not None and self._layout is not None:
             tensor = self._layout.restore(*self._offloaded.on_device())
         elif not self.is_untouched:

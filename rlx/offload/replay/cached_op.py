@@ -1,7 +1,6 @@
 """A cached op: an operation whose result is kept, so that recomputation does not run it again.
 
-Example: of `y = F.linear(x, w)` autograd saves `x` and `w`. The cached op keeps `y`, offloaded or on the device. Recomputation
-has `x` and `w` anyway. It fills their slots, hands out `y` and skips the product.
+Example: of `y = F.linear(x, w)` autograd saves `x` and `w`, which recomputation has anyway. The cached op keeps `y`.
 """
 
 from __future__ import annotations

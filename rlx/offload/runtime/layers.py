@@ -24,10 +24,9 @@ CHECKPOINTING_FLAG = "gradient_checkpointing"
 def find_layers(model: nn.Module, layers: Sequence[LayerName] | None) -> list[NamedLayer]:
     """Return the layers of a model with their names, in the order of registration; ValueError if there are none.
 
-    Args:
-        layers: modules, qualified names, classes or their names. None: the first of these that there are: blocks that FSDP wraps;
-            classes in `_no_split_modules`; members of the outermost `ModuleList`s whose members share a class; in a `Sequential`,
-            two or more modules of one class of the model's own, else `Sequential`s of one structure.
+    `layers` are modules, qualified names, classes or their names. None: the first of these that there are: blocks that FSDP wraps;
+    classes in `_no_split_modules`; members of the outermost `ModuleList`s whose members share a class; in a `Sequential`, two or
+    more modules of one class of the model's own, else `Sequential`s of one structure.
     """
     if isinstance(layers, (str, type)) or not isinstance(layers, (Iterable, NoneType)):
         got = f"the string {layers!r}" if isinstance(layers, str) else _shown(layers)
@@ -115,7 +114,7 @@ def _list_members(model: nn.Module) -> list[NamedLayer]:
 
 
 def _own_blocks(model: nn.Module) -> list[NamedLayer]:
-    """Return members of one class of a `Sequential`; a single module of torch's without parts, such as Linear, is no block."""
+    """Return members of one class of a `Sequential`; a module of torch's without parts, such as Linear, is no block."""
 
     def kind(part: nn.Module) -> type | None:
         is_block = any(part.children()) or not type(part).__module__.startswith("torch.nn.")

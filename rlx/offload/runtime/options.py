@@ -164,12 +164,9 @@ class OffloadOptions:
         checks_folder: bool = False,
         assignment: Callable[[str, Any], str] = _assignment,
     ) -> list[OptionFault]:
-        """Return every combination of these options that cannot work.
+        """Return every combination of these options, and of `enable_ckpt` if that is known, that cannot work.
 
-        Args:
-            enable_ckpt: whether layers are recomputed; None: not known yet.
-            checks_folder: check whether this machine can write to `directory`.
-            assignment: formats an option (or `enable_ckpt`) and its value as the user writes them.
+        `checks_folder`: also if this machine cannot write to `directory`. `assignment` formats an option as the user writes it.
         """
         found = []
         mode = SAVE_MODES.get(self.save or "")

@@ -31,10 +31,7 @@ class Layer:
 
 
 class LayerCall:
-    """One forward call of a layer, owned by the packed objects that autograd holds, so that a dropped graph frees everything.
-
-    A call owns no tensor that autograd saves, and refers to the call before it weakly.
-    """
+    """One forward call of a layer. The packed objects that autograd holds own it, and it owns no tensor that autograd saves."""
 
     def __init__(self, session: OffloadSession, layer: Layer) -> None:
         self.session = session
@@ -44,10 +41,8 @@ class LayerCall:
         self.number, self.previous = session.begin_call(self)
 
     def fetch(self) -> None:
-        for reference in self.offloaded:
-            offloaded = reference()
-            if offloaded is not None:
-                offloaded.fetch()
+        for offloaded in filter(None, (reference() for reference in self.offloaded)):
+            offloaded.fetch()
 
     def begin_backward(self) -> bool:
         """Note that backward is in this call; True if it has just entered it, and left another, whose copies are evicted."""

@@ -37,12 +37,9 @@ _PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every device, not onl
 
 
 class Pages:
-    """A slab of host memory. The system gets it back after `close`, or once no tensor uses it.
+    """A slab of host memory, or of a file from byte `first_byte` on. The system gets it back after `close`, or once no tensor uses it.
 
-    Args:
-        is_locked: page-lock it, so that copies from and to a device run asynchronously; RuntimeError if the system refuses.
-        file: descriptor of the file whose pages these are, so that other processes can map them too.
-        first_byte: of the file from which on they are mapped, a multiple of the page size.
+    `is_locked`: page-lock it, so that copies from and to a device run asynchronously; RuntimeError if the system refuses.
     """
 
     def __init__(self, nbytes: int, is_locked: bool, file: int | None = None, first_byte: int = 0) -> None:

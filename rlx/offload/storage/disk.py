@@ -292,10 +292,7 @@ class DiskError(OSError):
 
 
 class ExtentFile:
-    """An unnamed file in one directory, and the threads that read and write it.
-
-    `descriptor` is that of such a file that another process has made and fills; it is closed with this object. None: make one.
-    """
+    """An unnamed file, made here or by another process (`descriptor`, then closed with this), and its threads."""
 
     def __init__(self, directory: str | os.PathLike[str], descriptor: int | None = None) -> None:
         self.directory = directory

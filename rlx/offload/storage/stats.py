@@ -20,36 +20,22 @@ class LayerStats:
 
 @dataclass(frozen=True)
 class OffloadStats:
-    """Figures of the engine since it was switched on; `since` returns those of a step.
+    """Figures of the engine since it was switched on; `since` returns those of a step."""
 
-    Args:
-        offloaded_bytes: copied off the device, each range of bytes once.
-        held_bytes: off the device now, for graphs that are alive.
-        reserved_bytes: host memory that the arena has reserved from the system, for all its users.
-        kept_bytes: saved tensors and layer inputs kept on the device, counted each time one is saved. Parameters, buffers and,
-            with `save="all"`, arguments that want no gradient are not counted.
-        recomputed_ms: device time of recomputing layers.
-        copied_bytes: copied in both directions.
-        copy_ms: device time of these copies.
-        stall_ms: device time in which compute waited for copies or for the disk.
-        disk_bytes: written to disk and read from it.
-        disk_ms: time in which at least one thread was writing or reading.
-        disk_reserved_bytes: size of the file on disk, for all its users.
-        layers: figures of each layer, if asked for.
-    """
-
-    offloaded_bytes: int = 0
-    held_bytes: int = 0
-    reserved_bytes: int = 0
+    offloaded_bytes: int = 0  # copied off the device, each range of bytes once
+    held_bytes: int = 0  # off the device now, for graphs that are alive
+    reserved_bytes: int = 0  # host memory that the arena has reserved from the system, for all its users
+    # Saved tensors and layer inputs kept on the device, counted each time one is saved; without parameters, buffers and, with
+    # `save="all"`, arguments that want no gradient.
     kept_bytes: int = 0
-    recomputed_ms: float = 0.0
-    copied_bytes: int = 0
-    copy_ms: float = 0.0
-    stall_ms: float = 0.0
-    disk_bytes: int = 0
-    disk_ms: float = 0.0
-    disk_reserved_bytes: int = 0
-    layers: Mapping[str, LayerStats] = field(default_factory=dict)
+    recomputed_ms: float = 0.0  # device time of recomputing layers
+    copied_bytes: int = 0  # in both directions
+    copy_ms: float = 0.0  # device time of these copies
+    stall_ms: float = 0.0  # device time in which compute waited for copies or for the disk
+    disk_bytes: int = 0  # written to disk and read from it
+    disk_ms: float = 0.0  # time in which at least one thread was writing or reading
+    disk_reserved_bytes: int = 0  # size of the file on disk, for all its users
+    layers: Mapping[str, LayerStats] = field(default_factory=dict)  # figures of each layer, if asked for
 
     @property
     def copy_gb_per_s(self) -> float:

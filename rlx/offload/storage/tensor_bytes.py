@@ -28,8 +28,7 @@ TENSOR_ALIGN_BYTES = 512
 class Region(NamedTuple):
     """`nbytes` from byte `start` of the storage at `address` on `device`, at version `version`.
 
-    `written_span` has the first byte of the tensor that owns the version counter and the one after its last, and None at
-    version 0: nothing was written through that counter.
+    `written_span` are the bytes of the tensor that owns the version counter; None at version 0.
     """
 
     device: torch.device
@@ -150,10 +149,7 @@ class TensorLayout(VersionProbe):
         self._offset = int(tensor.storage_offset())  # elements from the storage's first byte
 
     def restore(self, memory: Tensor, first_byte: int) -> Tensor:
-        """Return the tensor on `memory`, whose storage begins with byte `first_byte` of the original one.
-
-        A write to it counts as a write to every view of the original.
-        """
+        """Return the tensor, with the original's version counter, on `memory`, whose storage begins with its byte `first_byte`."""
         dtype, shape, stride = self.dtype, self.shape, self._stride
         offset = self._offset - first_byte // dtype.itemsize
         found = memory.dtype, memory.shape, memory.stride(), memory.storage_offset()
@@ -195,10 +191,9 @@ class Packed(Protocol):
 
 
 class MovingWeights(Protocol):
-    """Moves weights between devices (layer streaming).
+    """Moves weights between devices: `pack` returns what autograd holds in place of one or a view of it (None for any other tensor).
 
-    `pack` returns what a pack hook holds in place of a weight that moves, or a view of it; None for any other tensor. `present`
-    returns a weight that moves on the device, any other parameter unchanged.
+    `present` returns a weight that moves on the device, any other parameter as it is.
     """
 
     def pack(self, tensor: Tensor) -> Packed | None: ...

@@ -104,15 +104,11 @@ def in_full(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def quantize_layers(model: nn.Module, device: torch.device | None = None) -> None:
-    """Quantise the frozen weights of the linear maps in a model's layers, in place and one by one.
+    """Quantise the frozen weights of the linear maps in a model's layers, in place and one by one, by `device` or their own.
 
-    Maps outside the layers (embedding, head), trained ones (adapters), those that share their weight, and those whose input
-    width is no multiple of 64 stay as they are. The model is not sharded yet, and may be on the meta device; `device` quantises,
-    or that of each weight.
-
-    Raises:
-        QuantizationError: that is less than half of the layers' frozen weights, as in a mixture of experts, whose experts
-            are no linear maps; or bitsandbytes is missing.
+    Trained maps (adapters), those that share their weight, and those whose input width is no multiple of 64 stay as they are. The
+    model is not sharded yet, and may be on the meta device. QuantizationError if that is less than half of the layers' frozen
+    weights, as in a mixture of experts, or bitsandbytes is missing.
     """
     uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
     found: list[tuple[nn.Module, str, nn.Linear]] = []

@@ -38,11 +38,9 @@ _STREAMED: dict[int, weakref.ref[FrozenWeights]] = {}  # by the id of a paramete
 
 
 class FrozenWeights:
-    """The frozen weights of one layer; other arguments are those of `enable_layer_offloading`.
+    """The frozen weights of one layer, contiguous; their data moves to host memory now.
 
-    Args:
-        parameters: contiguous, by name; their data moves to host memory now.
-        begin: makes this layer the one at work (`LayerOffloading.begin`).
+    `begin` makes this layer the one at work; other arguments are those of `enable_layer_offloading`.
     """
 
     def __init__(
