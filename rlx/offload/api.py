@@ -315,9 +315,8 @@ def enable_activation_offloading(
         The handle; the existing one if the model is already enabled with equal options.
 
     Raises:
-        TypeError: if `model` is no module, such as a trainer, or `options` no OffloadOptions.
         ValueError: if no layer is found or one cannot be offloaded, if the options contradict `enable_ckpt`, or if the model is
-            already enabled with other options or layers.
+            already enabled with other options or layers; TypeError for arguments of another type.
         DiskError: if the directory of the disk tier cannot be used.
     """
     if not isinstance(model, nn.Module):

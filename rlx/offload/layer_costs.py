@@ -46,10 +46,7 @@ class MeasuredCosts(NamedTuple):
     figures: Mapping[str, Any]  # everything as JSON can hold it
 
     def plan(self, scenario: Scenario, tokens: int, uses_link: bool) -> tuple[Plan, str]:
-        """Return a plan with the scenario's budget and head, and as text the costs, measured and computed, and the plan.
-
-        `uses_link`: at the measured rate of the link.
-        """
+        """Return a plan, at the measured rate of the link if `uses_link`, and as text the costs, measured and computed, and the plan."""
         computed, budget, link = scenario.costs(tokens), scenario.budget, self.link_bytes_per_s
         costs = [*self.costs, *computed[len(self.costs) :]]
         if uses_link and link is not None:

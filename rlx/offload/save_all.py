@@ -50,10 +50,7 @@ class OffloadedTensor:
 
 
 class SaveAllCall(LayerCall):
-    """A layer call, or a part of a region, whose saved tensors on one type of device are offloaded.
-
-    Storages at the addresses `fixed` are not, see Note [tensors that `save="all"` never offloads].
-    """
+    """A layer call, or a part of a region, whose saved tensors on a type of device are offloaded, but for storages in `fixed`."""
 
     def __init__(self, session: OffloadSession, layer: Layer, device_type: str, fixed: frozenset[int]) -> None:
         super().__init__(session, layer)
@@ -83,9 +80,8 @@ def run_save_all(
 
     Note [tensors that `save="all"` never offloads]
     The layer's parameters and buffers stay on the device, and so do arguments that want no gradient, such as rotary tables
-    and masks: the model passes them to every layer, so offloading one frees nothing while a layer is at work. The rule goes
-    by storage, so that it also holds for views. A storage that an argument with a gradient uses as well is offloaded:
-    `layer(x, x.detach())` does not keep `x`.
+    and masks, which the model passes to every layer. The rule goes by storage, so that it also holds for views. A storage that
+    an argument with a gradient uses as well is offloaded: `layer(x, x.detach())` does not keep `x`.
     """
     own, arguments = (*module.parameters(), *module.buffers()), tensors_in((args, kwargs))
     accelerators = {tensor.device.type for tensor in (*own, *arguments)} - {"cpu", "meta"}

@@ -206,8 +206,7 @@ class LayerProfile:
         self._note_host_bound("forward")
 
     def _note_host_bound(self, begin: str) -> None:
-        # The host has issued the whole layer. If the device has already begun it, the device is less than a layer behind. It
-        # has waited for the host, or was busy with the operations just before; the two cases cannot be told apart.
+        # The host has issued the whole layer. A device that has begun it already may have waited for the host.
         self.is_host_bound = self.is_host_bound or is_passed(self._marks[begin])
 
     def end_forward(self, saved: Sequence[Tensor], is_cacheable: Sequence[bool]) -> None:
@@ -327,7 +326,7 @@ class ProfilingPolicy(CachedOpPolicy):
 
     def __init__(self, profile: LayerProfile) -> None:
         super().__init__()
-        # It reuses no result. But times count only if the layer is recomputed as with a plan, which reuses some.
+        # It reuses no result, but is recomputed as with a plan, which reuses some.
         self.reuses_results = profile.sees_calls
         self._profile = profile
         self.release_forward = profile.reset_peak  # type: ignore[method-assign]

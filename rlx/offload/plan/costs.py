@@ -14,8 +14,9 @@ class Operation:
     at: float  # when in the layer's forward it ends, as a share of forward's time, in [0, 1]
     seconds: float  # time to run it again
     nbytes: int  # size of its result and of the other tensors that its backward reads, without its arguments
-    # When these bytes may be offloaded, likewise; None: at `at`. A result that the layer may still write to waits.
-    offload_at: float | None = None
+    offload_at: float | None = (
+        None  # when these bytes may be offloaded, if later: the layer may still write to the result
+    )
     small_bytes: int = 0  # of `nbytes`, tensors that are too small to be offloaded
     extra_bytes: int = 0  # of `nbytes`, tensors that autograd does not save
     op: int = 0  # for profiled layers: the number of its call in the layer
@@ -50,8 +51,8 @@ class LayerCost:
     # Peak memory of forward, with the inputs and without the operations' `extra_bytes`; counts as at least `saved_bytes`.
     forward_bytes: int = 0
     points: tuple[Point, ...] = ()  # in backward, from the first to the last; they replace `late_at` and `late_bytes`
-    # Of the inputs, tensors that autograd does not save. `working_bytes`, `late_bytes` and `points` do not count them. If the
-    # inputs are kept, these tensors exist until the layer's backward ends.
+    # Of the inputs, tensors that autograd does not save; not in `working_bytes`, `late_bytes` and `points`. If the inputs are
+    # kept, they exist until the layer's backward ends.
     extra_bytes: int = 0
     kept_bytes: int = 0  # peak memory of backward if the whole layer was kept; counts as at least `working_bytes`
 

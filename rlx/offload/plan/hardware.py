@@ -38,10 +38,8 @@ def _on_pcie(pcie: float, name: str, tflops: float, tb_per_s: float, device_gb: 
     return Hardware(name, tflops * 1e12, tb_per_s * 1e12, device_gb * 1e9, link, both, host_gb * 1e9)
 
 
-# Peaks and memory: NVIDIA's data sheets "A100" (2021), "H100" (2023), "H200" (2024), "DGX B200" and "GB200 NVL72" (2024) and
-# its white papers on GA102, Ada and RTX Blackwell; the data sheets "L40S", "L4" (2023), "A10" and "RTX A6000" (2021). Sheets with
-# sparse figures are halved. Host memory: DGX A100 (1 and 2 TB), DGX H100, H200 and B200 (2 TB) for eight accelerators; 64 GB for
-# any other card is an assumption.
+# Peaks and memory: NVIDIA's data sheets and white papers (2021 to 2024); sheets with sparse figures are halved. Host memory: DGX A100
+# (1 and 2 TB), DGX H100, H200 and B200 (2 TB) for eight accelerators; 64 GB for any other card is an assumption.
 # GB200: figures of half a superchip, since two GPUs share one Grace: 480 GB, 512 GB/s of memory, and 900 GB/s of NVLink-C2C
 # in both directions together. The link's shares are assumed to be PCIe's; both at once cannot exceed the memory's 512 GB/s.
 _GB200 = replace(_on_pcie(225e9, "gb200", 2500, 8.0, 186, 240), link_both_bytes_per_s=512e9 / 4)

@@ -1,5 +1,4 @@
 """The cost of a decoder's layers on a machine, by formulas; `memory.py` names the letters and has the memory.
-
 *Linear maps* take 2 T x inputs x outputs floating-point operations, and twice as many in backward. With experts, gate, up and down
 run k times each; the shared expert counts as dense.
 *Attention*, causal, takes 4 T a operations per key that a query attends to: on average S / 2 keys of a sequence of S tokens, or

@@ -1,7 +1,4 @@
-"""Search for the plan of `save="auto"`: which layers and operations to keep, offload or recompute.
-
-A pure function of times and sizes, without torch: `make_plan` compares plans by simulating their steps (`step.py`).
-"""
+"""Search for the plan of `save="auto"`: a pure function of times and sizes that compares plans by simulating their steps."""
 
 from __future__ import annotations
 
@@ -183,7 +180,7 @@ class _Search:
                 able = [i for i in kind.members if layers[i] in targets]
                 count = len(able)
                 while count:
-                    # The last layer's memory is free again while others run backward. Offloading suits the link if spread evenly.
+                    # The last layer's memory is free while others run backward. Offloading suits the link if spread evenly.
                     chosen = _last_of(able, count) if keeps else _middle_of(able, count)
                     busy, link, held = busy_now, link_now, 0
                     for i in chosen:

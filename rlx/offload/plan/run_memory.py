@@ -27,14 +27,7 @@ from typing import Any, NamedTuple
 from rlx.offload.plan.costs import Budget, LayerCost, LayerPlan
 from rlx.offload.plan.decoder import Decoder
 from rlx.offload.plan.hardware import DEVICE_SHARE, Hardware
-from rlx.offload.plan.memory import (
-    ADAPTER_BYTES,
-    NF4_BYTES,
-    StateBytes,
-    forward_bytes,
-    head_forward_bytes,
-    step_bytes,
-)
+from rlx.offload.plan.memory import ADAPTER_BYTES, NF4_BYTES, StateBytes, forward_bytes, head_forward_bytes, step_bytes
 from rlx.offload.plan.model_costs import E, head_cost, layer_cost
 from rlx.offload.plan.planner import Plan, make_plan
 from rlx.offload.plan.step import predict

@@ -30,12 +30,7 @@ _SEVERAL_THREADS = (
     "that the numbers cannot be repeated. Run the threads one at a time, turn dropout off, or use "
     "enable_ckpt=False"
 )
-_SDPA_BACKENDS = (
-    SDPBackend.FLASH_ATTENTION,
-    SDPBackend.EFFICIENT_ATTENTION,
-    SDPBackend.CUDNN_ATTENTION,
-    SDPBackend.MATH,
-)
+_KERNELS = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH)
 
 
 # The state of the CPU's generator, then of the accelerators', as bytes: bytes compare fast.
@@ -203,7 +198,7 @@ class AmbientState:
             if device != device_now:
                 stack.enter_context(device)
             if kernels != kernels_now:
-                allowed = [kernel for kernel, is_on in zip(_SDPA_BACKENDS, kernels, strict=True) if is_on]
+                allowed = [kernel for kernel, is_on in zip(_KERNELS, kernels, strict=True) if is_on]
                 stack.enter_context(sdpa_kernel(allowed))
             if redraws:
                 stack.enter_context(self._redrawing())

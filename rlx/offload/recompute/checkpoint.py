@@ -43,7 +43,7 @@ from rlx.offload.recompute.saved_slots import (
     not_the_same,
 )
 from rlx.offload.runtime.forward_override import run_with
-from rlx.offload.runtime.layers import CHECKPOINTING_FLAG, CheckpointingFlags
+from rlx.offload.runtime.layers import CheckpointingFlags, is_checkpointed
 from rlx.offload.runtime.session import LayerCall, OffloadSession
 from rlx.offload.storage.offloader import OffloadedRange, mark
 from rlx.offload.storage.tensor_bytes import is_plain, present, size_bytes
@@ -293,8 +293,7 @@ class RecomputedCall(LayerCall):
             )
         if change := self._state.changed():
             raise changed(self.layer.name, change)
-        written = self._inputs.written_constant()
-        if written is not None:
+        if (written := self._inputs.written_constant()) is not None:
             raise modified_input(written)
 
     def _run_again(self, args: tuple[Any, ...], kwargs: dict[str, Any], around: Around | None = None) -> list[Tensor]:
@@ -304,24 +303,25 @@ class RecomputedCall(LayerCall):
         collector = Collector(self.layer, self._slots, self._began_on, may_stop, self._ambient)
         saved = collector.saved
         module = self._repeatable.module
-        contexts: list[Any] = [self._ambient.restored(), self._state.restored()]
-        if self.session.is_disabled or getattr(module, CHECKPOINTING_FLAG, False) is True:
-            contexts.append(CheckpointingFlags.cleared(module.modules()))  # transformers' own must not run inside
-        if around is not None:
-            contexts.append(around(collector))
         run = partial(collector.run, self._repeatable.forward, args, kwargs)
-        replaced = self._state.replaced()
-        if replaced:
+        is_checkpointed_now = self.session.is_disabled or is_checkpointed(module)
+        if replaced := self._state.replaced():
             run = partial(run_with, module, replaced, run)
         try:
             with contextlib.ExitStack() as stack:
-                for context in filter(None, contexts):
-                    stack.enter_context(context)
+                if (ambient := self._ambient.restored()) is not None:
+                    stack.enter_context(ambient)
+                stack.enter_context(self._state.restored())
+                if is_checkpointed_now:  # transformers' own must not run inside
+                    flags = CheckpointingFlags(module.modules())
+                    stack.callback(flags.restore)
+                    flags.switch_off()
+                if around is not None:
+                    stack.enter_context(around(collector))
                 run()
             self._slots.accept_writes(self._state.rewritten)
             # Also if the layer swallowed the exception that stopped it. If the number of tensors differs, parameters are elsewhere.
-            difference = self._slots.difference(saved)
-            if difference is not None:
+            if (difference := self._slots.difference(saved)) is not None:
                 raise not_the_same(self.layer.name, difference)
             if change := self._slots.changed_parameter(saved, collector.filled):
                 raise changed(self.layer.name, change)

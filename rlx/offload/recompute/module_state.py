@@ -37,8 +37,7 @@ _SIMPLE = frozenset({type(None), bool, int, float, str})
 _NOTED: set[type] = {*_SIMPLE, Tensor, torch.Generator, random.Random}  # NumPy's generators join them
 _MISSING = object()
 _NOTHING: dict[str, Any] = {}
-# Names that torch gives each module, before all others; none of them is noted, so that most modules take no time.
-_OF_TORCH = list(vars(nn.Module()))
+_OF_TORCH = list(vars(nn.Module()))  # names that torch gives each module, first; none of them is noted, to take no time
 # Modules whose forward reads no simple attributes, or that have no forward.
 _WITHOUT = (
     *(nn.Linear, nn.Identity, nn.SiLU, nn.ModuleList, nn.ModuleDict, nn.Sequential),
@@ -166,7 +165,7 @@ class TensorSites:
         self._modules = [weakref.ref(module) for module in others]
         self._starts = list(map(_first_attribute, others))
         self._children = _children(others)
-        # Parameters that the last forward did not save, and ids of those that it saved. One tuple, so that threads replace both.
+        # Parameters that the last forward did not save, and ids of those that it saved; one tuple for threads.
         self.unsaved: tuple[list[Site], list[int]] = (self.parameters, [])
 
     def modules(self, given: Iterable[nn.Module]) -> tuple[list[tuple[nn.Module, int]], list[nn.Module]]:
@@ -202,9 +201,8 @@ def _listed(module: nn.Module) -> Iterator[nn.Module]:
 class ModuleState:
     """Parameters, buffers and attributes of a layer at the start of one forward call (Note [what a recomputation sees]).
 
-    A parameter that has changed since then is an error, because its old value is lost. One in whose place another tensor is now
-    (`torch.func.functional_call` puts weights in place for the forward alone) comes back during the recomputation. `given` is what
-    the call's arguments hold besides tensors and numbers.
+    A parameter that has changed since then is an error. One in whose place another tensor is now (`torch.func.functional_call`) comes
+    back during the recomputation. `given` is what the call's arguments hold besides tensors and numbers.
     """
 
     def __init__(self, sites: TensorSites, given: Sequence[Any] = ()) -> None:

@@ -18,8 +18,8 @@ from rlx.offload.storage.tensor_bytes import TensorLayout, is_parameter, size_by
 class StashedTensor:
     """A tensor for as long as a layer may be recomputed: offloaded bytes, or an alias of a tensor on the device.
 
-    It never holds the tensor itself, which would hold the graph, and the graph holds this object. A tensor that an operation of the
-    layer computed (`is_result`) is no leaf if it requires a gradient, and the layer itself sets its attributes.
+    It never holds the tensor itself, which would hold the graph that holds this object. A tensor that an operation of the layer
+    computed (`is_result`) is no leaf if it requires a gradient, and the layer itself sets its attributes.
     """
 
     __slots__ = ("_attributes", "_is_leaf", "_layout", "_offloaded", "_requires_grad", "_version", "version_alias")

@@ -30,8 +30,8 @@ from rlx.offload.replay.replay_mode import OpMode, register_known_attention
 from rlx.offload.runtime.pytree import map_leaves, tensors_in
 from rlx.offload.storage.tensor_bytes import is_plain, storage_address, version_of
 
-# The last linear map is cached if repeating it takes at least this many operations per byte of its result. Current machines
-# compute some thousand operations while the link moves one byte, and the link is idle at this point.
+# The last linear map is cached if repeating it takes at least this many operations per byte of its result: machines compute some
+# thousand operations while the link moves one byte.
 MIN_OPERATIONS_PER_BYTE = 1000
 _PLAIN = frozenset({type(None), bool, int, float, str, tuple})  # types whose values distinguish variants of attention
 
@@ -87,7 +87,7 @@ class Recorder(OpMode):
         self._wants_next = False
 
     def end_forward(self, outputs: Any) -> None:
-        """Close the forward: decide on pending results, and drop cached ops whose results were written to."""
+        """Decide on pending results, and drop cached ops whose results were written to."""
         self._settle(outputs)
         self._drop_pending()
         self.cached_ops = {
@@ -136,8 +136,7 @@ class Recorder(OpMode):
     def note_unsafe_split(self, arguments: list[Tensor]) -> None:
         """See `OpMode.note_unsafe_split`; the split result is not cached."""
         for tensor in filter(is_plain, arguments):
-            op = self._producers.of(tensor)
-            if op is not None:
+            if (op := self._producers.of(tensor)) is not None:
                 self.cached_ops[op] = None
 
     def _note_cached_op(self, op: int, cached_op: CachedOp | None, result: Any, is_attention: bool) -> None:

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 class ForwardOverride:
     """Replaces a module's forward from now on; subclasses define `__call__`, and `_run` for what no compiler should trace.
 
-    `module.__call__` calls it, after the module's pre-hooks and before its hooks. So hooks run once per call. Under FSDP
-    the parameters are gathered when it runs: in forward, and again when backward reaches the module.
+    `module.__call__` calls it between the module's hooks, so that they run once per call, and FSDP has gathered the parameters.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -82,10 +81,7 @@ class _Around(nn.Module):
 
 
 def run_with(module: nn.Module, tensors: Mapping[str, Tensor], run: Callable[[], None], *, tied: bool = False) -> None:
-    """Call `run` while these tensors are registered in the module. Threads take turns.
-
-    The module gets its own tensors back, also after an exception. `tied`: a tensor also replaces those that are tied to it.
-    """
+    """Call `run` while these tensors, if `tied` also for those tied to them, are registered in the module. Threads take turns."""
     named = {f"module.{name}": tensor for name, tensor in tensors.items()}
     with _LOCK:
         torch.func.functional_call(_Around(module, run), named, (), tie_weights=tied)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import NoneType
 from typing import TYPE_CHECKING, Any, TypeGuard
 
@@ -194,16 +193,6 @@ class CheckpointingFlags:
             else:
                 delattr(module, CHECKPOINTING_FLAG)
         self._was_own.clear()
-
-    @classmethod
-    @contextlib.contextmanager
-    def cleared(cls, modules: Iterable[nn.Module]) -> Iterator[None]:
-        flags = cls(modules)
-        flags.switch_off()
-        try:
-            yield
-        finally:
-            flags.restore()
 
 
 def is_checkpointed(module: nn.Module) -> bool:

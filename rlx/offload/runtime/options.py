@@ -18,9 +18,9 @@ class SaveMode(NamedTuple):
     """The properties of a value of `save`."""
 
     recomputes: bool  # layers are recomputed
-    # For how many layer calls a copy to the host may take before compute waits for it. A layer's inputs are offloaded at its
-    # beginning. Tensors that are offloaded at its end need the next layer's time.
-    copying_calls: int
+    copying_calls: (
+        int  # a copy to the host may take so many layer calls; tensors offloaded at a layer's end need the next one's
+    )
 
 
 SAVE_MODES = {
@@ -69,10 +69,9 @@ class OffloadOptions:
     """The options of one model or region: which tensors to offload, to which tier, and how to copy them.
 
     Args:
-        save: the tensors to offload. `"boundary"`: the inputs of each layer; the rest is recomputed. `"attention"`: also the
-            results of attention and its projections, which are then not recomputed. `"auto"`: a plan made from profiles
-            decides which layers and results are kept on the device, offloaded or recomputed. `"all"`: every tensor that
-            autograd saves. None: `"boundary"` with recomputation, `"all"` without.
+        save: `"boundary"`: the inputs of each layer; the rest is recomputed. `"attention"`: also the results of attention and its
+            projections, which are then not recomputed. `"auto"`: a plan made from profiles decides what is kept on the device,
+            offloaded or recomputed. `"all"`: every tensor that autograd saves. None: `"boundary"` or, without recomputation, `"all"`.
         tier: `"cpu"`, host memory, or `"disk"`, a file without a name in `directory`.
         directory: folder of that file; it must exist, be writable and have room on the machine that offloads. On the cpu
             tier it takes the bytes that exceed `max_host_bytes`, and has no effect if that is None.
@@ -85,10 +84,10 @@ class OffloadOptions:
         use_streams: copy on separate streams instead of on the compute stream.
         max_host_bytes: hard cap of the host memory that this model or region takes, buffers for the disk included [bytes].
             Other tensors stay on the device, or go to disk if `directory` is set. None: no cap; disk buffers take 384 MiB.
-        max_device_bytes: limit of the memory that `save="auto"` holds on the device at once during a step [bytes]. The working
-            set of a layer, the head, the loss, and the parameters and gradients that FSDP2 gathers and reduces layer by layer
-            count. Gradients do not, nor does memory that exists before the layers begin, such as weights and optimizer
-            states. `"auto"`: 95 % of the device, less these two; without an accelerator only what does not raise the peak.
+        max_device_bytes: limit of the memory that `save="auto"` holds on the device at once during a step [bytes]. A layer's
+            working set, head, loss, and what FSDP2 gathers and reduces layer by layer count; gradients do not, nor does memory
+            that exists before the layers begin, such as weights and optimizer states. `"auto"`: 95 % of the device, less these
+            two; without an accelerator only what does not raise the peak.
     """
 
     save: str | None = None

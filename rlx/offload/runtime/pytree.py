@@ -1,7 +1,4 @@
-"""Nested arguments and results of layers: the leaves of tuples, lists, deques, mappings and dataclasses.
-
-Containers keep their type and identity: one dict that is passed twice is one dict in the copy as well.
-"""
+"""Leaves of nested arguments: tuples, lists, deques, mappings and dataclasses, which keep type and identity when copied."""
 
 from __future__ import annotations
 

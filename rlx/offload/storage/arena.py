@@ -91,7 +91,7 @@ def _register(pages: Tensor) -> None:
         error = runtime.cudaHostRegister(pages.data_ptr(), pages.nbytes, _PORTABLE)
         if int(error) == 0:
             return
-        # The CUDA runtime reports a failed call once more, at the next kernel. Let it do so here.
+        # The CUDA runtime reports a failed call once more, at the next kernel: here.
         with contextlib.suppress(RuntimeError):
             torch.zeros(1, device="cuda")
     raise RuntimeError(f"cudaHostRegister: {runtime.cudaGetErrorString(error)} ({int(error)})")
@@ -133,8 +133,7 @@ class Block:
 
     def pairs(self, tensor: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Split a contiguous tensor as the block is, which may end with padding; return pairs (part of the tensor, host memory)."""
-        whole = self.whole(tensor.shape, tensor.dtype)
-        if whole is not None:
+        if (whole := self.whole(tensor.shape, tensor.dtype)) is not None:
             return [(tensor, whole)]
         flat, first, pairs = as_bytes(tensor), 0, []
         for view in self.views:

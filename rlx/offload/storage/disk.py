@@ -15,9 +15,8 @@ allocation, a running one a strong one. So the last holder frees the extents in 
 appends them to a queue, which is emptied before the file hands out more. `held_bytes` drops earlier, at `free`.
 
 Note [the file]
-One per process and directory. It has no name, so that the system removes it with the process. It grows in steps, and reserves the room
-of each step before anything is written: a full disk is noticed early. Reads and writes bypass the page cache if the file system allows
-it: each byte is written once and read once, so that caching it would only evict other pages.
+One per process and directory. It has no name, so that the system removes it with the process. It reserves the room of each growth before
+anything is written: a full disk is noticed early. Reads and writes bypass the page cache if the file system allows it.
 """
 
 from __future__ import annotations

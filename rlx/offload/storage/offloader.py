@@ -194,7 +194,7 @@ class CopyStreams:
 
     @contextlib.contextmanager
     def stalling(self, stream: torch.Stream | None) -> Iterator[None]:
-        """Measure how long a compute stream is idle because it, or the host, waits inside the `with` block."""
+        """Measure how long a compute stream is idle because it, or the host, waits inside the block."""
         start = mark(stream)
         yield
         self._timeline.add("stall_ms", start, mark(stream), self._counters)
@@ -384,8 +384,7 @@ class Offloader:
         nbytes = region.nbytes
         with self.lock:
             for tier in self._tiers:
-                allocation = tier.allocate(nbytes)
-                if allocation is not None:
+                if (allocation := tier.allocate(nbytes)) is not None:
                     break
             else:
                 return None
@@ -411,8 +410,7 @@ class Offloader:
     def _release_oldest(self) -> None:
         flight = self.in_flight.popleft()
         self._in_flight_bytes -= flight.nbytes
-        offloaded = flight.offloaded()
-        if offloaded is not None:
+        if (offloaded := flight.offloaded()) is not None:
             offloaded.release_source()
 
 

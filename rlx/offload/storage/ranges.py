@@ -1,7 +1,7 @@
-"""An allocator of byte ranges, for memory and for files: pure bookkeeping that touches neither.
+"""An allocator of byte ranges, for memory and for files, by best fit with coalescing: pure bookkeeping.
 
-It works by best fit with coalescing. A request that fits no single free range is split over several. On responses of varying
-length it reserves a few percent more than is allocated, while an allocator with size classes reserves a multiple.
+A request that fits no single free range is split over several. On responses of varying length it reserves a few percent more than is
+allocated, while an allocator with size classes reserves a multiple.
 """
 
 from __future__ import annotations
@@ -10,14 +10,12 @@ from bisect import bisect_left, insort
 from collections.abc import Sequence
 from typing import NamedTuple
 
-# One page. Direct I/O needs offsets, lengths and addresses that are multiples of it.
-PAGE_ALIGN_BYTES = 4096
-# A request is split only over free ranges of at least this length: every extent costs one copy command.
-MIN_EXTENT_BYTES = 64 << 10
-# Growth is a multiple of this, one huge page.
-GROWTH_UNIT_BYTES = 2 << 20
-# Growth below 1 GiB reserved; above, 1/32 of the reserved bytes. Both keep the number of slabs small.
-GROWTH_STEP_BYTES = 32 << 20
+PAGE_ALIGN_BYTES = 4096  # one page; direct I/O needs offsets, lengths and addresses that are multiples of it
+MIN_EXTENT_BYTES = (
+    64 << 10
+)  # a request is split only over free ranges of this length: every extent costs a copy command
+GROWTH_UNIT_BYTES = 2 << 20  # growth is a multiple of this, one huge page
+GROWTH_STEP_BYTES = 32 << 20  # growth below 1 GiB reserved; above, 1/32 of the reserved bytes, so that slabs are few
 
 
 class Extent(NamedTuple):
@@ -75,12 +73,10 @@ class RangeAllocator:
 
     def free(self, extents: Sequence[Extent]) -> None:
         for slab, start, length in extents:
-            before = self._by_end.get((slab, start))
-            if before is not None:
+            if (before := self._by_end.get((slab, start))) is not None:
                 self._remove(slab, before, start - before)
                 start, length = before, length + start - before
-            after = self._by_start.get((slab, start + length))
-            if after is not None:
+            if (after := self._by_start.get((slab, start + length))) is not None:
                 self._remove(slab, start + length, after)
                 length += after
             self._insert(slab, start, length)

@@ -21,8 +21,9 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Parameter
 
-# Ranges start at a multiple of this. A fetched tensor then has its old alignment, by which kernels are chosen.
-TENSOR_ALIGN_BYTES = 512
+TENSOR_ALIGN_BYTES = (
+    512  # ranges start at a multiple: a fetched tensor has its old alignment, by which kernels are chosen
+)
 
 
 class Region(NamedTuple):
@@ -78,8 +79,8 @@ def region_of(tensor: Tensor) -> Region:
 def is_plain(tensor: Tensor) -> bool:
     """Return whether storage, offset, shape, stride and dtype describe a tensor completely.
 
-    They do not describe subclasses (DTensor, quantised weights), sparse and nested layouts, tensors whose conjugate or
-    negative bit is set, and tensors without memory: those inside `torch.func.vmap` or `jvp`, and tangents that are all zeros.
+    Not so subclasses, sparse and nested layouts, tensors whose conjugate or negative bit is set, and tensors without memory: those
+    inside `torch.func.vmap` or `jvp`, and tangents that are all zeros.
     """
     kind = type(tensor)
     return (

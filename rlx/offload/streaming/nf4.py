@@ -29,10 +29,7 @@ class QuantizationError(ValueError):
 
 
 class NF4Linear(nn.Linear):
-    """A linear map whose frozen weight is quantised (Note [how a quantised weight is stored]), by `device` or its own.
-
-    It replaces `linear`, whose input width is a multiple of 64, and which may be on the meta device.
-    """
+    """A linear map in place of `linear`, maybe on the meta device, whose frozen weight is quantised by `device` or its own."""
 
     def __init__(self, linear: nn.Linear, device: torch.device | None = None) -> None:
         super().__init__(linear.in_features, linear.out_features, bias=False, device="meta")
@@ -73,10 +70,7 @@ def is_quantized(tensor: Tensor) -> bool:
 
 
 def quantized(weight: Tensor, device: torch.device | None = None) -> Tensor:
-    """Return the bytes (out, in * 9 / 16) of a weight (out, in), on its own device; `device` does the work.
-
-    A weight that is quantised, dequantised to its own type and quantised again gives the same bytes.
-    """
+    """Return the bytes (out, in * 9 / 16) of a weight (out, in), by `device`, on its own; what is dequantised gives them again."""
     rows, columns = weight.shape
     shape = rows, columns * 9 // 16
     if weight.is_meta:

@@ -1,7 +1,6 @@
 """Files by which the processes of a machine share one copy of the frozen weights.
 
-The first process of a group makes the file. The others open it by the first one's descriptor, so it needs no name. Each process
-maps the same pages. The system frees them with the last mapping.
+The first process of a group makes the file, the others open it by the first one's descriptor. The system frees it with the last mapping.
 """
 
 from __future__ import annotations
@@ -24,10 +23,7 @@ from rlx.offload.storage.ranges import MAX_CHUNK_BYTES, Extent
 
 @contextmanager
 def shared_memory(nbytes: int, group: dist.ProcessGroup) -> Iterator[int]:
-    """Yield a descriptor of the same memory in all processes of a group, which are on one machine and call this together.
-
-    No file system shows it (`memfd_create`), and `/dev/shm` does not limit its size.
-    """
+    """Yield a descriptor of the same memory, which `/dev/shm` does not limit, in all processes of a group, which call this together."""
 
     def make() -> int:
         file = os.memfd_create("frozen weights")
@@ -83,7 +79,7 @@ class WeightFile:
         return os.dup(self._file.descriptor)
 
     def _reserved(self, nbytes: int) -> Extent:
-        # The file only grows, and what is left of a growth is joined with the next one: there is one range at its end.
+        # The file only grows, so there is one free range, at its end.
         (extent,) = self._file.allocate(nbytes)
         # A write to a mapping of a disk that turns out to be full would kill the process.
         if os.fstat(self._file.descriptor).st_blocks * 512 < extent.start + extent.length:

@@ -54,7 +54,7 @@ class TiledForward(ForwardOverride):
 
     def _length(self, hidden: Tensor) -> int:
         width = max(hidden.shape[-1], 1)
-        return self.tiling.tile_length(hidden.numel() // width, width, self._widest)
+        return self.tiling.positions_per_tile or tile_tokens(hidden.numel() // width, width, self._widest)
 
     def _run(self, module: nn.Module, hidden: Tensor) -> Tensor:
         tiled = self._tiled(module)
@@ -108,9 +108,6 @@ class Tiling:
         else:
             self.norms += (name,)
 
-    def tile_length(self, positions: int, width: int, widest: int) -> int:
-        return tile_tokens(positions, width, widest) if self.positions_per_tile is None else self.positions_per_tile
-
     def note_left_alone(self, name: str, why: str) -> None:
         if why not in self._has_noted:
             self._has_noted.add(why)
@@ -119,8 +116,7 @@ class Tiling:
     def disable(self) -> None:
         """Restore the model. Graphs that are alive stay valid; a second call does nothing."""
         for reference in self._forwards:
-            forward = reference()
-            if forward is not None:
+            if (forward := reference()) is not None:
                 forward.remove()
         self._forwards.clear()
 
@@ -203,7 +199,7 @@ def _norms(model: nn.Module, layers: Sequence[nn.Module]) -> Iterator[tuple[str,
 
 
 def _weight_names(module: nn.Module) -> tuple[str, ...]:
-    """Return the names of the parameters. While they are gathered, FSDP1 replaces or hides them with plain tensors."""
+    """Return the names of the parameters, which FSDP1 replaces or hides with plain tensors while they are gathered."""
     names: dict[str, None] = {}
     for path, inner in module.named_modules():
         own = (*inner.named_parameters(recurse=False), *vars(inner).items())
