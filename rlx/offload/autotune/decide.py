@@ -5,7 +5,7 @@ measured one run as with `save="boundary"` until the device has finished it. The
 
 Note [states that come later]
 With gradient accumulation, passes are planned before the optimizer's first step makes its states. So each planned pass looks at what is
-free when it begins. If that is much less than the plan's budget, the pass is planned anew from the same profile.
+free when it begins. If that is much less than the plan's budget, the pass is replanned from the same profile.
 
 Note [ranks plan by themselves]
 Ranks have different lengths and measure different times, so their plans differ. That changes no result. It would only matter to

@@ -178,7 +178,7 @@ class _ChunkTask(NamedTuple):
                     self.tier.file.write(block.views, self.chunk.offset)
         except BaseException as error:
             failure = _without_frames(error)
-        allocation = None  # dropped before waiters go on, so that its extents are free by then
+        allocation = None  # dropped before waiters continue, so that its extents are free by then
         self.tier.staging.free_written(block)
         self.written.done(failure)
 

@@ -194,7 +194,7 @@ class Packed(Protocol):
 class MovingWeights(Protocol):
     """Moves weights between devices: `pack` returns what autograd holds in place of one or a view of it (None for any other tensor).
 
-    `present` returns a weight that moves on the device, any other parameter as it is.
+    `present` returns a weight that moves on the device, any other parameter unchanged.
     """
 
     def pack(self, tensor: Tensor) -> Packed | None: ...
