@@ -22,7 +22,6 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
-from rlx.offload.plan.costs import LayerPlan
 from rlx.offload.recompute.checkpoint import RecomputedCall
 from rlx.offload.recompute.saved_inputs import StashedTensor
 from rlx.offload.replay.cached_op import CachedOp, sources_of, why_not_cacheable
@@ -53,9 +52,13 @@ class Producers:
 
 
 @dataclass(frozen=True)
-class LayerInstructions(LayerPlan):
-    """A plan's decisions for one layer, with numbers of its calls of attention and linear maps in place of operations."""
+class LayerInstructions:
+    """A plan's decisions for one layer. A layer's calls of attention and of linear maps are numbered 0, 1, 2, … in order."""
 
+    keep: bool = False  # run the layer without recomputation; the other fields have no effect then
+    offload_boundary: bool = True  # offload the layer's inputs; else keep them on the device
+    on_device: frozenset[int] = frozenset()  # cached ops whose results are kept on the device
+    off_device: frozenset[int] = frozenset()  # cached ops whose results are offloaded
     # Of all calls, by `call_name`; None: any. From the first call with another name on, no call is cached.
     call_names: tuple[str, ...] | None = None
     # When to prefetch the layer before: as this layer's recomputation begins; else when backward reaches a call, or asks for
