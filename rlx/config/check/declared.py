@@ -1,6 +1,5 @@
 """The argument of every rule, and what keys declare about others: when they have no effect, their limits, and their needs."""
 
-import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, is_dataclass, replace
 from functools import cache, partial
@@ -8,22 +7,8 @@ from typing import Any, NamedTuple
 
 from rlx.config.faults import Fault
 from rlx.config.machine import Machine, on_accelerator, processes
-from rlx.config.schema import ARITHMETIC, LOSS_MODES, PPOConfig
+from rlx.config.schema import ARITHMETIC, LOSS_MODES, PPOConfig, roles
 from rlx.config.schema.keys import Need, Unused
-from rlx.config.schema.roles import (
-    TINY,
-    critic_settings,
-    has_critic,
-    has_environment,
-    has_reference,
-    has_reference_model,
-    is_tiny,
-    may_save,
-    model_scores_alone,
-    only_environment_scores,
-    sharded_roles,
-    validates,
-)
 from rlx.config.schema.tree import LEAVES, as_text, children, value_at
 from rlx.config.secrets import without_secrets
 from rlx.offload.runtime.options import UNREAD_OPTIONS, OffloadOptions
@@ -74,8 +59,8 @@ def _ignored_by(*modes: str) -> Callable[[CheckContext], bool]:
     return lambda s: s.value(f"{loss}.path") is None and s.value(f"{loss}.loss_mode") in modes
 
 
-def _without(mode: str) -> set[str]:
-    return set(LOSS_MODES) - {mode}
+def _unless(holds: Callable[[PPOConfig], bool]) -> Callable[[CheckContext], bool]:
+    return lambda s: not holds(s.config)
 
 
 STATES = {
@@ -91,21 +76,19 @@ STATES = {
     ),
     "never saves": Condition(
         "trainer.save_last=False, and neither trainer.save_freq nor trainer.save_every_minutes is set: nothing is saved",
-        lambda s: not may_save(s.config),
+        _unless(roles.may_save),
     ),
-    "never validates": Condition("the run never validates", lambda s: not validates(s.config)),
+    "never validates": Condition("the run never validates", _unless(roles.validates)),
     "no arithmetic": Condition(
         f"no data file is {ARITHMETIC}",
         lambda s: ARITHMETIC not in (*s.value("data.train_files"), *s.value("data.val_files")),
     ),
-    "no critic": Condition("adv_estimator has no critic", lambda s: not has_critic(s.config)),
-    "no environment": Condition(
-        "neither environment.name nor environment.path is set", lambda s: not has_environment(s.config)
-    ),
-    "no reference": Condition("neither use_kl_loss nor use_kl_in_reward is set", lambda s: not has_reference(s.config)),
-    "not sapo": Condition("policy_loss.loss_mode is not sapo", _ignored_by(*_without("sapo"))),
-    "not tiny": Condition(f"{MODEL}.path is not {TINY}", lambda s: not is_tiny(s.config)),
-    "not vanilla": Condition("only the vanilla loss has a dual clip", _ignored_by(*_without("vanilla"))),
+    "no critic": Condition("adv_estimator has no critic", _unless(roles.has_critic)),
+    "no environment": Condition("neither environment.name nor environment.path is set", _unless(roles.has_environment)),
+    "no reference": Condition("neither use_kl_loss nor use_kl_in_reward is set", _unless(roles.has_reference)),
+    "not sapo": Condition("policy_loss.loss_mode is not sapo", _ignored_by(*{*LOSS_MODES} - {"sapo"})),
+    "not tiny": Condition(f"{MODEL}.path is not {roles.TINY}", _unless(roles.is_tiny)),
+    "not vanilla": Condition("only the vanilla loss has a dual clip", _ignored_by(*{*LOSS_MODES} - {"vanilla"})),
     "on a CPU": Condition("on CPU everything is in host memory", lambda s: not s.on_accelerator),
     "one process": Condition("there is one process", lambda s: processes(s.config) == 1),
     "own function scores all": Condition(
@@ -114,12 +97,14 @@ STATES = {
     ),
     "reference is the actor": Condition(
         f"{MODEL}.lora_rank is set: the reference is the actor with its adapters off",
-        lambda s: not has_reference_model(s.config),
+        _unless(roles.has_reference_model),
     ),
     "sapo": Condition("sapo has no clip", _ignored_by("sapo")),
-    "the environment scores": Condition("environment.rewards is replace", lambda s: only_environment_scores(s.config)),
+    "the environment scores": Condition(
+        "environment.rewards is replace", lambda s: roles.only_environment_scores(s.config)
+    ),
     "the model scores": Condition(
-        "reward_model.rule_weight is 0: a model alone scores", lambda s: model_scores_alone(s.config)
+        "reward_model.rule_weight is 0: a model alone scores", lambda s: roles.model_scores_alone(s.config)
     ),
 }
 
@@ -178,9 +163,9 @@ def _of_trained_model(role: str, model: str, dtype: str) -> Iterator[tuple[str, 
 
 def unused_keys(s: CheckContext) -> dict[str, str]:
     """Return the keys that the user changed without effect, each with the reason."""
-    found = {key: why for key in s.changed_keys if (why := _why_unused(s, key)) is not None}
     # Another rule reports keys of a critic that is not there.
-    return found if has_critic(s.config) else {key: why for key, why in found.items() if not key.startswith("critic.")}
+    judged = [key for key in s.changed_keys if roles.has_critic(s.config) or not key.startswith("critic.")]
+    return {key: why for key in judged if (why := _why_unused(s, key)) is not None}
 
 
 def _why_unused(s: CheckContext, key: str) -> str | None:
@@ -209,15 +194,15 @@ def declared_limits_hold(s: CheckContext) -> Faults:
 
 def declared_needs_are_met(s: CheckContext) -> Faults:
     """A key that is set has what it needs: a package, and values of other keys. One fault joins the needs of one reason."""
-    filled = replace(s, config=replace(s.config, critic=critic_settings(s.config)))  # with the actor's values for nulls
+    # With the actor's values in place of the critic's nulls
+    filled = replace(s, config=replace(s.config, critic=roles.critic_settings(s.config)))
     for key, leaf in LEAVES.items():
         if not (leaf.info.needs or leaf.info.package) or not _is_judged(s, key):
             continue
-        value = s.value(key)
-        module = re.split(">", leaf.info.package)[0].replace("-", "_")
-        uses = value != leaf.default
-        if leaf.info.package_for:
-            uses = not set(leaf.info.package_for).isdisjoint(value if isinstance(value, tuple) else (value,))
+        value, users = s.value(key), leaf.info.package_for
+        module = leaf.info.package.partition(">")[0].replace("-", "_")
+        given = value if isinstance(value, tuple) else (value,)
+        uses = value != leaf.default if not users else not {*users}.isdisjoint(given)
         if module and uses and module not in s.machine.packages:
             remedy = f"`pip install '{leaf.info.package}'`, or set {key}={as_text(leaf.default)}"
             yield s.fault(f"the package {module} is not installed", f"the package {module}", remedy, key)
@@ -239,7 +224,7 @@ def _unmet(s: CheckContext, what: str, key: str, default: Any, places: list[tupl
 
 
 def _is_judged(s: CheckContext, key: str) -> bool:
-    return (has_critic(s.config) or not key.startswith("critic.")) and _why_unused(s, key) is None
+    return (roles.has_critic(s.config) or not key.startswith("critic.")) and _why_unused(s, key) is None
 
 
 def _others(s: CheckContext, key: str, other: str) -> Iterator[tuple[str, Any]]:
@@ -249,7 +234,7 @@ def _others(s: CheckContext, key: str, other: str) -> Iterator[tuple[str, Any]]:
         yield place, s.value(place)
         return
     _, part, *rest = other.split(".")
-    for role in sharded_roles(s.config):
+    for role in roles.sharded_roles(s.config):
         if key.startswith((f"{role.key}.", f"{role.model_key}.", f"{role.fsdp_key}.")):
             places = {"strategy": role.strategy_key, "model": role.model_key, "fsdp": role.fsdp_key}
             place = ".".join([places.get(part, f"{role.key}.{part}"), *rest])

@@ -10,21 +10,8 @@ from rlx.config.check.folders import correct_path, is_hub_name
 from rlx.config.faults import Fault
 from rlx.config.forecast.decoders import decoder_of
 from rlx.config.machine import processes
-from rlx.config.schema import ARITHMETIC, FORMS, TOKENIZER_FILES, ModelConfig, PPOConfig, rejections
+from rlx.config.schema import ARITHMETIC, FORMS, TOKENIZER_FILES, ModelConfig, PPOConfig, rejections, roles
 from rlx.config.schema.keys import read_bounds
-from rlx.config.schema.roles import (
-    ULYSSES,
-    ModelRole,
-    has_critic,
-    has_environment,
-    has_frozen_layers,
-    has_reward_model,
-    is_tiny,
-    model_scores_alone,
-    sharded_roles,
-    trained_roles,
-    validates,
-)
 from rlx.config.schema.tree import as_text
 from rlx.config.vllm_range import CPU_HEAD_WIDTHS, LORA_RANKS, VLLM_RANGE, in_range
 from rlx.offload.plan.decoder import Decoder
@@ -40,17 +27,17 @@ LENGTHS = ("data.max_prompt_length", "data.max_response_length")
 def tokens_hold_the_longest_row(s: CheckContext) -> Faults:
     """A micro-batch cut by tokens holds at least the longest row, which a group of processes may share."""
     longest = sum(map(s.value, LENGTHS))
-    sizes = {role.key: role.sequence_parallel_size for role in sharded_roles(s.config)}
+    sizes = {role.key: role.sequence_parallel_size for role in roles.sharded_roles(s.config)}
     sizes[ROLLOUT] = sizes[ACTOR]
     for key in (ACTOR, "critic", ROLLOUT, "actor_rollout_ref.ref"):
         is_update = key in (ACTOR, "critic")
         tokens = f"{key}.{'ppo' if is_update else 'log_prob'}_max_token_len_per_gpu"
         flag, sharing = f"{key}.{'' if is_update else 'log_prob_'}use_dynamic_bsz", sizes.get(key, 1)
         limit = s.value(tokens) * sharing
-        if s.value(flag) and limit < longest and (key != "critic" or has_critic(s.config)):
+        if s.value(flag) and limit < longest and (key != "critic" or roles.has_critic(s.config)):
             got = f"{limit} tokens; the longest row has {longest} ({' + '.join(LENGTHS)})"
             remedy = f"set {tokens}={-(-longest // sharing)}, or lower {' or '.join(LENGTHS)}"
-            shared = (f"{key}.{ULYSSES}", f"{ACTOR}.{ULYSSES}")  # a null means the actor's
+            shared = (f"{key}.{roles.ULYSSES}", f"{ACTOR}.{roles.ULYSSES}")  # a null means the actor's
             what = f"{tokens} is less than one row"
             yield s.fault(what, f"at least {longest}", remedy, tokens, flag, *LENGTHS, *shared, got=got)
 
@@ -71,7 +58,7 @@ def moving_share(lr: float) -> float:
 
 def updates_survive_rounding(s: CheckContext) -> Faults:
     """A step of bf16 weights without masters is not smaller than half the distance to the next number at a typical weight."""
-    for role in trained_roles(s.config):
+    for role in roles.trained_roles(s.config):
         optim, dtype = f"{role.key}.optim", f"{role.fsdp_key}.model_dtype"
         lr, masters, lossy = (f"{optim}.{name}" for name in ("lr", "master_weights", "allow_lossy_updates"))
         is_exact = s.value(masters) or role.model.lora_rank or s.value(f"{optim}.optimizer") != "AdamW"
@@ -85,7 +72,7 @@ def updates_survive_rounding(s: CheckContext) -> Faults:
 def fsdp1_can_do_it(s: CheckContext) -> Faults:
     """The configuration uses nothing that FSDP1 computes wrongly with gradient accumulation."""
     world = processes(s.config)
-    for role in sharded_roles(s.config):
+    for role in roles.sharded_roles(s.config):
         fsdp, key = role.fsdp, role.fsdp_key
         if role.strategy != "fsdp":
             continue
@@ -115,8 +102,8 @@ OTHER_TASKS_REMEDY = "set data.val_files=held_out.jsonl, say, or trainer.val_bef
 
 
 def validation_can_run(s: CheckContext) -> Faults:
-    """A run that only validates has a trained model; a function for the user's rows scores no generated problems."""
-    if s.config.trainer.val_only and is_tiny(s.config) and s.config.trainer.resume_mode == "disable":
+    """A run that only roles.validates has a trained model; a function for the user's rows scores no generated problems."""
+    if s.config.trainer.val_only and roles.is_tiny(s.config) and s.config.trainer.resume_mode == "disable":
         keys = ("trainer.val_only", f"{MODEL}.path", "trainer.resume_mode")
         remedy = f"set {keys[1]} to an exported model, or {keys[2]}=auto to validate the newest checkpoint"
         yield s.fault("trainer.val_only has nothing to load", "a trained model", remedy, *keys)
@@ -127,13 +114,13 @@ def validation_can_run(s: CheckContext) -> Faults:
 
 def validates_on_other_tasks(s: CheckContext) -> bool:
     data = s.config.data
-    return validates(s.config) and ARITHMETIC in data.val_files and ARITHMETIC not in data.train_files
+    return roles.validates(s.config) and ARITHMETIC in data.val_files and ARITHMETIC not in data.train_files
 
 
 def own_function_scores_them(s: CheckContext) -> bool:
     """Whether the user's function scores all rows, without a setting that it scores these."""
     custom = s.config.custom_reward_function
-    scores_all = custom.path is not None and not custom.data_sources and not has_environment(s.config)
+    scores_all = custom.path is not None and not custom.data_sources and not roles.has_environment(s.config)
     return scores_all and "data.val_files" not in s.set_keys
 
 
@@ -146,7 +133,7 @@ METRICS = ("acc", "score", "seq_reward", "seq_final_reward")
 
 def critic_is_used(s: CheckContext) -> Faults:
     keys = [key for key in s.changed_keys if key.startswith("critic.")]
-    if keys and not has_critic(s.config):
+    if keys and not roles.has_critic(s.config):
         remedy = f"remove {'it' if len(keys) == 1 else 'them'}, or set algorithm.adv_estimator=gae"
         yield s.fault(f"{s.config.algorithm.adv_estimator} has no critic", "no key below critic", remedy, *keys)
 
@@ -169,7 +156,7 @@ def samples_can_be_compared(s: CheckContext) -> Faults:
 
 def _metrics(config: PPOConfig) -> tuple[str, ...] | None:
     """Return the numbers that can compare samples; None if a user's function may report any number."""
-    by_model, by_functions = has_reward_model(config), not model_scores_alone(config)
+    by_model, by_functions = roles.has_reward_model(config), not roles.model_scores_alone(config)
     if by_functions and config.custom_reward_function.path is not None:
         return None
     form = ("format",) if by_functions and config.reward.format is not None else ()
@@ -208,9 +195,9 @@ def bounds_suit_the_tests(s: CheckContext) -> Faults:
 # Offloading
 
 
-def offloading_roles(s: CheckContext) -> list[ModelRole]:
+def offloading_roles(s: CheckContext) -> list[roles.ModelRole]:
     """Return the roles that offload activations; the reference has no backward and therefore offloads none."""
-    return [role for role in trained_roles(s.config) if role.model.enable_activation_offload]
+    return [role for role in roles.trained_roles(s.config) if role.model.enable_activation_offload]
 
 
 def offload_options(model: ModelConfig) -> OffloadOptions:
@@ -219,8 +206,8 @@ def offload_options(model: ModelConfig) -> OffloadOptions:
 
 def layers_can_stream(s: CheckContext) -> Faults:
     """Frozen weights stream under FSDP2, into layers that the activation engine recomputes, if any does."""
-    roles = [role for role in sharded_roles(s.config) if role.model.layer_offload]
-    for role in roles:
+    streaming = [role for role in roles.sharded_roles(s.config) if role.model.layer_offload]
+    for role in streaming:
         key, folder = f"{role.model_key}.layer_offload", role.model.layer_offload_directory
         if role.trained and role.model.enable_gradient_checkpointing and not role.model.enable_activation_offload:
             engine = f"{role.model_key}.enable_activation_offload"
@@ -234,7 +221,10 @@ def layers_can_stream(s: CheckContext) -> Faults:
             )
             got = f"{key}_directory={folder}, which {problem}"
             yield s.fault(what, "a folder of this machine that is writable", remedy, f"{key}_directory", got=got)
-    for model in {role.model_key for role in roles} - {role.model_key for role in roles if has_frozen_layers(role)}:
+    trained = {role.model_key for role in streaming} - {
+        role.model_key for role in streaming if roles.has_frozen_layers(role)
+    }
+    for model in trained:
         key, rank = f"{model}.layer_offload", f"{model}.lora_rank"
         what, remedy = "layer offloading has nothing to move", f"set {rank} to train adapters, or {key}=False"
         yield s.fault(f"{what}: every weight is trained", "frozen weights", remedy, key, rank)
@@ -331,7 +321,7 @@ def responses_can_end(s: CheckContext) -> Faults:
     for key in (stop, f"{val}.bad_words"):
         if "" in s.value(key):
             yield s.fault(f"{key} has an empty string", "strings of at least one character", "remove it", key)
-    if s.value(eos) and has_environment(s.config) and not s.value(stop):
+    if s.value(eos) and roles.has_environment(s.config) and not s.value(stop):
         what = "no turn of a conversation would end before max_response_length"
         yield s.fault(what, f"{eos}=False, or stop strings", f"set {eos}=False, or {stop}", eos)
     records = f"{ROLLOUT}.enable_rollout_routing_replay"
@@ -367,7 +357,7 @@ def form_is_an_expression(s: CheckContext) -> Faults:
 def reward_model_is_one(s: CheckContext) -> Faults:
     """The reward model has a path, gives one score, and its folder holds its tokenizer; the hub is not asked."""
     path = s.config.reward_model.model.path
-    if not has_reward_model(s.config) or path is None:
+    if not roles.has_reward_model(s.config) or path is None:
         return
     folder = Path(path).expanduser()
     if not folder.exists() and is_hub_name(path):

@@ -17,7 +17,7 @@ from rlx.config.check.rules import (
     validates_on_other_tasks,
 )
 from rlx.config.check.rules_machine import MACHINE_RULES
-from rlx.config.check.rules_memory import disk_warnings, memory_suffices, memory_warnings
+from rlx.config.check.rules_memory import disk_warnings, judge_memory
 from rlx.config.compose.command_line import Composed
 from rlx.config.faults import Fault
 from rlx.config.forecast.decoders import positions_of
@@ -49,8 +49,9 @@ def check(composed: Composed, machine: Machine, has_memory: bool = True) -> Verd
     warnings = [*_without_effect(context, broken, composed.repeated), *_surprises(context), *_of_trained_roles(context)]
     if has_memory and not composed.faults:
         # A prediction needs every value.
-        faults += memory_suffices(context)
-        warnings += [*disk_warnings(context), *memory_warnings(context)]
+        of_memory, memory_warnings = judge_memory(context)
+        faults += of_memory
+        warnings += [*disk_warnings(context), *memory_warnings]
     return Verdict((*composed.faults, *faults), tuple(warnings))
 
 

@@ -12,18 +12,8 @@ from typing import Any
 
 from rlx.config.forecast.decoders import Known, decoders
 from rlx.config.machine import Machine, on_accelerator, processes
-from rlx.config.schema import DataConfig, ModelConfig, PPOConfig, RefConfig, RolloutConfig
-from rlx.config.schema.roles import (
-    MicroSize,
-    ModelRole,
-    has_environment,
-    has_frozen_layers,
-    has_reference,
-    has_reference_model,
-    log_prob_size,
-    sharded_roles,
-    trained_roles,
-)
+from rlx.config.schema import DataConfig, ModelConfig, PPOConfig, RefConfig, RolloutConfig, roles
+from rlx.config.schema.roles import MicroSize, ModelRole
 from rlx.config.schema.tree import value_at, with_value
 from rlx.offload.plan.decoder import Decoder
 from rlx.offload.plan.hardware import PROFILES
@@ -87,7 +77,7 @@ class MemoryForecast:
 
     @cached_property
     def roles(self) -> dict[str, ModelRole]:
-        return {role.name: role for role in sharded_roles(self.config) if role.name not in self.unknown}
+        return {role.name: role for role in roles.sharded_roles(self.config) if role.name not in self.unknown}
 
     @cached_property
     def run(self) -> RunMemory:
@@ -117,7 +107,7 @@ class MemoryForecast:
 
         Without an accelerator that is `device`; for a model or device of unknown size it is `host`. The actor is served first.
         """
-        keys = {role.name: f"{role.fsdp_key}.optimizer_state" for role in trained_roles(self.config)}
+        keys = {role.name: f"{role.fsdp_key}.optimizer_state" for role in roles.trained_roles(self.config)}
         keys = {name: key for name, key in keys.items() if value_at(self.config, key) == "auto"}
         if not keys:
             return self
@@ -149,10 +139,10 @@ class MemoryForecast:
     @property
     def names(self) -> list[str]:
         found = [name for name in OF_ROLE if self._role_of(name) in self.roles]
-        return [name for name in found if name != "ref" or has_reference(self.config)]
+        return [name for name in found if name != "ref" or roles.has_reference(self.config)]
 
     def _role_of(self, phase: str) -> str:
-        return "actor" if phase == "ref" and not has_reference_model(self.config) else OF_ROLE[phase]
+        return "actor" if phase == "ref" and not roles.has_reference_model(self.config) else OF_ROLE[phase]
 
     def phases(self, is_least: bool = False) -> list[Phase]:
         return [self.phase(name, is_least=is_least) for name in self.names]
@@ -176,7 +166,7 @@ class MemoryForecast:
             load = self._load(role, role.micro, role.mini_batch_prompts, longest, is_least)
             return self.run.update(name, own, load)
         of_phase: dict[str, RolloutConfig | RefConfig] = {"old_log_prob": policy.rollout, "ref": policy.ref}
-        micro = log_prob_size(of_phase[name], policy.actor) if name in of_phase else role.micro
+        micro = roles.log_prob_size(of_phase[name], policy.actor) if name in of_phase else role.micro
         return self.run.forward(name, own, self._load(role, micro, data.train_batch_size, longest, is_least))
 
     def longest(self, name: str) -> int | None:
@@ -214,7 +204,7 @@ class MemoryForecast:
             weights_rest_on_host=self.on_device and fsdp.param_offload,
             steps_on_host=self.on_device and fsdp.offload_policy,
             device_state_bytes=fsdp.device_state_bytes,
-            streams=self.on_device and model.layer_offload and has_frozen_layers(role),
+            streams=self.on_device and model.layer_offload and roles.has_frozen_layers(role),
             from_disk=bool(model.layer_offload_directory),
             sharing=config.trainer.n_gpus_per_node,
             mode=_mode(model),
@@ -262,7 +252,7 @@ class MemoryForecast:
 def most_rows_of_a_sample(config: PPOConfig) -> int:
     """Return the most rows of a conversation, which may fork before each turn but the first."""
     turns = config.actor_rollout_ref.rollout.multi_turn
-    if not has_environment(config) or turns.on_rewritten_history != "fork":
+    if not roles.has_environment(config) or turns.on_rewritten_history != "fork":
         return 1
     return turns.max_assistant_turns or MANY_TURNS
 

@@ -5,9 +5,8 @@ from typing import get_origin
 
 import pytest
 
-from rlx.config.compose.build import build, nearest_keys
+from rlx.config.compose.build import Renamed, build, nearest_keys, remedies, remedy_for
 from rlx.config.compose.command_line import compose
-from rlx.config.compose.foreign_keys import Renamed, remedies, remedy_for
 from rlx.config.faults import Fault
 from rlx.config.schema import PPOConfig
 from rlx.config.schema.tree import LEAVES, Leaf, describe_expected, is_key, plain_type, value_at

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from rlx.config.check.rules_memory import remedies
 from rlx.config.compose.command_line import compose
-from rlx.config.forecast.fitting import remedies
 from rlx.config.forecast.forecast_text import checkpoint_text, long_text, role_checkpoints, short_text
 from rlx.config.forecast.memory_forecast import MemoryForecast
 from rlx.config.machine import Cluster, Machine, named_machine
