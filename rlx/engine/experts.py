@@ -71,7 +71,7 @@ class Experts:
         return {name: differing_layers(experts, now.given_NLK) for name, experts in compared.items()}
 
     def end(self) -> None:
-        """Leave the routers alone; no backward will follow."""
+        """Detach from the routers; no backward will follow."""
         self.routing.now, self._load_share_E = None, None
 
     @torch.no_grad()

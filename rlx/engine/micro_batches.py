@@ -129,7 +129,7 @@ def _divide_packed(
 
 
 def _within(group: list[int], lengths: Sequence[RowLength], rule: MicroBatchRule) -> list[list[int]]:
-    """Return the group in as few parts of like size as the limit allows."""
+    """Return the group in as few similar parts as the limit allows."""
     for count in range(1, len(group)):
         parts = [[group[i] for i in part] for part in partition([lengths[row].response for row in group], count)]
         if all(

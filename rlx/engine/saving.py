@@ -55,7 +55,7 @@ class _LiveBytes:
 
 
 class _PendingSave(NamedTuple):
-    """A save on its way: its folder, when its live bytes are read, all jobs, and how to start another one."""
+    """A pending save: its folder, when its live bytes are read, all jobs, and how to start another one."""
 
     folder: Path
     live_read: Future[None]

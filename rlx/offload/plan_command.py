@@ -79,13 +79,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _called_as() -> str:
-    """Return what the user calls this command; `rlx.cli` says so in the environment, and this package imports nothing of rlx's rest."""
+    """Return the user's name of this command, which `rlx.cli` sets in the environment, and this package imports nothing of rlx's rest."""
     called = os.environ.get("RLX_CALLED_AS")
     return f"{called.rpartition(' ')[0]} plan" if called else "python -m rlx.offload.plan"
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser that reports all wrong values at once, and without the usage, which is longer than they are."""
+    """A parser that reports all wrong values at once, without the usage, which is longer."""
 
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**arguments)
@@ -231,7 +231,7 @@ def _flag(name: str, value: int | bool) -> str:
 
 
 def _check_measurable(given: argparse.Namespace) -> None:
-    """Refuse options that measuring a few layers on one device cannot cover."""
+    """Reject options that measuring a few layers on one device cannot cover."""
     if given.tokens is None:
         raise ValueError("--measure: got no --tokens, expected the number to measure with; add --tokens")
     wrong = ["--shared-by"] * (given.shared_by > 1) + ["--lora-rank"] * (given.lora_rank > 0)

@@ -79,7 +79,7 @@ def run_save_all(
     """Run a layer's forward and offload the tensors that it saves for backward.
 
     Note [tensors that `save="all"` never offloads]
-    The layer's parameters and buffers stay on the device, and so do arguments that want no gradient, such as rotary tables
+    The layer's parameters and buffers stay on the device, and so do arguments that need no gradient, such as rotary tables
     and masks, which the model passes to every layer. The rule goes by storage, so that it also holds for views. A storage that
     an argument with a gradient uses as well is offloaded: `layer(x, x.detach())` does not keep `x`.
     """

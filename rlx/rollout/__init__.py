@@ -1,1 +1,1 @@
-"""Samplers behind one protocol: requests in, completions out, weights through one door."""
+"""Samplers behind one protocol: requests in, completions out, one way to update weights."""

@@ -270,7 +270,7 @@ class Rollout(ABC):
         self._require_idle("sleep")
 
     def wake(self) -> None:  # noqa: B027
-        """Take back the device memory that `update_weights` writes to, which it else does itself."""
+        """Take back the device memory that `update_weights` writes to, which it otherwise does itself."""
 
     @abstractmethod
     def close(self) -> None:
@@ -285,7 +285,7 @@ class Rollout(ABC):
         """Do one step on the requests in flight, at least one; see `step`."""
 
     def _enter(self, number: int, request: Request) -> None:  # noqa: B027
-        """Hear of a new request; the sampler has weights."""
+        """Register a new request; the sampler has weights."""
 
     def _leave(self, numbers: Sequence[int]) -> None:  # noqa: B027
         """Free all that requests hold, because they are aborted."""

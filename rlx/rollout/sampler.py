@@ -1,4 +1,4 @@
-"""What a worker does with its sampler: build it, complete a batch with it, and check that new weights reach it."""
+"""Build a worker's sampler, complete batches with it, and check that new weights reach it."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
@@ -162,7 +162,7 @@ class StaleSamplerError(ExplainedError, RuntimeError):
 
 
 class ChangeCheck:
-    """Notices a sampler whose weights stay as they are although the policy's change.
+    """Detects a sampler whose weights do not change although the policy's do.
 
     A sync compares a sample of the policy's weights and one of the sampler's with those of the sync before. Elements of the two
     samples need not correspond, because vLLM fuses, pads and shards weights.

@@ -114,7 +114,7 @@ def with_needs(options: dict[str, Any], config: "PreTrainedConfig", device: torc
 def fault_of(
     config: "PreTrainedConfig", models_of: Callable[[Sequence[str]], list[type]], device: torch.device
 ) -> str | None:
-    """Return an error message if this vLLM cannot sample from a model, or computes it otherwise than transformers; else None."""
+    """Return an error message if this vLLM cannot sample from a model, or computes it differently from transformers; else None."""
     version, architectures = supported_vllm(), config.architectures or ()
     try:
         found = models_of(architectures)
@@ -298,7 +298,7 @@ class OwnRandomState:
 
 
 def hush() -> None:
-    """Drop warnings of vLLM that are no news."""
+    """Drop known warnings of vLLM."""
 
     def is_news(record: logging.LogRecord) -> bool:
         texts = _NO_NEWS[record.name.removeprefix("vllm.")]

@@ -399,7 +399,7 @@ class ExtentFile:
         self.nbytes += more
 
     def _allow_direct(self) -> None:
-        """Switch direct I/O on and write a page as a test; if that fails, switch it off and write through the page cache."""
+        """Enable direct I/O and write a page as a test; if that fails, disable it and use the page cache."""
         page = mmap.mmap(-1, PAGE_ALIGN_BYTES)
         flags = fcntl.fcntl(self.descriptor, fcntl.F_GETFL)
         try:

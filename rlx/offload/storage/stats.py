@@ -11,7 +11,7 @@ TIMED_BYTES = 1 << 24  # copies of fewer bytes do not show a rate
 
 @dataclass(frozen=True)
 class LayerStats:
-    """Figures of one layer since the engine was switched on."""
+    """Figures of one layer since the engine was enabled."""
 
     offloaded_bytes: int = 0
     kept_bytes: int = 0

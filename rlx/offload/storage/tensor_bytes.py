@@ -221,7 +221,7 @@ def restore(packed: Packed) -> Tensor:
 
 
 def weights_are_refetched() -> AbstractContextManager[Any]:
-    """Return a context in which autograd saves `MovingWeights.pack` of each weight that moves; other tensors as ever."""
+    """Return a context in which autograd saves `MovingWeights.pack` of each weight that moves; other tensors as usual."""
     return saved_tensors_hooks(kept, restore) if moving_weights else nullcontext()
 
 

@@ -92,7 +92,7 @@ class LayerOffloading:
         return frozenset(parameter for weights in self._weights for parameter in weights.parameters)
 
     def begin(self, weights: FrozenWeights, entered: int = 0) -> None:
-        """Make a layer the one at work: its weights are on the device, those of the next one are on their way.
+        """Make a layer the active one: its weights are on the device, those of the next one are on their way.
 
         The layers before it leave the device first, so that the next one gets their memory; not while another thread runs their
         forward, which has `entered`. The next one's copy is queued before those of the activations that this one fetches.
@@ -186,7 +186,7 @@ def enable_layer_offloading(
 ) -> LayerOffloading:
     """Keep the frozen weights of a model's layers in page-locked host memory, and fetch them one layer ahead.
 
-    A weight streams if it wants no gradient, has at least two dimensions and belongs to one layer only. At most two layers'
+    A weight streams if it needs no gradient, has at least two dimensions and belongs to one layer only. At most two layers'
     weights are on the device at once. Each layer is fetched once in forward and once for recomputation and backward together.
 
     Call it before `enable_activation_offloading`, and before FSDP2 shards the model, with the weights that stream as its
