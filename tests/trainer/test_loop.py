@@ -293,12 +293,3 @@ def test_dynamic_sampling_that_finds_nothing_stops_with_what_it_saw(tmp_path, mo
     ):
         trainer.samples.generate(9)
     assert len(calls) == 2
-
-
-def test_a_mini_batch_of_empty_responses_gets_no_step(tmp_path):
-    stream = io.StringIO()
-    workers, trainer = correcting(tmp_path, stream)
-    batch = sampled().with_(advantages=torch.ones(4, 3), old_log_probs=torch.zeros(4, 3))
-    mask = torch.arange(4)[:, None].expand(4, 3) > 1
-    assert trainer.learner.update(batch.with_(response_mask=mask), step=3)["actor/grad_norm"] == 2.0
-    assert len(workers.sent) == 1 and "step 3: no response has any token in 1 of 2 mini-batches" in stream.getvalue()

@@ -1,4 +1,3 @@
-import io
 import json
 import subprocess
 import sys
@@ -7,8 +6,7 @@ from pathlib import Path
 import pytest
 from matplotlib.image import imread
 
-from rlx.trainer.progress import Progress
-from rlx.trainer.report import _headline, write_report
+from rlx.trainer.report import write_report
 from rlx.trainer.tracking import TrackingError, read_metrics
 
 
@@ -53,22 +51,6 @@ def test_steps_that_a_resumed_run_replaces_are_dropped_and_equal_steps_are_merge
     steps = [(1, 0.1), (2, 0.2), (3, 0.3), (4, 0.4), (3, 3.0)]
     path = write(tmp_path / "m.jsonl", [*({"step": s, "a": a} for s, a in steps), {"step": 3, "b": 1.0}])
     assert read_metrics(path) == {1: {"a": 0.1}, 2: {"a": 0.2}, 3: {"a": 3.0, "b": 1.0}}
-
-
-@pytest.mark.parametrize("rewards", [(0.3, 0.675), (0.3, 0.4, 0.35, 0.375, 0.5, 0.4, 0.3, 0.35, 0.55, 0.675)])
-def test_the_picture_names_the_rewards_that_the_console_names(tmp_path: Path, rewards: tuple[float, ...]):
-    rows = [{"step": step, "reward/mean": reward} for step, reward in enumerate(rewards, 1)]
-    first, last = ({"step": step, "val/accuracy": value} for step, value in ((0, 0.25), (len(rewards), 0.5)))
-    rows = [first, *rows[:-1], rows[-1] | last]
-    said = _headline(read_metrics(write(tmp_path / "m.jsonl", rows)))
-    console = Progress(len(rows), stream=(stream := io.StringIO()))
-    for row in rows:
-        console.row(row, int(row["step"]))
-    console.summary(first, last, tmp_path, None)
-    held_out, reward = said.split("   ·   ")
-    parts = [held_out.removeprefix("held-out accuracy "), *reward.split(": ")]
-    assert " -> " in reward and all(part in stream.getvalue() for part in parts)
-    assert held_out.endswith(f"(+25.0 points), step 0 -> {len(rewards)}")
 
 
 @pytest.mark.parametrize("line", ["{", '{"a": 1}', "[1]", '{"step": null}'])

@@ -83,23 +83,14 @@ def test_what_does_not_change_the_model_keeps_its_folder(config):
 
 
 def test_accuracy_is_measured_on_problems_outside_both_splits(config):
-    task = config.data.arithmetic
-    train, held_out = imitation._examples(config, make_tiny(TINY)[1])
-    prompts = {
-        split: {example.turns[0][0] for example in examples}
-        for split, examples in (("train", train), ("held out", held_out))
-    }
-    val = {
-        imitation._example(row, config.environment, make_tiny(TINY)[1]).turns[0][0]
-        for row in make_problems(task, "val")
-    }
-    given = {
-        imitation._example(row, config.environment, make_tiny(TINY)[1]).turns[0][0]
-        for row in make_problems(task, "train")
-    }
-    assert prompts["train"] == given
-    assert len(prompts["held out"]) == imitation.HELD_OUT
-    assert not prompts["held out"] & (given | val)
+    tokenizer, task = make_tiny(TINY)[1], config.data.arithmetic
+    train, held_out = ({each.turns[0][0] for each in part} for part in imitation._examples(config, tokenizer))
+    given, val = (
+        {imitation._example(row, config.environment, tokenizer).turns[0][0] for row in make_problems(task, split)}
+        for split in ("train", "val")
+    )
+    assert train == given
+    assert len(held_out) == imitation.HELD_OUT and not held_out & (given | val)
 
 
 def test_only_the_solution_is_learned_and_padding_is_not():
