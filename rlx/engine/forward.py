@@ -107,7 +107,7 @@ class Forward:
 
     @contextlib.contextmanager
     def balancing(self, parts: Sequence[MicroBatch], distribution: Distribution | None) -> Iterator[None]:
-        """Know the load of the experts in a mini-batch, if it is balanced, while its micro-batches run forward and backward."""
+        """Know the load of the experts in a mini-batch while its micro-batches run forward and backward."""
         if self.experts is not None:
             self.experts.weigh(parts, lambda part: self(part, distribution))
         yield

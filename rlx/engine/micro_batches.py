@@ -147,26 +147,20 @@ def _divide_padded(lengths: Sequence[RowLength], rule: MicroBatchRule, at_least:
     By rows: a micro-batch takes prompts of similar length, so that the window of their responses is narrow; the last one may be
     smaller. By tokens: the longest rows come first, so that rows of similar length share their padding.
     """
-    parts = _by_rows(lengths, rule.rows) if rule.rows is not None else _by_tokens(lengths, rule.tokens or 1)
+    if rule.rows is not None:
+        order = sorted(range(len(lengths)), key=lambda i: (lengths[i].prompt, i))
+        parts = [order[first : first + rule.rows] for first in range(0, len(order), rule.rows)]
+    else:
+        parts = []
+        for row in sorted(range(len(lengths)), key=lambda i: (-sum(lengths[i]), i)):
+            if parts and (len(parts[-1]) + 1) * sum(lengths[parts[-1][0]]) <= (rule.tokens or 1):
+                parts[-1].append(row)
+            else:
+                parts.append([row])
     while len(parts) < at_least and (largest := max(parts, key=len, default=[])) and len(largest) > 1:
         at, half = parts.index(largest), (len(largest) + 1) // 2
         parts[at : at + 1] = [largest[:half], largest[half:]]
     return parts + [[] for _ in range(at_least - len(parts))]
-
-
-def _by_rows(lengths: Sequence[RowLength], rows: int) -> list[list[int]]:
-    order = sorted(range(len(lengths)), key=lambda i: (lengths[i].prompt, i))
-    return [order[first : first + rows] for first in range(0, len(order), rows)]
-
-
-def _by_tokens(lengths: Sequence[RowLength], tokens: int) -> list[list[int]]:
-    parts: list[list[int]] = []
-    for row in sorted(range(len(lengths)), key=lambda i: (-sum(lengths[i]), i)):
-        if parts and (len(parts[-1]) + 1) * sum(lengths[parts[-1][0]]) <= tokens:
-            parts[-1].append(row)
-        else:
-            parts.append([row])
-    return parts
 
 
 class PackedRow(NamedTuple):
@@ -272,10 +266,7 @@ def take(batch: Batch, rows: list[int], lengths: Sequence[RowLength]) -> MicroBa
     tokens = prompts + torch.tensor([max(1, lengths[row].response) for row in rows])
     lead = prompts - prompts.min()
     width = int(tokens.max())
-    starts = {
-        "T": (batch.prompt_length - prompts, width),
-        "R": (-lead, width - int(prompts.min())),
-    }
+    starts = {"T": (batch.prompt_length - prompts, width), "R": (-lead, width - int(prompts.min()))}
 
     def lay_out(name: str, column: Tensor) -> Tensor:
         letter = TENSORS[name].shape[1:2]
@@ -342,12 +333,8 @@ class MicroBatcher:
     Args:
         packs: whether the model takes packed rows.
         least_gain: see `tree_of_rows`; `NEVER` if the model cannot share prompts.
-        sequences: the processes that share each sequence, if there are several.
+        sequences: the processes that share each sequence, if there are several; `copies` is their number.
         device: where the micro-batches go.
-
-    Attributes:
-        copies: number of processes that have the same rows.
-        shares_prompts: whether rows with equal prompts are computed with one copy of the prompt.
     """
 
     def __init__(self, packs: bool, least_gain: float, sequences: SequenceGroup | None, device: torch.device):
@@ -373,7 +360,6 @@ class MicroBatcher:
             yield part.to(self._device)
 
     def _most(self, count: int) -> int:
-        """Return the largest count of any process."""
         if dist.get_world_size() == 1:
             return count  # without waiting for the device
         largest = torch.tensor(count, device=self._device)

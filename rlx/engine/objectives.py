@@ -107,21 +107,18 @@ def load_policy_loss(config: PolicyLossConfig) -> PolicyLoss:
 
 
 def _checked(answer: Any, mask_BR: Tensor, config: PolicyLossConfig) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the result of a policy loss after checking its form, because a user's loss may return anything.
+    """Return the result of a policy loss, which a user may have written.
 
     Raises ValueError if it is not one loss per token with statistics per token.
     """
     shape, where = tuple(mask_BR.shape), f"{config.name} in {config.path}"
-    match answer:
-        case (Tensor() as loss_BR, dict() as stats):
-            pass
-        case _:
-            parts = answer if isinstance(answer, tuple) else [answer]
-            got = ", ".join(type(part).__name__ for part in parts)
-            raise ValueError(
-                f"{where}: returned {got}, expected (loss, statistics): a tensor and a dict of tensors, all of shape {shape}"
-            )
-    faults = []
+    parts = answer if isinstance(answer, tuple) else (answer,)
+    if not (len(parts) == 2 and isinstance(parts[0], Tensor) and isinstance(parts[1], dict)):
+        got = ", ".join(type(part).__name__ for part in parts)
+        raise ValueError(
+            f"{where}: returned {got}, expected (loss, statistics): a tensor and a dict of tensors, all of shape {shape}"
+        )
+    loss_BR, stats, faults = *parts, []
     if loss_BR.shape != shape:
         faults.append(
             f"got a loss of shape {tuple(loss_BR.shape)}, expected {shape}: one number per token, which rlx averages "

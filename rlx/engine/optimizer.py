@@ -150,33 +150,26 @@ def build_optimizer(parameters: Iterable[nn.Parameter], optim: OptimConfig) -> A
     On an accelerator this is torch's fused kernel. It reads parameters, gradients and state once instead of a dozen times,
     needs no extra memory, and rounds a bf16 parameter once per step. On the CPU it is torch's default. With
     `optim.master_weights`, bf16 parameters have fp32 masters.
+
+    torchao's `_AdamW` and `AdamW8bit` round bf16 weights stochastically, so that the mean of many results is exact without masters.
+    Moments in 8 bits have a scale for each 256 numbers (arXiv:2110.02861); tensors below 4,096 numbers keep theirs as they are.
     """
-    trained = [p for p in parameters if p.requires_grad]
+    trained, constants = [p for p in parameters if p.requires_grad], _constants(optim)
     if optim.optimizer != "AdamW":
-        return _torchao_optimizer(trained, optim)
+        try:
+            import torchao.optim
+        except ImportError as error:
+            text = f"optim.optimizer={optim.optimizer}: needs the package torchao; pip install 'torchao>=0.18', or set it to AdamW"
+            raise ImportError(text) from error
+        kind = getattr(torchao.optim, optim.optimizer)
+        return kind(trained, lr=optim.lr, bf16_stochastic_round=True, **constants)  # type: ignore[no-any-return]
     is_fused = all(local(p).device.type != "cpu" for p in trained)
     kind = MasterAdamW if optim.master_weights and any(p.dtype in NARROW for p in trained) else ShardAdamW
-    optimizer = kind(trained, lr=optim.lr, fused=is_fused or None, **_constants(optim))
+    optimizer = kind(trained, lr=optim.lr, fused=is_fused or None, **constants)
     optimizer.register_load_state_dict_pre_hook(_keep_kernel)
     if kind is ShardAdamW:
         optimizer.register_step_pre_hook(lambda stepped, *_: _narrow_gradients(stepped))
     return optimizer
-
-
-def _torchao_optimizer(trained: list[nn.Parameter], optim: OptimConfig) -> AdamW:
-    """Return the optimizer of torchao, an optional package, that `optim.optimizer` names: `_AdamW` or `AdamW8bit`.
-
-    It rounds bf16 weights stochastically to one of the two neighbours of the exact result, so that the mean of many results is exact
-    and updates below the distance of neighbours move some weights, without masters. Moments in 8 bits have a scale for each 256
-    numbers (Dettmers et al. 2021, arXiv:2110.02861); tensors below 4,096 numbers keep theirs in the weights' type.
-    """
-    try:
-        import torchao.optim
-    except ImportError as error:
-        text = f"optim.optimizer={optim.optimizer}: needs the package torchao; pip install 'torchao>=0.18', or set it to AdamW"
-        raise ImportError(text) from error
-    kind = getattr(torchao.optim, optim.optimizer)
-    return kind(trained, lr=optim.lr, bf16_stochastic_round=True, **_constants(optim))  # type: ignore[no-any-return]
 
 
 def state_bytes(optimizer: AdamW, parameter: Tensor) -> int:

@@ -4,7 +4,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial, reduce
+from functools import reduce
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -53,7 +53,7 @@ def trained_dtypes(model: nn.Module) -> set[torch.dtype]:
 
 
 def casts(precision: Precision, model: nn.Module) -> bool:
-    """Return whether weights are cast to the type of computation. Else weights that the model keeps in a wider type stay wide."""
+    """Whether weights are cast to the type of computation. Else those that the model keeps in a wider type stay wide."""
     return {precision.stored} | trained_dtypes(model) != {precision.compute}
 
 
@@ -92,8 +92,8 @@ class Sharded(ABC):
     def accumulating(self, last: bool) -> AbstractContextManager[None]:
         """Return a context around forward and backward of one micro-batch; `last` is true if the optimizer steps next.
 
-        Gradients are reduced to shards after every micro-batch: whole ones would cost a full copy of the gradients. The shards are
-        summed in the type of `mixed_precision.reduce_dtype`: bf16 sums of 64 gradients lose most of their digits.
+        Gradients are reduced to shards after every micro-batch, and summed in the type of `mixed_precision.reduce_dtype`: bf16 sums of
+        64 gradients lose most of their digits.
         """
 
     @abstractmethod
@@ -294,10 +294,9 @@ def _wrap(module: nn.Module, options: dict[str, Any]) -> FullyShardedDataParalle
 class SingleModel(Sharded):
     """The plain model; if it computes in another type than it stores, forward and backward read a copy of the weights.
 
-    FSDP2 would copy the weights of each layer twice in each micro-batch, and for each layer run code on the host that takes as
-    long as launching the layer's kernels. Here they are copied at the first forward after `reshard`, all at once. Results are
-    those of FSDP2, but for gradients of weights that the model multiplies with wider tensors, as some norms are: FSDP2 rounds
-    these to the type of computation in each micro-batch.
+    FSDP2 would copy each layer's weights twice per micro-batch, with as much work on the host as launching its kernels. Here all are
+    copied at the first forward after `reshard`. Results are those of FSDP2, but for gradients of weights that the model multiplies
+    with wider tensors, as some norms are: FSDP2 rounds these to the type of computation in each micro-batch.
     """
 
     def __init__(
@@ -310,8 +309,8 @@ class SingleModel(Sharded):
         super().__init__(model, precision, device)
         materialise(model, [], device, streamed)
         self._compute = precision.compute
-        places = [
-            _Weight(module, name, parameter)
+        places = [  # of each parameter; a tied one has several
+            (module, name, parameter)
             for module in model.modules()
             for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False)
             if parameter not in streamed and parameter.is_floating_point() and parameter.dtype != precision.compute
@@ -323,7 +322,8 @@ class SingleModel(Sharded):
         if self._weights:
             model.register_forward_pre_hook(lambda *_: self._read_copies())
             for unit in self.units:  # as FSDP2 does, for models that widen what goes from layer to layer
-                unit.module.register_forward_pre_hook(partial(_cast_inputs, self._compute), with_kwargs=True)
+                cast_both = lambda _, args, kwargs: (_cast(args, precision.compute), _cast(kwargs, precision.compute))  # noqa: E731
+                unit.module.register_forward_pre_hook(cast_both, with_kwargs=True)
 
     @torch.no_grad()
     def _read_copies(self) -> None:
@@ -368,18 +368,6 @@ class SingleModel(Sharded):
     def gathering(self, unit: Unit) -> Iterator[Callable[[Tensor], Tensor]]:
         self.reshard()
         yield lambda tensor: tensor.detach().to(self.device, copy=True)
-
-
-class _Weight(NamedTuple):
-    """A place of a parameter in the model; a tied one has several."""
-
-    module: nn.Module
-    name: str
-    parameter: nn.Parameter
-
-
-def _cast_inputs(dtype: torch.dtype, _module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    return _cast(args, dtype), _cast(kwargs, dtype)
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
