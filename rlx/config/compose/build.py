@@ -220,7 +220,7 @@ def _leaf(key: str, value: Any, leaf: Leaf, faults: list[Fault]) -> Any:
             return leaf.default
     if not _allowed(read, leaf):
         remedy = _other_choice(key, read, leaf)
-        faults.append(Fault(f"{key} is out of range", repr(value), expected, remedy, (key,)))
+        faults.append(Fault(f"{key} has an invalid value", repr(value), expected, remedy, (key,)))
         return read if leaf.info.choices is not None else leaf.default
     return read
 

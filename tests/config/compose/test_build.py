@@ -100,7 +100,7 @@ def test_a_value_of_another_type_or_out_of_range_is_one_fault(section: str):
     for key, leaf in LEAVES.items():
         if not key.startswith(f"{section}."):
             continue
-        for kind, values in (("has the wrong type", of_wrong_type(leaf)), ("is out of range", out_of_range(leaf))):
+        for kind, values in (("has the wrong type", of_wrong_type(leaf)), ("has an invalid value", out_of_range(leaf))):
             for value in values:
                 read, (fault,) = build_one(key, value)
                 assert fault.what == f"{key} {kind}" and fault.keys == (key,)
@@ -279,7 +279,7 @@ def test_a_remedy_names_whole_keys(not_whole, is_value: bool):
 def test_a_value_that_rlx_lacks_gets_a_remedy_of_its_own():
     for name in ("param_dtype", "reduce_dtype"):
         _, (fault,) = build_one(f"critic.fsdp.mixed_precision.{name}", "fp16")
-        assert "out of range" in fault.what and "bf16" in fault.remedy and "loss scaling" in fault.remedy
+        assert "invalid value" in fault.what and "bf16" in fault.remedy and "loss scaling" in fault.remedy
 
 
 @pytest.mark.parametrize(
@@ -293,7 +293,7 @@ def test_a_value_that_rlx_lacks_gets_a_remedy_of_its_own():
 def test_algorithms_of_verl_that_rlx_lacks_get_a_remedy_of_their_own(key: str, value: str):
     _, (fault,) = build_one(key, value)
     remedy = remedy_for(f"{key}={value}")
-    assert "out of range" in fault.what
+    assert "invalid value" in fault.what
     assert fault.remedy == (remedy.text(key, remedy.to) if isinstance(remedy, Renamed) else remedy)
 
 
