@@ -15,7 +15,7 @@ from typing import Any
 from rlx.environments.answers import LONGEST_TRACEBACK, Nonsense, checked_observation, checked_reset, encode
 from rlx.environments.protocol import Environment, Failure, Observation, Reset, Turn
 from rlx.environments.spec import EnvironmentSpec, Factory
-from rlx.processes.calls import TooLong, limited, loaded, number_at_work, own_traceback, unwrapped
+from rlx.processes.calls import TooLong, limited, loaded, number_at_work, own_traceback
 from rlx.processes.lines import line_of
 from rlx.user_code import line_in
 
@@ -86,7 +86,6 @@ class _Server:
     def _failure(self, fault: BaseException) -> Failure:
         if isinstance(fault, Nonsense):  # raised by rlx, and its text says all
             return Failure(str(fault), "nonsense")
-        fault = unwrapped(fault)
         trace = own_traceback(fault, (__file__,), LONGEST_TRACEBACK)
         match fault:
             case TooLong():

@@ -79,10 +79,6 @@ def _write(number: int) -> None:
         os.pwrite(note_descriptor, number.to_bytes(8, "little"), 0)
 
 
-class Raised(Exception):
-    """Its cause takes another way than SystemExit and the like, which would end the event loop."""
-
-
 async def limited(limit_s: float, interrupts: bool, call: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
     """Call a function, async or not. Raises TooLong after this time, also where the call swallows its cancellation.
 
@@ -99,7 +95,10 @@ async def limited(limit_s: float, interrupts: bool, call: Callable[..., Any], *a
     if not done:
         task.cancel()
         raise TooLong
-    return task.result()
+    value, fault = task.result()
+    if fault is not None:
+        raise fault
+    return value
 
 
 async def _awaited(waiting: Awaitable[Any]) -> Any:
@@ -107,8 +106,8 @@ async def _awaited(waiting: Awaitable[Any]) -> Any:
 
 
 @types.coroutine
-def _noted(coroutine: Coroutine[Any, Any, Any], limit_s: float) -> Generator[Any, Any, Any]:
-    """Await a coroutine; each of its steps is `at_work`."""
+def _noted(coroutine: Coroutine[Any, Any, Any], limit_s: float) -> Generator[Any, Any, tuple[Any, Any]]:
+    """Await a coroutine, each of whose steps is `at_work`; return its value or error. SystemExit would end the event loop."""
     resume: Callable[[Any], Any] = coroutine.send
     value: Any = None
     while True:
@@ -116,18 +115,16 @@ def _noted(coroutine: Coroutine[Any, Any, Any], limit_s: float) -> Generator[Any
             try:
                 waits_for = resume(value)
             except StopIteration as end:
-                return end.value
-            except (KeyboardInterrupt, SystemExit) as fault:
-                raise Raised from fault
+                return end.value, None
+            except asyncio.CancelledError:
+                raise
+            except BaseException as fault:
+                return None, fault
         try:
             value = yield waits_for
             resume = coroutine.send
         except BaseException as fault:
             resume, value = coroutine.throw, fault
-
-
-def unwrapped(fault: BaseException) -> BaseException:
-    return fault.__cause__ if isinstance(fault, Raised) and fault.__cause__ is not None else fault
 
 
 def own_traceback(fault: BaseException, callers: Collection[str] = (), longest: int = LONGEST_TEXT) -> str:

@@ -102,25 +102,21 @@ class IsolatedProcess:
     def load(self, code: Loadable) -> int:
         """Request the import of code that is not there or on its way; return its number."""
         if code not in self._codes:
-            self._begin()
             number = self._codes[code] = len(self._codes) + 1
-            self.loading[number] = code
             self.send(["load", number, base64.b64encode(pickle.dumps(code)).decode()])
+            self.loading[number] = code
         return self._codes[code]
 
     def ask(self, asked: Mapping[int, Any], request: str | list[Any], limit_s: float) -> None:
         """Send requests that get replies, in one line; each call has a limit."""
-        self._begin()
+        self.send(request)
         self._limit_s = limit_s
         self.open |= asked
-        self.send(request)
-
-    def _begin(self) -> None:
-        if not self.loading and not self.open:
-            self._heard = time.monotonic()
 
     def send(self, message: str | list[Any]) -> None:
         """Write a message, JSON or what becomes JSON, with the next `flush`."""
+        if not self.loading and not self.open:
+            self._heard = time.monotonic()
         self.unsent += (message if isinstance(message, str) else json.dumps(message)).encode() + b"\n"
 
     def flush(self) -> None:
@@ -152,12 +148,6 @@ class IsolatedProcess:
                 case _:
                     number, reply = self._pool.decode(message, self.open)
                     yield self.open.pop(number), reply
-
-    def let_go(self) -> None:
-        """Say that no more requests come."""
-        self.flush()
-        with contextlib.suppress(OSError):
-            self.connection.shutdown(socket.SHUT_WR)
 
     def end(self, patience_s: float = 0.0) -> Lost:
         """Kill it after this time, with all processes that it started; return how it ended if it had ended before."""
@@ -272,7 +262,9 @@ class WorkerPool:
     def close(self, patience_s: float = 0.0) -> None:
         """End all processes; those that hear of it in time end by themselves."""
         for worker in self.workers if patience_s else ():
-            worker.let_go()
+            worker.flush()
+            with contextlib.suppress(OSError):
+                worker.connection.shutdown(socket.SHUT_WR)
         until = time.monotonic() + patience_s
         for worker in list(self.workers):
             self.stop(worker, until - time.monotonic())

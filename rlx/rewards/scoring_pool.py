@@ -85,26 +85,22 @@ class ScoringPool(WorkerPool):
         Raises:
             NotSendable: pickle rejects the arguments.
         """
-        run = _Run(self, calls, deque(self._parts(calls)))
+        places: dict[Function, list[int]] = {}
+        for place, call in enumerate(calls):
+            places.setdefault(call.function, []).append(place)
+        parts: deque[list[int]] = deque()  # indices of calls that are sent together
+        for function, own in places.items():
+            # Concurrent calls of an async function must be in one message.
+            messages = self.size * (1 if function in self._async else MESSAGES_PER_PROCESS)
+            length = -(-len(own) // messages)
+            parts += [own[first : first + length] for first in range(0, len(own), length)]
+        run = _Run(self, calls, parts)
         try:
             run.to_the_end()
         finally:
             for worker in run.busy & self.workers:
                 self.stop(worker)
         return [run.outcomes[place] for place in range(len(calls))], Counts(run.retries, run.processes)
-
-    def _parts(self, calls: Sequence[RewardCall]) -> list[list[int]]:
-        """Return the indices of the calls that are sent together."""
-        places: dict[Function, list[int]] = {}
-        for place, call in enumerate(calls):
-            places.setdefault(call.function, []).append(place)
-        parts = []
-        for function, own in places.items():
-            # Concurrent calls of an async function must be in one message.
-            messages = self.size * (1 if function in self._async else MESSAGES_PER_PROCESS)
-            length = -(-len(own) // messages)
-            parts += [own[first : first + length] for first in range(0, len(own), length)]
-        return parts
 
 
 class _Run:

@@ -13,7 +13,7 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
-from rlx.processes.calls import TooLong, at_work, is_async, limited, loaded, number_at_work, unwrapped
+from rlx.processes.calls import TooLong, at_work, is_async, limited, loaded, number_at_work
 from rlx.processes.child import OUT_OF_MEMORY
 from rlx.processes.lines import line_of
 from rlx.rewards.function import Function, Outcome, outcome_of, raised
@@ -85,4 +85,4 @@ def _failed(fault: BaseException) -> Outcome:
     """Return the outcome of a call that raised; end the process if memory ran out."""
     if isinstance(fault, MemoryError):
         os._exit(OUT_OF_MEMORY)
-    return Outcome([], "timeout") if isinstance(fault, TooLong) else raised(unwrapped(fault), callers=(__file__,))
+    return Outcome([], "timeout") if isinstance(fault, TooLong) else raised(fault, callers=(__file__,))
