@@ -32,44 +32,31 @@ class RoutingError(ValueError):
 
 
 class Router(NamedTuple):
-    """The innermost module around the choice of a layer's experts: of E = `experts`, K = `chosen`.
-
-    Args:
-        layer: number of the decoder layer.
-        dims: of the scores that it takes the best of.
-        linear_maps: number of its linear maps to E numbers; the logits are unambiguous if it has one.
-    """
+    """The innermost module around the choice of a layer's experts: of E = `experts`, K = `chosen`."""
 
     name: str
     module: nn.Module
-    layer: int
+    layer: int  # number of the decoder layer
     experts: int
     chosen: int
-    dims: int
-    linear_maps: int
+    dims: int  # of the scores that it takes the best of
+    linear_maps: int  # number of its linear maps to E numbers; the logits are unambiguous if it has one
 
 
 @dataclass
 class Pass:
-    """One forward and its backward: the experts given to routers, and what they record by layer.
+    """One forward and its backward: the experts given to routers, and what they record by layer."""
 
-    Args:
-        given_NLK: experts of each token and layer; None: none.
-        replays: whether routers take them instead of their own choice.
-        weights_N: of the tokens in the sums of probabilities; None: there are no such sums.
-        records: whether routers record the experts (N, K) that each chooses (`own`) and its layer uses (`used`).
-        probabilities: weighted sum of the softmax of its logits over the tokens, (E,) in fp32 or wider, with its graph.
-        is_open: whether routers still record.
-    """
-
-    given_NLK: Tensor | None = None
-    replays: bool = False
-    weights_N: Tensor | None = None
-    records: bool = True
-    own: dict[int, Tensor] = field(default_factory=dict)
-    used: dict[int, Tensor] = field(default_factory=dict)
-    probabilities: dict[int, Tensor] = field(default_factory=dict)
-    is_open: bool = True
+    given_NLK: Tensor | None = None  # experts of each token and layer
+    replays: bool = False  # whether routers take them instead of their own choice
+    weights_N: Tensor | None = None  # of the tokens in the sums of probabilities; None: there are no such sums
+    records: bool = True  # whether routers record the next two
+    own: dict[int, Tensor] = field(default_factory=dict)  # experts (N, K) that each chooses
+    used: dict[int, Tensor] = field(default_factory=dict)  # and that its layer uses
+    probabilities: dict[int, Tensor] = field(
+        default_factory=dict
+    )  # softmax of the logits summed over tokens, (E,), with graph
+    is_open: bool = True  # whether routers still record
 
 
 class ExpertRouting:
@@ -81,8 +68,7 @@ class ExpertRouting:
 
     def __init__(self, model: nn.Module, run: Callable[[], object], tokens: int):
         self.routers = find_routers(model, run, tokens)
-        self.experts = self.routers[0].experts
-        self.chosen = self.routers[0].chosen
+        self.experts, self.chosen = self.routers[0].experts, self.routers[0].chosen
         self.now: Pass | None = None
         self._open: list[_Choice] = []
         for router in self.routers:
@@ -221,12 +207,9 @@ def find_routers(model: nn.Module, run: Callable[[], object], tokens: int) -> li
     """Return the routers that choose experts in a forward, by layer; arguments and errors as for `ExpertRouting`."""
     watch, handles = _Watch(tokens), []
 
-    def leave(*_: Any) -> None:
-        watch.inside.pop()
-
     for module in model.modules():
         handles.append(module.register_forward_pre_hook(lambda module, args: watch.inside.append(module)))
-        handles.append(module.register_forward_hook(leave, always_call=True))
+        handles.append(module.register_forward_hook(lambda *_: watch.inside.__delitem__(-1), always_call=True))
     try:
         with watch, torch.no_grad():
             run()

@@ -97,8 +97,8 @@ class FolderParts:
     def write_with_weights(self, folder: Path, weights: dict[str, Tensor], dtype: torch.dtype | None = None) -> None:
         """Write a folder that `from_pretrained` loads; it is made if missing.
 
-        Weights are full tensors on CPU by the names of the model's state_dict; of tied ones the first is enough, and it alone is
-        written, as in the folders of others. Parameters get `dtype`, by default that of the weights; buffers keep theirs.
+        Weights are full tensors on CPU by the names of the model's state_dict; the first of tied ones is enough, and it alone is
+        written. Parameters get `dtype`, by default that of the weights; buffers keep theirs.
 
         Raises ModelError if the weights are not those of the config, or one is beyond the range of `dtype`.
         """
@@ -108,24 +108,21 @@ class FolderParts:
         if self.head == "value":
             ensure_value_class(self.config)
         dtype = dtype or next((tensor.dtype for tensor in weights.values()), torch.float32)
+        options = {"dtype": dtype, "trust_remote_code": self.trust_remote_code}
         with torch.device("meta"):
-            config, trusts = copy.deepcopy(self.config), self.trust_remote_code
-            model = auto_class.from_config(config, dtype=dtype, trust_remote_code=trusts)
+            model = auto_class.from_config(copy.deepcopy(self.config), **options)
         if self.generation is not None:
             model.generation_config = GenerationConfig()
         parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-        copies = {
-            name
-            for name, source in getattr(model, "all_tied_weights_keys", {}).items()
-            if name in weights and source in weights and torch.equal(weights[name], weights[source])
-        }
+        kept, ties = dict(weights), getattr(model, "all_tied_weights_keys", {})
+        for name in ties.keys() & weights.keys():
+            if ties[name] in weights and torch.equal(weights[name], weights[ties[name]]):
+                del kept[name]
         if weights:
             _require_fitting(model, weights)
+        state = {name: _in_type(name, x, dtype) if name in parameters else x for name, x in kept.items()}
         with without_progress_bar():
-            kept = {name: tensor for name, tensor in weights.items() if name not in copies}
-            model.save_pretrained(
-                folder, state_dict={n: _in_type(n, t, dtype) if n in parameters else t for n, t in kept.items()}
-            )
+            model.save_pretrained(folder, state_dict=state)
         self._write_generation(folder)
         for file in folder.glob("*.safetensors"):
             as_open_as_folder(file)

@@ -41,15 +41,8 @@ def token_log_probs(
 
     Both carry gradients to `logits`. An entropy that enters no loss costs nothing in backward. Views such as `logits[:, a:b]`
     are read in place. A logit of -inf is an impossible token: its log-prob is -inf, and it has no share in the entropy and no
-    gradient.
-
-    Args:
-        logits: (..., V) floating.
-        ids: (...) int64 in [0, V).
-        temperature: > 0.
-        with_entropy: also return the entropy.
-
-    Returns log_probs (...) and entropy (...) [nats] or None; fp64 for fp64 logits, else fp32.
+    gradient. Logits are (..., V) floating, ids (...) int64 in [0, V). The results are (...), entropy in nats; fp64 for fp64 logits,
+    else fp32.
     """
     if logits.shape[:-1] != ids.shape or logits.dim() < 2:
         raise ValueError(
@@ -183,15 +176,13 @@ class _Pass:
                 raise
             except Exception as error:  # any reason why the compiler fails here
                 self._may_compile = self._has_compiled or isinstance(error, _NotCompiledError)
-                self._warn(f"{type(error).__name__}: {error}".splitlines()[0])
+                if not self._has_warned:
+                    reason = f"{type(error).__name__}: {error}".splitlines()[0]
+                    logger.warning("log-probs take longer: torch.compile does not work here (%s)", reason)
+                self._has_warned = True
         step = max(1, CHUNK_ELEMENTS // logits.shape[1])
         parts = [slice(start, start + step) for start in range(0, max(1, len(ids)), step)]
         return _by_parts(self._function, parts, logits, ids, *others)
-
-    def _warn(self, reason: str) -> None:
-        if not self._has_warned:
-            self._has_warned = True
-            logger.warning("log-probs take longer: torch.compile does not work here (%s)", reason)
 
 
 def _by_parts(
@@ -265,7 +256,8 @@ class _HeadLogProbs(torch.autograd.Function):
         count, vocabulary = len(ids_N), len(weight_VH)
         ctx.chunks = _token_chunks(count, HEAD_CHUNK_BYTES // (vocabulary * hidden_NH.element_size()))
         figures = _begin(ctx, hidden_NH, ids_N, temperature, with_entropy)
-        logits = hidden_NH.new_empty(_most_tokens(ctx.chunks), vocabulary)
+        most = ctx.chunks[-1].stop - ctx.chunks[-1].start
+        logits = hidden_NH.new_empty(most, vocabulary)
         for chunk in ctx.chunks:
             of_chunk = torch.mm(hidden_NH[chunk], weight_VH.T, out=logits[: chunk.stop - chunk.start])
             _fill(figures, chunk, _read_pass(of_chunk, ids_N[chunk], ctx.temperature, with_entropy))
@@ -282,7 +274,7 @@ class _HeadLogProbs(torch.autograd.Function):
         logits, ctx.logits = ctx.logits, None  # a second backward over a retained graph finds none
         is_there = logits is not None
         if logits is None:
-            logits = hidden_NH.new_empty(_most_tokens(ctx.chunks), len(weight_VH))
+            logits = hidden_NH.new_empty(ctx.chunks[-1].stop - ctx.chunks[-1].start, len(weight_VH))
         grad_hidden = torch.empty_like(hidden_NH) if ctx.needs_input_grad[0] else None
         grad_weight = None
         if ctx.needs_input_grad[1]:
@@ -336,10 +328,6 @@ def _token_chunks(count: int, most: int) -> list[slice]:
     most = max(1, most - most % ALIGNED if most > ALIGNED else most)
     starts = [0, *range(count % most or most, count, most)]
     return [slice(start, stop) for start, stop in zip(starts, [*starts[1:], count], strict=True)]
-
-
-def _most_tokens(chunks: list[slice]) -> int:
-    return chunks[-1].stop - chunks[-1].start
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor, is_first: bool) -> None:

@@ -131,9 +131,9 @@ def adapted_experts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
-    """Return a context in which adapted layers compute what they did before `add_lora`, bit for bit.
+    """Let adapted layers compute what they did before `add_lora`, bit for bit. No gradient may be computed meanwhile.
 
-    No gradient may be computed meanwhile. peft's own switch changes `requires_grad`, which FSDP reads only once.
+    peft's own switch changes `requires_grad`, which FSDP reads only once.
     """
     layers = [cast(Any, module) for module in model.modules() if hasattr(module, "lora_A")]
     for layer in layers:
@@ -270,10 +270,10 @@ def expert_targets(model: nn.Module, text: str) -> list[str]:
 
 
 def adapter_targets(model: "PreTrainedModel", text: str) -> list[str]:
-    """Return the full names of the modules that get adapters: all linear ones with weights of their own, or those with the
-    given name endings. Names of experts' weights are left to `expert_targets`.
+    """Return the full names of the modules that get adapters: those with the given name endings, joined by commas.
 
-    The model may be on the meta device; the text is `all-linear` or names joined by commas. Raises ModelError as `add_lora`.
+    `all-linear` is every linear layer with weights of its own, except the head. Names of experts' weights are left to
+    `expert_targets`. The model may be on the meta device. Raises ModelError as `add_lora`.
     """
     head, output = _value_head(model), model.get_output_embeddings()
     modules = {name: cast(Any, module) for name, module in model.named_modules() if name}
@@ -354,10 +354,9 @@ class AdapterKind(NamedTuple):
 
 
 def write_adapters(folder: Path, weights: Mapping[str, Tensor], kind: AdapterKind, base: str | None = None) -> None:
-    """Write a folder that peft's `PeftModel.from_pretrained` and vLLM load.
+    """Write a folder that peft and vLLM load, of full tensors as `adapter_weights` yields them.
 
-    Weights are full tensors by their names in the adapted model, as `adapter_weights` yields them. `base` is the folder or hub name
-    of the model below them, for tools that load both.
+    `base` is the folder or hub name of the model below them, for tools that load both.
     """
     from safetensors.torch import save_file
 

@@ -38,16 +38,13 @@ class Pair(NamedTuple):
 
 
 class Read(NamedTuple):
-    """Pairs of queries and keys for one call of attention; each has at least one query and one key.
-
-    Args:
-        is_causal: the last query of a pair sees all keys, and each earlier one a key less; otherwise every query sees all.
-        adds: whether the queries attend to other keys in an earlier read, with which the result has to be merged.
-    """
+    """Pairs of queries and keys for one call of attention; each has at least one query and one key."""
 
     pairs: list[Pair]
-    is_causal: bool
-    adds: bool
+    is_causal: (
+        bool  # the last query of a pair sees all keys, and each earlier one a key less; otherwise every query sees all
+    )
+    adds: bool  # whether the queries attend to other keys in an earlier read, with which the result has to be merged
 
 
 # What layers have made of a tree. It is no attribute: a layer whose forward changes one of an argument cannot be recomputed.
@@ -168,17 +165,11 @@ def joined(spans: Sequence[Span]) -> tuple[Span, ...]:
 
 
 class TreeRows(NamedTuple):
-    """Rows of tokens laid out as a tree.
+    """Rows of tokens laid out as a tree."""
 
-    Args:
-        tree: their segments; roots come first, then their children, and so on.
-        pieces: for each segment a row that has it, and the columns in that row.
-        places: for each row the place in the packed row of each of its tokens, (length,) int64.
-    """
-
-    tree: Tree
-    pieces: list[tuple[int, Span]]
-    places: list[Tensor]
+    tree: Tree  # roots come first, then their children, and so on
+    pieces: list[tuple[int, Span]]  # for each segment a row that has it, and the columns in that row
+    places: list[Tensor]  # for each row the place in the packed row of each of its tokens, (length,) int64
 
 
 def tree_of_rows(rows: Sequence[Tensor], least_gain: float = NEVER) -> TreeRows:
@@ -189,7 +180,8 @@ def tree_of_rows(rows: Sequence[Tensor], least_gain: float = NEVER) -> TreeRows:
         least_gain: rows share a beginning if that saves more than this share of their tokens behind what they share already;
             `NEVER`: each row is a root.
     """
-    nodes = _by_level(_alone(rows) if least_gain >= NEVER else _shared(rows, least_gain))
+    alone = [_Node([number], Span(0, len(row)), None, 0) for number, row in enumerate(rows)]
+    nodes = alone if least_gain >= NEVER else _by_level(_shared(rows, least_gain))
     index = {id(node): i for i, node in enumerate(nodes)}
     parents = [ROOT if node.parent is None else index[id(node.parent)] for node in nodes]
     tree = Tree([node.columns.tokens for node in nodes], parents)
@@ -212,7 +204,7 @@ class _Node(NamedTuple):
 def _by_level(nodes: Iterable[_Node]) -> list[_Node]:
     """Sort nodes by level, then in the order of parents, then of rows; roots that others continue come first.
 
-    So in a row of prompts with responses all queries and all keys of the read across are neighbours, and need no copies.
+    So in a row of prompts with responses all queries and all keys of the second read are neighbours, and need no copies.
     """
     every = list(nodes)
     parents = {id(node.parent) for node in every}
@@ -222,11 +214,6 @@ def _by_level(nodes: Iterable[_Node]) -> list[_Node]:
         of_level = [(rank.get(id(node.parent), id(node) not in parents), node) for node in every if node.level == level]
         found += [node for _, node in sorted(of_level, key=lambda pair: (pair[0], min(pair[1].rows)))]
     return found
-
-
-def _alone(rows: Sequence[Tensor]) -> Iterator[_Node]:
-    for number, row in enumerate(rows):
-        yield _Node([number], Span(0, len(row)), None, 0)
 
 
 def _shared(rows: Sequence[Tensor], least_gain: float) -> Iterator[_Node]:
@@ -260,5 +247,4 @@ def _shared(rows: Sequence[Tensor], least_gain: float) -> Iterator[_Node]:
 
 def _common(one: Tensor, other: Tensor) -> int:
     length = min(len(one), len(other))
-    differs = (one[:length] != other[:length]).nonzero()
-    return int(differs[0]) if len(differs) else length
+    return int((one[:length] == other[:length]).cumprod(0).sum())

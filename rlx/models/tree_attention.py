@@ -38,22 +38,14 @@ MOST_BYTES = 16 << 20  # larger tensors are copied with a wait: torch keeps the 
 
 @dataclass(frozen=True)
 class Call:
-    """Everything of a call but its tensors.
+    """Everything of a call but its tensors."""
 
-    Args:
-        query_lengths, key_lengths: of the S pairs, each at least 1: some kernels fail without queries or keys.
-        is_causal: the last query of a pair sees all its keys, each earlier one a key less.
-        window: keys that a query of a causal call sees at most; None: all.
-        scaling: of the scores.
-        device: of the tensors.
-    """
-
-    query_lengths: tuple[int, ...]
+    query_lengths: tuple[int, ...]  # of the S pairs, each at least 1: some kernels fail without queries or keys
     key_lengths: tuple[int, ...]
-    is_causal: bool
-    window: int | None
-    scaling: float
-    device: torch.device
+    is_causal: bool  # the last query of a pair sees all its keys, each earlier one a key less
+    window: int | None  # keys that a query of a causal call sees at most; None: all
+    scaling: float  # of the scores
+    device: torch.device  # of the tensors
 
     @cached_property
     def bounds(self) -> tuple[Tensor, Tensor, int, int]:
