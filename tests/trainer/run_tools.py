@@ -6,8 +6,11 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+import torch
+
 from rlx.checkpoint.manifest import seal
 from rlx.config.schema import AlgorithmConfig, PPOConfig
+from rlx.data.batch import Batch
 from rlx.errors import StorageError
 from rlx.trainer import checkpoints as ck
 from rlx.trainer.saver import Saver
@@ -66,6 +69,19 @@ class Disk:
 def saver_of(folder, workers, clock=lambda: 0.0, **trainer):
     base = PPOConfig(algorithm=AlgorithmConfig(adv_estimator="grpo"))
     return Saver(replace(base, trainer=replace(base.trainer, **trainer)), workers, folder, clock)
+
+
+def responses(lengths, prompt=1, response=4, info=None, **columns):
+    """Rows whose prompts have `prompt` tokens, and responses of these lengths in a column of `response`; groups are pairs."""
+    mask = torch.arange(response) < torch.tensor(lengths)[:, None]
+    ones = torch.ones(len(lengths), prompt, dtype=torch.bool)
+    tensors = {
+        "input_ids": torch.zeros(len(lengths), prompt + response, dtype=torch.int64),
+        "attention_mask": torch.cat([ones, mask], dim=1),
+        "response_mask": mask,
+        "group_id": torch.arange(len(lengths)) // 2,
+    }
+    return Batch.of(tensors | columns, info or {})
 
 
 def described(name: str) -> bool:

@@ -4,9 +4,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from run_tools import responses
 
 from rlx.config.schema import ModelConfig
-from rlx.data.batch import Batch
 from rlx.trainer.learning import QUADRATIC_TOKENS, RowTokens, balance, cost
 
 APART, SHARED = ModelConfig(use_shared_prefix=False).least_gain, ModelConfig().least_gain
@@ -14,18 +14,9 @@ APART, SHARED = ModelConfig(use_shared_prefix=False).least_gain, ModelConfig().l
 
 def batch_of(groups, prompt=40, response=30):
     """Rows with these lengths of responses, group by group, and with their numbers as scores."""
-    rows = [(number, length) for number, lengths in enumerate(groups) for length in lengths]
-    mask = torch.arange(response) < torch.tensor([length for _, length in rows])[:, None]
-    ones = torch.ones(len(rows), prompt, dtype=torch.bool)
-    return Batch.of(
-        {
-            "input_ids": torch.zeros(len(rows), prompt + response, dtype=torch.int64),
-            "attention_mask": torch.cat([ones, mask], dim=1),
-            "response_mask": mask,
-            "group_id": torch.tensor([number for number, _ in rows]),
-            "scores": torch.arange(len(rows), dtype=torch.float32),
-        }
-    )
+    lengths = [length for group in groups for length in group]
+    group_id = torch.tensor([number for number, group in enumerate(groups) for _ in group])
+    return responses(lengths, prompt, response, group_id=group_id, scores=torch.arange(len(lengths)).float())
 
 
 def groups_of_parts(batch, sizes):

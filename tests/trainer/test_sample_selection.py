@@ -4,29 +4,18 @@ import math
 
 import pytest
 import torch
+from run_tools import responses
 
 from rlx.config.schema import OverlongBufferConfig
-from rlx.data.batch import Batch
 from rlx.rewards.manager import Scores
 from rlx.trainer import samples as sample_selection
 
 
 def part(values, prompts=2, width=3, first=0, lengths=None, **extra):
     """Samples of `prompts` prompts with these scores, and what the reward functions report beside them."""
-    rows = len(values)
-    lengths = torch.tensor(lengths or [2] * rows)[:, None]
-    mask = torch.cat([torch.ones(rows, width, dtype=torch.bool), torch.arange(4) < lengths], dim=1)
-    scores = Scores(torch.tensor(values), extra)
-    batch = Batch.of(
-        {
-            "input_ids": torch.full((rows, width + 4), 9),
-            "attention_mask": mask,
-            "response_mask": mask[:, width:],
-            "group_id": first + torch.arange(rows) // (rows // prompts),
-        },
-        {"response_text": [str(value) for value in values]},
-    )
-    return batch.with_(scores=scores.scores), scores
+    rows, scores = len(values), Scores(torch.tensor(values), extra)
+    info, group_id = {"response_text": list(map(str, values))}, first + torch.arange(rows) // (rows // prompts)
+    return responses(lengths or [2] * rows, width, 4, info, group_id=group_id, scores=scores.scores), scores
 
 
 def test_prompts_are_kept_whose_samples_differ():

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from run_tools import responses
 
 from rlx.algorithms.kl import KLController
 from rlx.config.schema import AlgorithmConfig
@@ -9,22 +10,6 @@ from rlx.data.batch import Batch
 from rlx.trainer import samples, step_metrics
 from rlx.trainer.learning import add_rewards, mini_batches
 from rlx.trainer.progress import PHASES
-
-
-def batch_of(lengths, response=4, **columns):
-    """Rows whose responses have the given lengths, after one-token prompts; group_id in pairs."""
-    rows = len(lengths)
-    mask = torch.arange(response)[None, :] < torch.tensor(lengths)[:, None]
-    attention = torch.cat([torch.ones(rows, 1, dtype=torch.bool), mask], dim=1)
-    return Batch.of(
-        {
-            "input_ids": torch.zeros(rows, 1 + response, dtype=torch.int64),
-            "attention_mask": attention,
-            "response_mask": mask,
-            "group_id": torch.arange(rows) // 2,
-            **columns,
-        }
-    )
 
 
 def test_spread_repeats_prompts_and_gives_each_sample_its_own_stable_seed():
@@ -44,7 +29,7 @@ def test_spread_repeats_prompts_and_gives_each_sample_its_own_stable_seed():
 
 
 def test_mini_batches_are_cut_by_whole_prompts_and_shuffled_by_seed():
-    batch = batch_of([1] * 8, scores=torch.arange(8, dtype=torch.float32))
+    batch = responses([1] * 8, scores=torch.arange(8, dtype=torch.float32))
     mixed = batch.rows([7, 0, 3, 4, 1, 2, 5, 6])
     plain = list(mini_batches(mixed, 2, epochs=2, seed=None))
     assert [sorted(p["scores"].tolist()) for p in plain] == [[0, 1, 2, 3], [4, 5, 6, 7]] * 2
@@ -57,7 +42,7 @@ def test_mini_batches_are_cut_by_whole_prompts_and_shuffled_by_seed():
 
 def test_scores_go_to_the_last_token_and_kl_is_taken_off_each():
     log_probs = torch.zeros(2, 4)
-    batch = batch_of(
+    batch = responses(
         [2, 0],
         scores=torch.tensor([1.0, 5.0]),
         old_log_probs=log_probs,
@@ -74,7 +59,7 @@ def test_scores_go_to_the_last_token_and_kl_is_taken_off_each():
 
 
 def test_description():
-    batch = batch_of(
+    batch = responses(
         [4, 2, 1, 1],
         scores=torch.tensor([1.0, 1.0, 1.0, 0.0]),
         advantages=torch.tensor([[0.0] * 4, [0.5, -0.5, 0, 0], [0.0] * 4, [0.0] * 4]),

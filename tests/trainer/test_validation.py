@@ -6,23 +6,17 @@ from itertools import combinations
 
 import pytest
 import torch
+from run_tools import responses
 
-from rlx.data.batch import Batch
 from rlx.rewards.manager import Scores
 from rlx.trainer import samples, validation
 from rlx.trainer.samples import join
 
 
 def part(prompt_width, rows, source, scores, extra):
-    mask = torch.ones(rows, 3, dtype=torch.bool)
-    tensors = {
-        "input_ids": torch.zeros(rows, prompt_width + 3, dtype=torch.int64),
-        "attention_mask": torch.ones(rows, prompt_width + 3, dtype=torch.bool),
-        "response_mask": mask,
-    }
     names = ("prompt_text", "response_text", "ground_truth")
     info = {name: [f"{name}{i}" for i in range(rows)] for name in names} | {"data_source": [source] * rows}
-    return Batch.of(tensors, info), Scores(torch.tensor(scores), extra)
+    return responses([3] * rows, prompt_width, 3, info), Scores(torch.tensor(scores), extra)
 
 
 def test_parts_of_different_width_and_numbers_are_joined_and_summarised_by_source():
