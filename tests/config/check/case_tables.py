@@ -1,10 +1,13 @@
-"""The tables of cases beside this file."""
+"""The tables of cases beside this file, and command lines that several tests read."""
 
+from functools import cache
 from pathlib import Path
 from string import Template
 from typing import Any
 
 import yaml
+
+from rlx.config.compose.command_line import Composed, compose
 
 ACTOR, ROLLOUT, REF, MODEL = (f"actor_rollout_ref.{name}" for name in ("actor", "rollout", "ref", "model"))
 CORRECTION = "algorithm.rollout_correction"
@@ -22,3 +25,8 @@ def cases(name: str) -> list[tuple[Any, ...]]:
     """Return the rows of `name`.yaml in the order of their columns."""
     text = Template(Path(__file__).with_name(f"{name}.yaml").read_text()).substitute(PLACES)
     return [tuple(row.values()) for row in yaml.safe_load(text)]
+
+
+@cache
+def composed(*overrides: str) -> Composed:
+    return compose(overrides)

@@ -1,13 +1,11 @@
 """Keys that are set without effect: one warning lists them all, defaults are silent."""
 
-from functools import cache
 from pathlib import Path
 
 import pytest
-from case_tables import ACTOR, GAE, REF, ROLLOUT, cases
+from case_tables import ACTOR, GAE, REF, ROLLOUT, cases, composed
 
 from rlx.config.check.declared import CheckContext, conditions, unused_keys
-from rlx.config.compose.command_line import compose
 from rlx.config.machine import Machine
 from rlx.config.schema.tree import LEAVES
 
@@ -16,11 +14,9 @@ OVERLONG = ["reward.overlong_buffer.len", "reward.overlong_buffer.penalty_factor
 CASES = cases("unused")
 
 
-@cache
 def setting(command: str, machine: Machine) -> CheckContext:
-    composed = compose(command.split())
-    assert composed.faults == ()
-    return CheckContext(composed.config, composed.set_keys, machine)
+    found = composed(*command.split())
+    return CheckContext(found.config, found.set_keys, machine)
 
 
 @pytest.mark.parametrize(("command", "keys"), CASES, ids=[case[0] for case in CASES])

@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 
 import pytest
 import torch
-from case_tables import ACTOR, CORRECTION, FORK, GAE, JUDGE, MODEL, ON_GPU, ROLLOUT, cases
+from case_tables import ACTOR, CORRECTION, FORK, GAE, JUDGE, MODEL, ON_GPU, ROLLOUT, cases, composed
 from omegaconf import OmegaConf
 
 from rlx.config.check.declared import CheckContext, declared_needs_are_met
@@ -47,11 +47,11 @@ def test_a_broken_rule_gives_its_fault_and_no_other(verdict, command: str, start
 def test_every_rule_and_every_declared_need_has_a_case(cpu_machine: Machine):
     reached: set[object] = set()
     for command, _, _ in CASES:
-        composed = compose(command.split())
-        s = CheckContext(composed.partial, composed.set_keys, machine(1) if command.endswith(ON_GPU) else cpu_machine)
+        found = composed(*command.split())
+        s = CheckContext(found.partial, found.set_keys, machine(1) if command.endswith(ON_GPU) else cpu_machine)
         for rule in {*RULES} - reached | {declared_needs_are_met}:
-            if found := [*rule(s)]:
-                reached |= {rule, *(fault.what for fault in found)}
+            if faults := [*rule(s)]:
+                reached |= {rule, *(fault.what for fault in faults)}
     assert {*RULES} <= reached
     assert {need.what for leaf in LEAVES.values() for need in leaf.info.needs} - reached == set()
 
@@ -321,8 +321,8 @@ def test_tensor_parallel_groups_take_all_processes(verdict):
 
 def test_heads_that_vllm_has_no_kernel_for_are_refused_on_the_cpu_alone(tmp_path):
     def faults(gpus: int, *overrides: str):
-        composed = compose([f"{ROLLOUT}.name=vllm", f"{MODEL}.path={tmp_path}", *overrides])
-        where = CheckContext(composed.partial, composed.set_keys, replace(machine(gpus), vllm="0.32.0"))
+        found = compose([f"{ROLLOUT}.name=vllm", f"{MODEL}.path={tmp_path}", *overrides])
+        where = CheckContext(found.partial, found.set_keys, replace(machine(gpus), vllm="0.32.0"))
         return list(vllm_can_run_the_model(where))
 
     narrow = {**SHAPES["qwen2-7b"], "head_dim": 16}
