@@ -33,23 +33,17 @@ class HangWatch:
     Progress is a beat, or another place in rlx than at the last look. In a call without beats yet, such as the loading of a
     model, it is any other stack: a library may work at one place in rlx for long. With beats it is not, because an endless loop
     of a user's policy loss gives another stack at each look. A rank that waits for a slow one is not stuck, so the progress of
-    any of them counts for all.
-
-    Args:
-        timeout_s: `trainer.hang_timeout_s` [s].
-        now_s: monotonic time at which the call began.
+    any of them counts for all. Times are monotonic; `began_s` is that of the call.
     """
 
-    def __init__(self, timeout_s: float, now_s: float) -> None:
-        self._timeout_s, self._since_s = timeout_s, now_s
+    def __init__(self, timeout_s: float, began_s: float) -> None:
+        self._timeout_s, self._since_s = timeout_s, began_s
         self._seen: dict[int, tuple[object, ...]] = {}
 
     def faults(self, standings: Mapping[int, Standing | None], now_s: float) -> list[RankFault]:
         """Return a fault for each rank if they are stuck, the one that the others probably wait for first; else none.
 
-        Args:
-            standings: of the ranks still at work; None: the rank did not answer.
-            now_s: monotonic time.
+        The standings are those of the ranks still at work, None for a rank that did not answer.
         """
         progress = {rank: standing.progress for rank, standing in standings.items() if standing is not None}
         if any(self._seen.get(rank) != each for rank, each in progress.items()):
@@ -107,15 +101,30 @@ class WorkerGroup:
         self._loading: list[Any] = []
 
     def load(self) -> None:
-        """Wait until the processes have started, and let them import the worker class in the background.
+        """Wait until the processes have started, tell each its rank and the address at which rank 0 will listen, and let them
+        import the worker class in the background.
 
         Raises:
             WorkerFailure: a process did not start.
         """
         located = self._collect([p.location.remote() for p in self._processes], "worker", "start")
         self._locations = dict(enumerate(located))
-        self._set_environment()
-        self._loading = [p.load.remote(self._worker_class) for p in self._processes]
+        several_nodes = len({location.node_id for location in located}) > 1
+        address = located[0].node_ip if several_nodes else LOOPBACK
+        port = ray.get(self._processes[0].reserve_port.remote(address))
+        common = {"WORLD_SIZE": str(self.world_size), "MASTER_ADDR": address, "MASTER_PORT": str(port)}
+        cores = {node["NodeID"]: int(node["Resources"].get("CPU", 1)) for node in ray.nodes()}
+        for rank, (process, slot) in enumerate(zip(self._processes, self._placement.slots, strict=True)):
+            threads = max(1, cores[located[rank].node_id] // self._placement.processes_per_node)
+            own = {
+                "RANK": str(rank),
+                # Ray shows a process with a GPU only that GPU, as device 0.
+                "LOCAL_RANK": "0" if self._placement.gpu else str(slot.local_rank),
+                "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),
+            }
+            if not self._placement.gpu:
+                own["CUDA_VISIBLE_DEVICES"] = ""
+            self._loading.append(process.load.remote(self._worker_class, {**common, **own}, several_nodes))
 
     def build(self, *arguments: Any) -> "WorkerGroup":
         """Make a worker in each process, with the same arguments on all ranks, and return the group.
@@ -228,28 +237,6 @@ class WorkerGroup:
             with contextlib.suppress(RayError):  # the process has died; its call will say so
                 found[asked[answer]] = ray.get(answer)
         return found
-
-    def _set_environment(self) -> None:
-        """Give each process its rank and the address at which rank 0 will listen."""
-        several_nodes = len({location.node_id for location in self._locations.values()}) > 1
-        address = self._locations[0].node_ip if several_nodes else LOOPBACK
-        port = ray.get(self._processes[0].reserve_port.remote(address))
-        common = {"WORLD_SIZE": str(self.world_size), "MASTER_ADDR": address, "MASTER_PORT": str(port)}
-        cores = {node["NodeID"]: int(node["Resources"].get("CPU", 1)) for node in ray.nodes()}
-        prepared = []
-        for rank, (process, slot) in enumerate(zip(self._processes, self._placement.slots, strict=True)):
-            location = self._locations[rank]
-            threads = max(1, cores[location.node_id] // self._placement.processes_per_node)
-            own = {
-                "RANK": str(rank),
-                # Ray shows a process with a GPU only that GPU, as device 0.
-                "LOCAL_RANK": "0" if self._placement.gpu else str(slot.local_rank),
-                "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),
-            }
-            if not self._placement.gpu:
-                own["CUDA_VISIBLE_DEVICES"] = ""
-            prepared.append(process.prepare.remote({**common, **own}, several_nodes))
-        self._collect(prepared, "worker", "prepare")
 
 
 def _receive(call: Any, rank: int, location: WorkerLocation | None = None) -> Any:

@@ -51,15 +51,9 @@ class Placement:
 
     @classmethod
     def reserve(cls, nnodes: int, processes_per_node: int, device: str) -> "Placement":
-        """Reserve slots, waiting until the cluster has room.
+        """Reserve slots on so many different nodes, on `cuda` each with a GPU of its own, and wait until there is room.
 
-        Args:
-            nnodes: different nodes to use.
-            processes_per_node: processes on each; on `cuda` each with a GPU of its own.
-            device: `cpu` or `cuda`.
-
-        Raises:
-            PlacementError: there was no room in time; it names the request and the cluster's resources.
+        Raises PlacementError, which names the request and the cluster's resources, if there is none in time.
         """
         gpu = device != "cpu"
         bundle = {"CPU": CPU_SHARE * processes_per_node} | ({"GPU": float(processes_per_node)} if gpu else {})
@@ -129,21 +123,14 @@ class Mesh:
 
 
 def share_ranges(rows: int, shares: int) -> list[range]:
-    """Return contiguous row ranges whose lengths differ by at most one, longer ones first; some are empty if rows < shares."""
+    """Return contiguous row ranges, longer ones first, whose lengths differ by at most one."""
     size, rest = divmod(rows, shares)
     starts = [share * size + min(share, rest) for share in range(shares + 1)]
     return [range(start, stop) for start, stop in pairwise(starts)]
 
 
 def nodes_to_take(wanted: int, least: int, gpus: int, wait_s: float = NODES_WAIT_S) -> int:
-    """Wait for nodes of the joined cluster; return `wanted` if so many come in time, else as many as there are.
-
-    Args:
-        wanted: `trainer.nnodes`.
-        least: `trainer.min_nodes`; returned if there are fewer.
-        gpus: that each node must have.
-        wait_s: how long to wait [s].
-    """
+    """Wait for nodes with so many GPUs; return `wanted` if so many come in time, else as many as there are, at least `least`."""
     deadline_s = time.monotonic() + wait_s
     while (alive := _answering_nodes(gpus)) < wanted and time.monotonic() < deadline_s:
         time.sleep(1.0)

@@ -98,7 +98,7 @@ class WorkerProcess:
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
-        self._worker_class: type | None = None
+        self._worker_class: Any = None
         self._worker: Any = None
         self._thread = 0  # of all calls but `standing`
         self._beats_before = 0  # the call that runs
@@ -126,31 +126,29 @@ class WorkerProcess:
         os.environ["MASTER_LISTEN_FD"] = str(reserved.detach())
         return port
 
-    def prepare(self, environment: dict[str, str], several_nodes: bool) -> None:
-        """Set environment variables, and choose the network interface of gloo and NCCL unless the node's environment does.
+    def load(self, worker_class: type | str, environment: dict[str, str], several_nodes: bool) -> WorkerReply:
+        """Set environment variables, then import the worker's class, if it is given as `module:Class`.
 
-        By default both would listen on an interface that other machines reach, and gloo on that of the host's name, which other
-        nodes often do not reach. So a group on one node gets the loopback interface. On several nodes gloo gets the interface
-        of the node's address, and NCCL chooses its own.
+        Unless the node's environment names the network interface of gloo and NCCL, it is chosen here. By default both would
+        listen on one that other machines reach, and gloo on that of the host's name, which other nodes often do not reach. So
+        a group on one node gets the loopback interface. On several nodes gloo gets that of the node's address, and NCCL
+        chooses its own.
         """
-        os.environ.update(environment)
-        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # on a machine that is joined; see `rlx.driver.main`
-        interface = _interface_of(ray.util.get_node_ip_address() if several_nodes else LOOPBACK)
-        if interface:
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-            if not several_nodes:
-                os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
-
-    def load(self, worker_class: type | str) -> WorkerReply:
-        """Import the worker's class, if it is given as `module:Class`."""
         try:
+            os.environ.update(environment)
+            os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # on a machine that is joined; see `rlx.driver.main`
+            address, cards_of = ray.util.get_node_ip_address() if several_nodes else LOOPBACK, psutil.net_if_addrs()
+            found = (name for name, cards in cards_of.items() if any(card.address == address for card in cards))
+            if interface := next(found, None):
+                os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+                if not several_nodes:
+                    os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
             if isinstance(worker_class, str):
                 module, _, name = worker_class.partition(":")
                 with without_collection():
-                    self._worker_class = getattr(importlib.import_module(module), name)
+                    worker_class = getattr(importlib.import_module(module), name)
                 gc.freeze()  # modules stay, so later collections need not look at their million objects
-            else:
-                self._worker_class = worker_class
+            self._worker_class = worker_class
             return self._reply(None)
         except BaseException as error:
             return self._failed(error)
@@ -159,7 +157,6 @@ class WorkerProcess:
         """Build the worker."""
         self._beats_before = beats()
         try:
-            assert self._worker_class is not None
             self._worker = self._worker_class(*arguments)
             return self._reply(None)
         except BaseException as error:
@@ -188,8 +185,3 @@ class WorkerProcess:
         if isinstance(error, KeyboardInterrupt | SystemExit):
             raise error
         return self._reply(None, fault_of(self._rank, error))
-
-
-def _interface_of(address: str) -> str | None:
-    cards_of = psutil.net_if_addrs()
-    return next((name for name, cards in cards_of.items() if any(card.address == address for card in cards)), None)

@@ -36,9 +36,6 @@ def session(config: PPOConfig) -> Iterator[None]:
     SIGTERM, all processes that were started here have ended. Ray started here listens on the loopback interface only if
     `rlx.cluster.stay_on_this_machine` was called before anything imported Ray, as `rlx.driver` does.
 
-    Args:
-        config: the tree; reads `ray_kwargs.ray_init`.
-
     Raises:
         ClusterError: nothing answers at the address, or its form is not supported.
     """
@@ -81,13 +78,7 @@ def session(config: PPOConfig) -> Iterator[None]:
 
 
 def check_options(config: PPOConfig) -> None:
-    """Check that Ray knows the options in `ray_kwargs.ray_init`, before anything starts.
-
-    Names with a leading underscore are not checked, because Ray does not list them.
-
-    Raises:
-        ClusterError: Ray does not know an option.
-    """
+    """Raise ClusterError if Ray does not know an option in `ray_kwargs.ray_init`. It lists none with a leading underscore."""
     known = [name for name, of in inspect.signature(ray.init).parameters.items() if of.kind is not of.VAR_KEYWORD]
     unknown = [name for name in config.ray_kwargs.ray_init if name not in known and not name.startswith("_")]
     if unknown:

@@ -56,11 +56,13 @@ def convert(source: str, split: str, out: Path, console: Console) -> Path:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command and return its exit code."""
-    parser = argparse.ArgumentParser(prog=program("gsm8k"), description="Turn GSM8K into Parquet with chat prompts.")
+    parser = argparse.ArgumentParser(
+        prog=program("gsm8k"), description="Write GSM8K as Parquet files with chat prompts."
+    )
     for split in ("train", "test"):
-        official = f"official {split}.jsonl, or a hub name (default: %(default)s)"
+        official = f"the official {split}.jsonl, or a data set on the Hugging Face Hub (default: %(default)s)"
         parser.add_argument(f"--{split}", default=GSM8K_SOURCE, metavar="FILE", help=official)
-    folder = "folder for train.parquet and test.parquet"
+    folder = "folder to write train.parquet and test.parquet to"
     parser.add_argument("--out", required=True, type=Path, metavar="DIR", help=folder)
     given = parser.parse_args(arguments)
     console = Console(stderr=True)

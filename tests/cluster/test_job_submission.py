@@ -140,8 +140,9 @@ def test_a_submitted_run_trains_on_both_nodes(cluster, untrained, tmp_path):
     (folder / ".rayignore").write_text("*.bin\n")
     (folder / "weights.bin").write_text("x")
 
-    # Without the token; it takes Ray half a minute to give up, so both run at once.
+    # Without the token; it takes Ray a while to give up, half a minute by default, so both run at once.
     tokenless = {k: v for k, v in environment.items() if not k.startswith("RAY_AUTH")}
+    tokenless["RAY_py_gcs_connect_timeout_s"] = "3"
     stranger = subprocess.Popen(
         entry,
         env=tokenless | {"RAY_ADDRESS": f"127.0.0.1:{port}"},

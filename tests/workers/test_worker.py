@@ -90,13 +90,6 @@ def test_the_sampler_has_the_updated_weights(workers, stepped, prompts):
     assert torch.equal(reference, before["ref_log_probs"]), "and left the reference alone"
 
 
-def test_validation_is_greedy(workers, stepped, prompts):
-    first = workers.split("rollout", "generate", prompts, "val")
-    other_seeds = prompts.with_(seed=prompts["seed"] + 1000)
-    second = workers.split("rollout", "generate", other_seeds, "val")
-    assert torch.equal(first["input_ids"], second["input_ids"])
-
-
 def test_the_start_of_each_role_is_timed(workers):
     for started in workers.call("process", "start_s"):
         assert [*started] == ["device", "actor", "ref", "critic", "rollout"]
