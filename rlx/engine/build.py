@@ -10,7 +10,7 @@ from torch import nn
 
 from rlx.checkpoint.manifest import few
 from rlx.config.schema import ModelConfig
-from rlx.engine.fsdp_units import local
+from rlx.engine.fsdp_units import gathered, local
 from rlx.identity import machine_identity
 from rlx.models.loading import Head, ModelError, apply_liger, load_model, load_skeleton, rope_by_length
 from rlx.models.lora import Adapter, add_lora, load_adapters
@@ -90,9 +90,7 @@ def require_finite(source: str, named: Iterable[tuple[str, torch.Tensor]]) -> No
 
 def everywhere(faults: list[str]) -> list[str]:
     """Return the faults that processes have found; all of them call this."""
-    found: list[list[str]] = [[]] * dist.get_world_size()
-    dist.all_gather_object(found, faults)
-    return sorted({fault for each in found for fault in each})
+    return sorted({fault for each in gathered(faults) for fault in each})
 
 
 def _load(model: ModelConfig, head: Head, dtype: torch.dtype, seed: int) -> "PreTrainedModel":
@@ -121,8 +119,7 @@ def stream_frozen(
     """
     group = None
     if dist.get_world_size() > 1:
-        machines: list[str] = [""] * dist.get_world_size()
-        dist.all_gather_object(machines, machine_identity())
+        machines = gathered(machine_identity())
         _fill_frozen(model, layers, device, is_everywhere=len(set(machines)) > 1)
         for machine in dict.fromkeys(machines):
             made = dist.new_group([rank for rank, name in enumerate(machines) if name == machine])

@@ -23,15 +23,10 @@ from rlx.models.experts import ExpertRouting, Pass, differing_layers, expert_loa
 
 @dataclass(frozen=True)
 class ExpertOptions:
-    """How an engine treats experts.
+    """How an engine treats experts."""
 
-    Args:
-        replays: whether forwards use the experts that rows bring instead of the routers' own choice.
-        balance: weight of the load-balancing loss in updates; 0: there is none.
-    """
-
-    replays: bool = False
-    balance: float = 0.0
+    replays: bool = False  # whether forwards use the experts that rows bring instead of the routers' own choice
+    balance: float = 0.0  # weight of the load-balancing loss in updates; 0: there is none
 
 
 class Experts:

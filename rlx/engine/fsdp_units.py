@@ -21,6 +21,13 @@ from torch.distributed.tensor import DTensor
 from rlx.offload.runtime.layers import find_layers
 
 
+def gathered(own: Any) -> list[Any]:
+    """Return an object of each process; all of them call this."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, own)
+    return found
+
+
 def local(tensor: Tensor) -> Tensor:
     """Return this process's shard of a sharded tensor; return a plain tensor unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -65,19 +72,12 @@ def _shares_parameters(model: nn.Module, name: str, module: nn.Module) -> bool:
 
 
 class Unit(NamedTuple):
-    """Parameters that FSDP gathers together: a layer, or the root without its layers.
+    """Parameters that FSDP gathers together: a layer, or the root without its layers."""
 
-    Attributes:
-        prefix: the module's path in the model with a dot at its end, "" for the root.
-        module: the plain module.
-        names: its own entries in the model's state_dict, relative to the module; a tied one once.
-        wrapped: the module that FSDP made of it.
-    """
-
-    prefix: str
-    module: nn.Module
-    names: list[str]
-    wrapped: nn.Module
+    prefix: str  # the module's path in the model with a dot at its end, "" for the root
+    module: nn.Module  # the plain one
+    names: list[str]  # its own entries in the model's state_dict, relative to the module; a tied one once
+    wrapped: nn.Module  # the module that FSDP made of it
 
     def tensors(self) -> dict[str, Tensor]:
         """Return its current tensors by their full names."""

@@ -164,46 +164,30 @@ def _divide_padded(lengths: Sequence[RowLength], rule: MicroBatchRule, at_least:
 
 
 class PackedRow(NamedTuple):
-    """Sequences in one row, each without its last token, which predicts nothing.
+    """Sequences in one row, each without its last token, which predicts nothing. Integers are int64 where not said otherwise."""
 
-    Args:
-        input_ids, position_ids: (1, N) int64; positions are those in the sequences.
-        starts: (S + 1,) int32, the first token of each of the tree's S segments, and N.
-        tree: of the tokens, on the host.
-        predicting: (K,) int64, the indices of the tokens that predict response tokens; the last token of a prompt occurs once
-            for each response to it.
-        targets: (1, K) int64, the response tokens they predict.
-        places: (K,) int64, the indices of the targets in the flattened window (B, W).
-        copies: (N,) int64, how many rows hold each token; None in a part of a row.
-        experts: (N, L, K) given to the routers of a mixture of experts, if there are any.
-    """
-
-    input_ids: Tensor
-    position_ids: Tensor
-    starts: Tensor
-    tree: Tree
+    input_ids: Tensor  # (1, N)
+    position_ids: Tensor  # (1, N), in the sequences
+    starts: Tensor  # (S + 1,) int32, the first token of each of the tree's S segments, and N
+    tree: Tree  # of the tokens, on the host
+    # (K,), indices of the tokens that predict response tokens; a prompt's last token occurs once for each response to it
     predicting: Tensor
-    targets: Tensor
-    places: Tensor
-    copies: Tensor | None = None
-    experts: Tensor | None = None
+    targets: Tensor  # (1, K), the response tokens they predict
+    places: Tensor  # (K,), indices of the targets in the flattened window (B, W)
+    copies: Tensor | None = None  # (N,), how many rows hold each token; None in a part of a row
+    experts: Tensor | None = None  # (N, L, K) given to the routers of a mixture of experts, if there are any
 
 
 class MicroBatch(NamedTuple):
     """Rows laid out for one forward; see Note [rows start at column 0].
 
-    Args:
-        rows: their numbers among the process's rows; empty for a dummy. A dummy's row has an empty response mask: it takes part
-            in the collectives and weighs nothing.
-        batch: the columns, in which R is the window W.
-        lead: (B,) int64 on CPU, window columns before each row's first response token.
-        packed: the tokens that a model with packed sequences reads in place of the batch's.
+    A dummy has one row with an empty response mask: it takes part in the collectives and weighs nothing.
     """
 
-    rows: list[int]
-    batch: Batch
-    lead: Tensor
-    packed: PackedRow | None = None
+    rows: list[int]  # their numbers among the process's rows; empty for a dummy
+    batch: Batch  # the columns, in which R is the window W
+    lead: Tensor  # (B,) int64 on CPU, window columns before each row's first response token
+    packed: PackedRow | None = None  # the tokens that a model with packed sequences reads in place of the batch's
 
     def to(self, device: torch.device) -> "MicroBatch":
         packed = self.packed and PackedRow(*(to_device(x, device) if isinstance(x, Tensor) else x for x in self.packed))

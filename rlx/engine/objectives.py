@@ -48,17 +48,11 @@ class Share(NamedTuple):
 
 
 class Objective:
-    """The interface between the engine and a loss.
+    """The interface between the engine and a loss."""
 
-    Attributes:
-        columns: read from the batch in addition to the sequences.
-        distribution: how to read a language model's output; None for a value model.
-        loss_agg_mode: how the losses of tokens become one.
-    """
-
-    columns: tuple[str, ...] = ()
-    distribution: Distribution | None = None
-    loss_agg_mode = "token-mean"
+    columns: tuple[str, ...] = ()  # read from the batch in addition to the sequences
+    distribution: Distribution | None = None  # how to read a language model's output; None for a value model
+    loss_agg_mode = "token-mean"  # how the losses of tokens become one
 
     def mask(self, batch: Batch) -> Tensor:
         return batch["response_mask"]

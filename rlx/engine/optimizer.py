@@ -38,16 +38,13 @@ class ShardAdamW(AdamW):
         assert closure is None
         for group in self.param_groups:
             trained = [p for p in group["params"] if p.grad is not None]
-            self.step_group(group, trained, [self.state_of(p) for p in trained])
+            for parameter in trained:
+                if not self.state[parameter]:
+                    self.state[parameter].update(self.new_state(parameter))
+            self.step_group(group, trained, [self.state[p] for p in trained])
 
     def step_group(self, group: dict[str, Any], trained: list[Tensor], states: list[dict[str, Tensor]]) -> None:
         step_shards(group, [local(p) for p in trained], [local(p.grad) for p in trained], states)
-
-    def state_of(self, parameter: Tensor) -> dict[str, Tensor]:
-        state: dict[str, Tensor] = self.state[parameter]
-        if not state:
-            state.update(self.new_state(parameter))
-        return state
 
     @torch.no_grad()
     def new_state(self, parameter: Tensor) -> Iterator[tuple[str, Tensor]]:
@@ -247,9 +244,8 @@ def stepping_only(optimizer: AdamW, chosen: Mapping[int, Tensor]) -> Iterator[No
 def clip_gradients(optimizer: AdamW, max_norm: float, replicas: int, device: torch.device) -> float:
     """Scale all gradients so that their global norm is at most `max_norm`, and return the norm before that.
 
-    The squared norms of all shards are summed in fp64 over all processes, for both kinds of FSDP, `replicas` of which hold each
-    shard. Every process therefore gets the same number and takes the same decision. Gradients with a norm that is not finite stay
-    unchanged. With masters the optimizer scales the gradients itself, in fp32.
+    The squared norms of all shards, which `replicas` processes hold, are summed in fp64, so every process takes the same decision.
+    Gradients with a norm that is not finite stay unchanged. With masters the optimizer scales the gradients itself, in fp32.
     """
     gradients = [local(p.grad) for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     norms = [torch.zeros((), dtype=torch.float64, device=device)]

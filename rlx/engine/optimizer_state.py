@@ -152,12 +152,7 @@ class StatePiece:
 
 
 class OptimizerStateOnHost:
-    """Steps an optimizer whose state is in host memory, all of it or what exceeds `device_bytes`.
-
-    Attributes:
-        staying: the parameters whose state stays on the device.
-        pieces: of the moving state, in the order of the step.
-    """
+    """Steps an optimizer whose state is in host memory, all of it or what exceeds `device_bytes`; `staying` have theirs on the device."""
 
     def __init__(
         self,
@@ -293,15 +288,8 @@ def _largest_within(sizes: dict[Tensor, int], nbytes: float) -> list[Tensor]:
 class Stepper:
     """An engine's optimizer with its learning-rate schedule.
 
-    Args:
-        device_bytes: of its state that may stay on the device; infinite: all of it.
-        before_step: is called right before parameters and states change.
-
-    Attributes:
-        optimizer: over the parameters that are trained.
-        on_host: the state that is not on the device; None if all of it is there.
-        updates: steps asked for, including skipped ones; the learning rate follows them.
-        steps: steps taken.
+    `device_bytes` of its state may stay on the device; infinite: all of it. `before_step` is called right before parameters and
+    states change.
     """
 
     def __init__(
@@ -318,11 +306,11 @@ class Stepper:
         self._sharded, self._optim, self._total_steps, self._grad_clip = sharded, optim, total_steps, grad_clip
         self._before_step = before_step
         self.optimizer = build_optimizer(sharded.root.parameters(), optim)
-        self.on_host: OptimizerStateOnHost | None = None
+        self.on_host: OptimizerStateOnHost | None = None  # None if all of the state is on the device
         if device_bytes < math.inf:
             place = arena, f"{name}_optimizer_state", sharded.device
             self.on_host = OptimizerStateOnHost(self.optimizer, *place, device_bytes=device_bytes)
-        self.updates = self.steps = 0
+        self.updates = self.steps = 0  # asked for, including skipped ones, which the learning rate follows; and taken
 
     @property
     def parameters(self) -> list[Tensor]:

@@ -25,6 +25,7 @@ from torch import Tensor
 from rlx.checkpoint import folders
 from rlx.checkpoint.manifest import FileEntry, seal
 from rlx.checkpoint.tensors import Piece, Source, pieces_of, shard_name, write_safetensors
+from rlx.engine.fsdp_units import gathered
 from rlx.engine.host_offload import TensorOffload, obtainable_bytes, range_of
 from rlx.errors import ExplainedError, StorageError, storing
 from rlx.offload import Block, HostArena, trim
@@ -108,7 +109,7 @@ class CheckpointWriter:
         assert self._pending is None, "the previous save has not finished"
         partial = folders.partial_of(folder)
         pieces = {part: pieces_of(state) for part, state in parts.items()}
-        needed_bytes = sum(_gather(sum(piece.tensor.nbytes for each in pieces.values() for piece in each)))
+        needed_bytes = sum(gathered(sum(piece.tensor.nbytes for each in pieces.values() for piece in each)))
         _raise_everywhere(folder, lambda: _make_folders(folder, [*parts], needed_bytes))
         found, live = _find_all(pieces, offloads, self._device, frozen)
         block = None
@@ -165,7 +166,7 @@ class CheckpointWriter:
             folders.commit(folder)
 
         _raise_everywhere(folder, fault=next(filter(None, (job.exception() for job in jobs)), None))
-        for each in _gather({name: entry for job in jobs for name, entry in job.result().items()}):
+        for each in gathered({name: entry for job in jobs for name, entry in job.result().items()}):
             entries |= each
         _raise_everywhere(folder, seal_all)
 
@@ -281,7 +282,7 @@ def _raise_everywhere(
                 of_rank_0()
         except Exception as error:
             fault = error
-    faults = [text for text in _gather(fault and str(fault)) if text is not None]
+    faults = [text for text in gathered(fault and str(fault)) if text is not None]
     if not faults:
         return
     if dist.get_rank() == 0:
@@ -289,9 +290,3 @@ def _raise_everywhere(
     if fault is not None and not isinstance(fault, ExplainedError):
         raise fault
     raise StorageError(faults[0]) from None
-
-
-def _gather(own: Any) -> list[Any]:
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, own)
-    return found

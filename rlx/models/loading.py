@@ -52,9 +52,8 @@ OTHER_CRITIC = f"set critic.model.path to a model of another type with the same 
 def ensure_value_class(config: "PreTrainedConfig") -> None:
     """Register a class for an architecture with `AutoModelForTokenClassification`, in this process.
 
-    Most decoders of transformers have none. The new class is the base model with a linear layer, made from the same mixin as
-    transformers' own classes. Its weights have the same names, so a checkpoint of one loads into the other. Raises ModelError if
-    the model is an encoder with a decoder, or its type has no base model.
+    Most decoders of transformers have none. The new class is the base model with a linear layer, made from transformers' own mixin
+    with the same names of weights. Raises ModelError if the model is an encoder with a decoder, or its type has no base model.
     """
     from transformers import (
         MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
