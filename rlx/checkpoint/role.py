@@ -102,10 +102,10 @@ def read_description(folder: Path) -> Description:
 
 
 def _is_right(adapter: Adapter) -> bool:
-    kinds = all(
-        type(value) is kind for value, kind in zip(adapter[1:], (bool, bool, str, int), strict=True)
-    )  # without scale
-    return kinds and type(adapter.scale) in (int, float) and math.isfinite(adapter.scale) and adapter.experts >= 0
+    scale, *others = adapter
+    if [type(value) for value in others] != [bool, bool, str, int]:
+        return False
+    return type(scale) in (int, float) and math.isfinite(scale) and adapter.experts >= 0
 
 
 def _is_name(value: Any) -> bool:
@@ -139,15 +139,11 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
     """Return the weights of a checkpoint on the CPU with adapters merged; works in a single process without process group."""
     weights, description = _model(folder)
     with _belonging_together(folder):
-        return _merged(weights, description)
-
-
-def _merged(weights: dict[str, Tensor], description: Description) -> dict[str, Tensor]:
-    if description.quantization is None:
-        return dict(merged_weights(weights, description.adapters))
-    own = (tensor.dtype for name, tensor in weights.items() if ".lora_" not in name and tensor.is_floating_point())
-    dtype = next(own)  # embedding and norms are not quantised
-    return dict(merged_weights(weights, description.adapters, lambda tensor: in_full(tensor, dtype)))
+        if description.quantization is None:
+            return dict(merged_weights(weights, description.adapters))
+        own = (tensor.dtype for name, tensor in weights.items() if ".lora_" not in name and tensor.is_floating_point())
+        dtype = next(own)  # embedding and norms are not quantised
+        return dict(merged_weights(weights, description.adapters, lambda tensor: in_full(tensor, dtype)))
 
 
 def read_adapters(folder: Path) -> tuple[dict[str, Tensor], AdapterKind, str | None]:

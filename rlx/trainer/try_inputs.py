@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rlx.checkpoint.manifest import few
+from rlx.checkpoint.manifest import CheckpointError, few, read_json
 from rlx.config.check.folders import is_python_file, is_url
 from rlx.config.check.validate import Verdict
 from rlx.config.faults import Fault
@@ -212,13 +212,9 @@ def tries_start(config: PPOConfig) -> bool:
 def _of_json(folder: Path, key: str) -> Iterator[Fault]:
     for file in (folder / name for name in MODEL_JSON_FILES if (folder / name).exists()):
         try:
-            found = json.loads(file.read_bytes())
-        except (OSError, ValueError, RecursionError) as error:
-            yield _file_fault("a file of the model cannot be read", f"{file}: {error}", "a JSON object", key)
-        else:
-            if not isinstance(found, dict):
-                got = f"{file}: a JSON {type(found).__name__}"
-                yield _file_fault("a file of the model holds something else", got, "a JSON object", key)
+            read_json(file)
+        except (CheckpointError, OSError) as error:
+            yield _file_fault("a file of the model cannot be read", str(error), "a JSON object", key)
 
 
 def _of_tokenizer(folder: Path) -> Iterator[Fault]:

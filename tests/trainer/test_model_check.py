@@ -39,8 +39,8 @@ def cut(file: Path) -> None:
 
 
 BROKEN = {
-    "config torn": (lambda f: (f / "config.json").write_text("{"), "config.json: Expecting"),
-    "config of lists": (lambda f: (f / "config.json").write_text("[]"), "config.json: a JSON list"),
+    "config torn": (lambda f: (f / "config.json").write_text("{"), "config.json: is not valid JSON (Expecting"),
+    "config of lists": (lambda f: (f / "config.json").write_text("[]"), "config.json: got a JSON list"),
     "settings of generation": (
         lambda f: (f / "generation_config.json").write_bytes(b"\xff"),
         "generation_config.json: ",
