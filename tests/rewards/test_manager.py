@@ -69,23 +69,17 @@ def test_sources_without_a_function_are_known_before_the_first_sample(manager, w
                 rewards.check_sources(["a"])
 
 
-def test_custom_function_scores_every_source(manager, make_batch, write_module, tmp_path):
+def test_a_function_of_ones_own_scores_every_source_and_its_other_numbers_are_collected(
+    manager, make_batch, write_module, tmp_path
+):
     path = write_module(
         "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
-        "    return len(data_source) + len(solution_str) + ground_truth + extra_info['index']\n"
-    )
-    batch = make_batch(["abc", ""], [0.5, -1], ["my/data", "openai/gsm8k"])
-    assert manager(path).score(batch, tmp_path).scores.tolist() == [7 + 3 + 0.5 + 100, 12 + 0 - 1 + 101]
-
-
-def test_other_numbers_of_a_report_are_collected(manager, make_batch, write_module, tmp_path):
-    path = write_module(
-        "def compute_score(solution_str, **rest):\n"
-        "    report = {'score': 1, 'acc': solution_str == 'b', 'pred': solution_str}\n"
+        "    score = len(data_source) + len(solution_str) + ground_truth + extra_info['index']\n"
+        "    report = {'score': score, 'acc': solution_str == 'b', 'pred': solution_str}\n"
         "    return report | ({'length': 3.5} if solution_str == 'b' else {})\n"
     )
-    scores = manager(path).score(make_batch(["a", "b"], [0, 0]), tmp_path)
-    assert scores.scores.tolist() == [1.0, 1.0]
+    scores = manager(path).score(make_batch(["", "b"], [0.5, -1], ["my/data", "openai/gsm8k"]), tmp_path)
+    assert scores.scores.tolist() == [7 + 0 + 0.5 + 100, 12 + 1 - 1 + 101]
     assert set(scores.extra) == {"acc", "length"}
     assert scores.extra["acc"] == [0.0, 1.0]
     assert math.isnan(scores.extra["length"][0]) and scores.extra["length"][1] == 3.5

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from rlx.processes.lines import BadAnswer
-from rlx.rewards.function import Function, Outcome
+from rlx.rewards.function import Function
 from rlx.rewards.scoring_pool import NotSendable, RewardCall, ScoringPool, to_outcome
 from rlx.user_code import UserCodeError
 
@@ -61,9 +61,6 @@ async def judge(data_source, solution_str, ground_truth, extra_info=None):
         return {"score": 1.0, "most": most, "loop": id(asyncio.get_running_loop()) % 1000}
     finally:
         running -= 1
-
-def listed(data_sources, solution_strs, ground_truths, extra_infos, factor):
-    return [{"score": factor * len(s), "of": len(solution_strs)} for s in solution_strs]
 """
 LIMIT_S, AMPLE_S = 1.5, 30.0
 """A call that does not hang ends within LIMIT_S on a busy machine too."""
@@ -163,16 +160,6 @@ def test_async_calls_run_side_by_side_up_to_the_limit(pool, path):
     assert first.answers[0]["loop"] == second.answers[0]["loop"], "sessions may be kept between batches"
     outcomes, counts = pool.run([call(judge, text) for text in ("ok", "block")])
     assert scores(outcomes) == [1.0, "timeout"] and counts == (0, 1)
-
-
-def test_one_call_takes_a_list(pool, path):
-    listed = Function(path, "listed", LIMIT_S, batched=True, options={"factor": 10})
-    pool.check(listed)
-    names = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
-    (outcome,), _ = pool.run(
-        [RewardCall(listed, dict(zip(names, (["d"] * 3, ["a", "bb", ""], [1] * 3, [{}] * 3), strict=True)), 3)]
-    )
-    assert outcome.answers == [{"score": s, "of": 3.0} for s in (10.0, 20.0, 0.0)]
 
 
 def test_arguments_that_cannot_be_sent(pool, score):
@@ -284,14 +271,6 @@ def test_a_pickle_and_a_forged_answer_lose_only_their_sample(write_module, tmp_p
 def test_an_answer_of_another_form_is_rejected(wrong):
     with pytest.raises(BadAnswer):
         to_outcome(wrong, {0: (0, 1)})
-
-
-def test_right_answers_are_read():
-    assert to_outcome([1, ["no number", {"score": 2.0}], "", "", ""], {0: (0, 1), 1: (1, 2)}) == (
-        1,
-        Outcome(["no number", {"score": 2.0}]),
-    )
-    assert to_outcome([0, [], "error", "raised", "tb"], {0: (0, 1)}) == (0, Outcome([], "error", "raised", "tb"))
 
 
 SPAWNS = """
