@@ -25,7 +25,7 @@ def read_official(source: str, split: str) -> Rows:
         return Rows(list(load_dataset(source, "main", split=split)))
     except (OSError, ValueError) as fault:
         raise DataError(
-            f"{source}: no such file, and the hub did not give it as a data set ({type(fault).__name__}: {fault}); "
+            f"{source}: no such file, and the hub did not return it as a data set ({type(fault).__name__}: {fault}); "
             f"go online, or pass a downloaded file with --{split}"
         ) from None
 
@@ -70,7 +70,7 @@ def main(arguments: list[str] | None = None) -> int:
         for split in ("train", "test"):
             convert(getattr(given, split), split, given.out, console)
     except (DataError, OSError) as fault:
-        console.print(f"error: {fault}", style="red", markup=False, highlight=False)
+        console.print(f"{parser.prog}: {fault}", style="red", markup=False, highlight=False)
         return 2
     return 0
 

@@ -224,6 +224,8 @@ def main() -> int:
     parser.add_argument("run_dir", type=Path, help="the run's folder, which holds metrics.jsonl")
     run_dir: Path = parser.parse_args().run_dir
     try:
+        if not run_dir.is_dir():
+            raise TrackingError(f"{run_dir}: no such folder; name that of a run, which the run's first lines show")
         if not (run_dir / METRICS_FILE).is_file():
             raise TrackingError(
                 f"{run_dir} holds no {METRICS_FILE}; name the folder of a run with `jsonl` in trainer.logger"

@@ -54,7 +54,7 @@ def test_command_without_a_file(gsm8k_file, tmp_path, capsys):
     assert gsm8k.main(["--train", str(tmp_path / "no.jsonl"), "--test", gsm8k_file, "--out", str(tmp_path)]) == 2
     assert "no.jsonl" in capsys.readouterr().err.replace("\n", "")
     with pytest.raises(
-        DataError, match=r"no such file, and the hub did not give it .* pass a downloaded file with --train"
+        DataError, match=r"no such file, and the hub did not return it .* pass a downloaded file with --train"
     ):
         gsm8k.read_official("no/such/data", "train")
 

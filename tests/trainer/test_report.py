@@ -83,4 +83,4 @@ def test_the_command_draws_beside_the_metrics_and_says_what_is_missing(tmp_path:
     assert done.returncode == 0 and (tmp_path / "report.png").stat().st_size > 10_000
     failed = subprocess.run([*command, str(tmp_path / "nowhere")], capture_output=True, text=True)
     assert failed.returncode == 2
-    assert failed.stderr.startswith(f"python -m rlx.trainer.report: {tmp_path}/nowhere holds no metrics.jsonl; ")
+    assert failed.stderr.startswith(f"python -m rlx.trainer.report: {tmp_path}/nowhere: no such folder; ")
