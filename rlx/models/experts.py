@@ -76,8 +76,7 @@ class ExpertRouting:
             router.module.register_forward_hook(self._leave, always_call=True)
 
     @contextmanager
-    def left_alone(self) -> Iterator[None]:
-        """Run forwards that belong to no pass."""
+    def left_alone(self) -> Iterator[None]:  # in forwards that belong to no pass
         now, self.now = self.now, None
         try:
             yield
@@ -123,9 +122,11 @@ class _Choice(TorchFunctionMode):
         if function not in _TOPK:
             return result
         scores, count = _scores_and_count(args, kwargs)
-        if _is_choice(self.router, scores, count):
+        router, width = self.router, scores.shape[-1]
+        if (scores.dim(), width, count) == (router.dims, router.experts, router.chosen):
             return self._choose(scores, result)
-        if self._given is not None and _is_of_groups(self.router, scores):
+        is_of_groups = scores.dim() == router.dims == 2 and 1 < width < router.experts and router.experts % width == 0
+        if self._given is not None and is_of_groups:
             return self._groups_of_given(scores, count, result)
         return result
 
@@ -169,15 +170,6 @@ class _Choice(TorchFunctionMode):
 def _scores_and_count(args: Any, kwargs: Any) -> tuple[Tensor, int]:
     given = dict(zip(("input", "k"), args, strict=False)) | kwargs
     return given["input"], given["k"]
-
-
-def _is_choice(router: Router, scores: Tensor, count: int) -> bool:
-    return (scores.dim(), scores.shape[-1], count) == (router.dims, router.experts, router.chosen)
-
-
-def _is_of_groups(router: Router, scores: Tensor) -> bool:
-    groups = scores.shape[-1]
-    return scores.dim() == router.dims == 2 and 1 < groups < router.experts and router.experts % groups == 0
 
 
 class _Watch(TorchFunctionMode):
@@ -278,5 +270,4 @@ def recorded(routing: ExpertRouting, layers: int, forward: Callable[[], object])
 
 
 def small_integers(numbers: Tensor, experts: int) -> Tensor:
-    """Return numbers of experts in as few bytes as `experts` of them need: uint8, or int16."""
     return numbers.to(torch.uint8 if experts <= 256 else torch.int16)

@@ -78,7 +78,7 @@ class FolderParts:
             self.tokenizer.save_pretrained(folder)
 
     def _write_generation(self, folder: Path) -> None:
-        """Write the sampling defaults as read: `save_pretrained` rejects many of the hub's, such as temperature without do_sample."""
+        # As read: `save_pretrained` rejects many of the hub's, such as temperature without do_sample.
         if self.generation is not None:
             self.generation.to_json_file(folder / "generation_config.json")
 

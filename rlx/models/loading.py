@@ -293,7 +293,16 @@ def class_and_config(config: ModelConfig, head: Head) -> tuple[Any, "PreTrainedC
         except ModelError as error:
             raise ModelError(f"{config.path}: {error}") from None
     if head == "score":
-        _check_labels(config.path, loaded)
+        if loaded.num_labels != 1:
+            raise ModelError(
+                f"{config.path}: got a model of {loaded.architectures} with {loaded.num_labels} labels, expected one for sequence "
+                "classification with one label; a reward model gives one score"
+            )
+        if loaded.get_text_config().pad_token_id is None:
+            raise ModelError(
+                f"{config.path}: its config has no pad_token_id, so it would not find the end of a padded sequence; set it in "
+                "override_config to the id of its training"
+            )
     classes = AutoModelForCausalLM, AutoModelForTokenClassification, AutoModelForSequenceClassification
     return dict(zip(get_args(Head), classes, strict=True))[head], loaded
 
@@ -328,20 +337,6 @@ def why_not_shared(size: int, processes: int, config: "PreTrainedConfig") -> str
     )
 
 
-def _check_labels(path: str | None, loaded: "PreTrainedConfig") -> None:
-    """Reject a model with more than one number per sequence, or without the pad token that marks a sequence's end."""
-    if loaded.num_labels != 1:
-        raise ModelError(
-            f"{path}: got a model of {loaded.architectures} with {loaded.num_labels} labels, expected one for sequence "
-            "classification with one label; a reward model gives one score"
-        )
-    if loaded.get_text_config().pad_token_id is None:
-        raise ModelError(
-            f"{path}: its config has no pad_token_id, so it would not find the end of a padded sequence; set it in "
-            "override_config to the id of its training"
-        )
-
-
 def _source(path: str | None) -> str:
     """Return a path or hub name as transformers takes it; raise ModelError for anything else."""
     if path is None or path.startswith("builtin:"):
@@ -369,7 +364,7 @@ def _source(path: str | None) -> str:
 
 @contextmanager
 def explained(what: str) -> Iterator[None]:
-    """Turn any error of transformers into a ModelError that names `what`, the object being loaded."""
+    """Turn any error of transformers into a ModelError that names `what` is being loaded."""
     try:
         yield
     except Exception as error:

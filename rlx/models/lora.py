@@ -64,7 +64,7 @@ class Adapter(NamedTuple):
 
 
 def adapter_dtype(weight: torch.dtype) -> torch.dtype:
-    """Return the type of the adapters of weights of this type: fp32, or fp64 if the weights have it."""
+    """Return the type of adapters on weights of this type: fp32, or fp64 if the weights have it."""
     return torch.promote_types(weight, torch.float32)
 
 
@@ -115,7 +115,9 @@ def add_lora(model: "PreTrainedModel", config: ModelConfig, seed: int = 0) -> di
     for name, layer in take_over(model).items():
         layers[name], base = layer, layer.get_base_layer()
         own = layer.parameter_name, len(getattr(base, layer.parameter_name))
-        adapters[name] = Adapter(layer.scaling[ADAPTER], is_transposed(base), options.use_rslora, *own)
+        adapters[name] = Adapter(
+            layer.scaling[ADAPTER], getattr(base, "is_transposed", False), options.use_rslora, *own
+        )
     for name, layer in layers.items():
         for part in (getattr(layer, part) for part in ADAPTER_PARTS if hasattr(layer, part)):
             part.to(adapter_dtype(getattr(layer.get_base_layer(), adapters[name].parameter).dtype))
@@ -230,10 +232,8 @@ def _merge(weight: Tensor, adapter: Adapter, a: Tensor, b: Tensor, magnitude: Te
 
 def _value_head(model: "PreTrainedModel") -> list[str]:
     """Return the modules of a value model outside its backbone; none for a language model, whose head is not new."""
-    if model.get_output_embeddings() is not None:
-        return []
-    outside = ((name, module) for name, module in model.named_children() if name != model.base_model_prefix)
-    return [name for name, module in outside if [*module.parameters()]]
+    children = model.named_children() if model.get_output_embeddings() is None else ()
+    return [name for name, child in children if name != model.base_model_prefix and [*child.parameters()]]
 
 
 def is_linear(module: nn.Module) -> bool:
@@ -241,10 +241,6 @@ def is_linear(module: nn.Module) -> bool:
     from transformers.pytorch_utils import Conv1D
 
     return type(module).forward in (nn.Linear.forward, Conv1D.forward)
-
-
-def _names(text: str) -> list[str]:
-    return [name.strip() for name in text.split(",")]
 
 
 def _named(wanted: str, names: Iterable[str]) -> list[str]:
@@ -266,7 +262,7 @@ def _experts_named(model: nn.Module, wanted: str) -> list[str]:
 
 def expert_targets(model: nn.Module, text: str) -> list[str]:
     """Return the full names of the experts' weights (experts, out, in) that get adapters; arguments as of `adapter_targets`."""
-    return list(dict.fromkeys(name for wanted in _names(text) for name in _experts_named(model, wanted)))
+    return list(dict.fromkeys(name for wanted in text.split(",") for name in _experts_named(model, wanted.strip())))
 
 
 def adapter_targets(model: "PreTrainedModel", text: str) -> list[str]:
@@ -279,7 +275,7 @@ def adapter_targets(model: "PreTrainedModel", text: str) -> list[str]:
     modules = {name: cast(Any, module) for name, module in model.named_modules() if name}
     uses = Counter(parameter for _, parameter in model.named_parameters(remove_duplicate=False))
     found: dict[str, None] = {}
-    for wanted in _names(text):
+    for wanted in map(str.strip, text.split(",")):
         if wanted == "all-linear":
             linear = {n: m for n, m in modules.items() if is_linear(m) and m is not output and n not in head}
             matches = [name for name, module in linear.items() if uses[module.weight] == 1]
@@ -313,10 +309,6 @@ def expert_product(a: Tensor, b: Tensor, experts: int, transposed: bool) -> tupl
     return (a.mT, b.mT) if transposed else (b, a)
 
 
-def is_transposed(experts: nn.Module) -> bool:
-    return bool(getattr(experts, "is_transposed", False))
-
-
 def take_over(model: nn.Module) -> dict[str, Any]:
     """Let the wrappers of peft in a model compute as in Note [how experts are adapted]; return them by name, the inner ones too."""
     from peft.tuners.lora import ParamWrapper
@@ -334,7 +326,7 @@ def _forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         inner, path = inner.base_layer, f"{path}base_layer."
     weight, (name,) = getattr(inner, self.parameter_name), self.lora_A
     a, b = (part[name].weight.to(weight.dtype) for part in (self.lora_A, self.lora_B))
-    left, right = expert_product(a, b, len(weight), is_transposed(inner))
+    left, right = expert_product(a, b, len(weight), getattr(inner, "is_transposed", False))
     merged = torch.baddbmm(weight, left, right, alpha=self.scaling[name])
     return functional_call(self.base_layer, {f"{path}{self.parameter_name}": merged}, args, kwargs)
 
@@ -367,7 +359,7 @@ def write_adapters(folder: Path, weights: Mapping[str, Tensor], kind: AdapterKin
 
 
 def write_config(folder: Path, weights: Iterable[str], kind: AdapterKind, base: str | None = None) -> None:
-    """Write the file of such a folder that describes its adapters; arguments as of `write_adapters`."""
+    """Write the configuration of such a folder; arguments as of `write_adapters`."""
     owners = {name.rpartition(".")[0] for name in kind.experts}
     targets = sorted({layer for name in weights if plain_name(layer := name.rpartition(".lora_")[0]) not in owners})
     settings = {
@@ -432,9 +424,9 @@ def load_adapters(model: "PreTrainedModel", config: ModelConfig) -> None:
         file: Any = safe_open(Path(path) / WEIGHTS, framework="pt")
         theirs = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
     _require_equal_experts(path, {name for name, _ in adapted_experts(model)})
+    targets = ",".join(sorted({name.rpartition(".lora_")[0].rpartition(".")[2] for name in theirs}))
     for what, names in (("lacks", own.keys() - theirs.keys()), ("has in excess", theirs.keys() - own.keys())):
         if names:
-            targets = ",".join(sorted({name.rpartition(".lora_")[0].rpartition(".")[2] for name in theirs}))
             raise ModelError(
                 f"lora_adapter_path: {path} {what} {len(names)} parameters of adapters, such as {', '.join(sorted(names)[:3])}; "
                 f"expected those of the layers in target_modules. Set target_modules={targets}, or take adapters of this model"

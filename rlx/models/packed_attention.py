@@ -30,12 +30,8 @@ if TYPE_CHECKING:
 def heads_for_tokens(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Send heads to the other processes of the group in exchange for their tokens; all processes call it together.
 
-    Args:
-        x: (1, H, N / P, D), this process's tokens. If P does not divide H, as with keys and values that several query heads
-            share, each head is repeated up to the least common multiple.
-        group: its processes hold neighbouring parts of the row, in the order of their ranks.
-
-    Returns (1, H' / P, N, D), with H' = lcm(H, P).
+    `x` is (1, H, N / P, D), the result (1, H' / P, N, D) with H' = lcm(H, P): if P does not divide H, as with keys that several query
+    heads share, each head is repeated. The processes hold neighbouring parts of the row, in the order of their ranks.
     """
     size = dist.get_world_size(group)
     heads = math.lcm(x.shape[1], size)
@@ -165,7 +161,7 @@ def packed_attention(
     window: int | None = None,
     dropout: float = 0.0,
 ) -> Tensor:
-    """Return causal attention: each token attends to itself and the earlier tokens of its sequences.
+    """Return causal attention (1, N, H, D of value): each token attends to itself and the earlier tokens of its sequences.
 
     On CUDA in bf16 and fp16, torch's variable-length kernel computes several sequences that are shorter than `LONG_TOKENS` (of
     uneven lengths `LONG_RAGGED_TOKENS`) on average, and sequences longer than their window; others come one at a time. A mask has
@@ -175,13 +171,8 @@ def packed_attention(
         query: (1, H, N, D).
         key, value: (1, H or a divisor of it, N, D); D of value may differ.
         starts: (S + 1,) int32, the first token of each of the tree's S segments, and N.
-        tree: of the N tokens.
         scaling: of the scores; None: D ** -0.5.
         window: number of tokens to attend to, including the token itself; None: all.
-        dropout: rate on the weights.
-
-    Returns:
-        (1, N, H, D of value).
     """
     tensors = (query, key, value)
     # Observers of torch functions then see one function, whichever kernel it uses.

@@ -74,8 +74,7 @@ class Tree:
     def span(self, segment: int) -> Span:
         return Span(self.starts[segment], self.starts[segment + 1])
 
-    def ancestors(self, segment: int) -> list[int]:
-        """Return the segments that a segment continues, the root first."""
+    def ancestors(self, segment: int) -> list[int]:  # the root first
         found: list[int] = []
         while (segment := self.parents[segment]) != ROOT:
             found.append(segment)
@@ -93,7 +92,6 @@ class Tree:
         return max(sum(self.lengths[i] for i in (*self.ancestors(s), s)) for s in range(len(self.lengths)))
 
     def with_padding(self, tokens: int) -> "Tree":
-        """Return the tree with a root of this many tokens behind it; the tree itself for 0."""
         return self if tokens == 0 else Tree([*self.lengths, tokens], [*self.parents, ROOT], tokens)
 
     def made(self, what: Any, make: Callable[[], Any]) -> Any:

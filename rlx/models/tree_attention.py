@@ -201,10 +201,7 @@ def _mask(query: Tensor, key: Tensor, call: Call) -> Tensor | None:
 
 
 def to_device(x: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor on the device, copied in the order of the current stream; on CUDA the host continues at once.
-
-    A blocking copy lets the device finish first. Then it idles while the host launches a small model's kernels one by one.
-    """
+    """Copy a tensor in the order of the current stream; on CUDA without a wait, after which the device would be idle."""
     if device.type != "cuda" or x.device.type != "cpu" or x.nbytes > MOST_BYTES:
         return x.to(device)
     return x.pin_memory().to(device, non_blocking=True)
