@@ -47,7 +47,7 @@ def answers():
 
 
 @pytest.fixture
-def make_pool(tmp_path, monkeypatch):
+def make_pool(tmp_path):
     """A pool of environments from a text, or of a built-in name."""
     pools = []
 

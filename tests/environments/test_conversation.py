@@ -6,11 +6,11 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from rlx.config.schema import PPOConfig
+from rlx.config.schema import EnvironmentConfig, PPOConfig
 from rlx.environments import chat as chat_module
 from rlx.environments.chat import Chat, Gap, RewrittenHistory, UnusableTemplate
 from rlx.environments.conversation import Conversation
-from rlx.environments.role import require_usable_template
+from rlx.environments.role import ConversationSampler, require_usable_template
 from rlx.rollout.protocol import Completion
 
 USER = {"role": "user", "content": "go"}
@@ -251,3 +251,34 @@ def test_a_tokenizer_that_begins_texts_with_a_space_does_not_do_so_between_turns
     )
     ids = between(spaced, [USER, {"role": "assistant", "content": "b"}], [USER])
     assert spaced.convert_ids_to_tokens(ids) == ["a", "g", "o", "b"]
+
+
+TOOLS = [{"type": "function", "function": {"name": "lookup", "description": "a", "parameters": {"type": "object"}}}]
+SHOWS = "{%- for tool in tools or [] -%}{{ tool.function.name }}{%- endfor -%}{%- for m in messages -%}{{ m.content }}{%- endfor -%}"
+
+
+def test_a_template_shows_tools_if_it_writes_anything_about_them(tokenizer):
+    assert not Chat(tokenizer).shows(TOOLS)
+    tokenizer.chat_template = SHOWS
+    assert Chat(tokenizer).shows(TOOLS) and not Chat(tokenizer).shows([])
+    tokenizer.chat_template = None
+    assert not Chat(tokenizer).shows(TOOLS)
+
+
+@pytest.mark.parametrize(
+    ("environment", "template", "is_told"),
+    [
+        ({"path": "tools.py", "name": "TOOLS"}, None, True),
+        ({"path": "tools.py", "name": "TOOLS"}, SHOWS, False),
+        ({"name": "python"}, None, True),
+        ({"name": "calculator"}, None, False),  # calls are demonstrated to the tiny model
+    ],
+)
+def test_tools_of_ones_own_that_the_template_leaves_out_are_told_once(
+    tokenizer, caplog, environment, template, is_told
+):
+    tokenizer.chat_template = template or tokenizer.chat_template
+    sampler = ConversationSampler(PPOConfig(environment=EnvironmentConfig(**environment)), tokenizer)
+    for tools in ([], TOOLS, TOOLS):
+        sampler._tell_hidden_tools([Conversation([5], 8), Conversation([5], 8, tools=tools)])
+    assert [("(lookup)" in record.getMessage()) for record in caplog.records] == [True] * is_told
