@@ -244,13 +244,8 @@ def partition(costs: Sequence[float], parts: int, room: Sequence[int] | None = N
     cheapest part that has room. Then, as long as it helps, the most expensive part exchanges an item for a cheaper one of
     another part. On random lengths the result is as good as Karmarkar and Karp's differencing or better, and it respects room.
 
-    Args:
-        costs: of the items, not negative.
-        parts: number of parts, at least 1.
-        room: most items of each part; together at least as many as there are. None: any number.
-
-    Returns:
-        For each part the numbers of its items, ascending; each item exactly once.
+    Costs are not negative; `room` is the most items of each part, None for any number. For each part return the numbers of its
+    items, ascending.
     """
     room = [len(costs)] * parts if room is None else room
     found: list[list[int]] = [[] for _ in range(parts)]

@@ -167,11 +167,11 @@ class Part(NamedTuple):
     def peek(self, most: int | None) -> "Peek":
         """See the function `peek`."""
         with _explained(self):
-            if self.kind == ".parquet":
-                return _peek_parquet(self.path)
-            if self.kind == SAVED:
-                table = self._table()
-                return Peek(list(table.column_names), ArrowRows(table).read(0, 1)[0], table.num_rows)
+            if self.kind in (".parquet", SAVED):
+                table, count = self._begin()
+                if not count:
+                    raise DataError(f"{self.name}: {NO_ROWS}")
+                return Peek(list(table.column_names), ArrowRows(table).read(0, 1)[0], count)
             lines = self._lines()
             if (first := next(lines, None)) is None:
                 raise DataError(f"{self.name}: {NO_ROWS}")
@@ -186,6 +186,19 @@ class Part(NamedTuple):
         from datasets import load_from_disk
 
         return load_from_disk(self.path).with_format("arrow")[:]
+
+    def _begin(self) -> "tuple[pa.Table, int]":
+        """Return the first row, if not more, and the number of all."""
+        if self.kind == SAVED:
+            table = self._table()
+            return table, table.num_rows
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        with pq.ParquetFile(self.path, memory_map=True) as opened:
+            first = next(opened.iter_batches(batch_size=1), None)
+            table = pa.Table.from_batches([] if first is None else [first], opened.schema_arrow)
+            return table, opened.metadata.num_rows
 
     def _lines(self) -> Iterator[tuple[int, Row]]:
         """Yield the rows of a file of text with their lines (of a table: with their numbers), counted from 1."""
@@ -283,20 +296,6 @@ def peek(file: str, most: int | None = None) -> Peek:
     return found._replace(rows=rows)
 
 
-def _peek_parquet(path: Path) -> Peek:
-    import pyarrow.parquet as pq
-
-    with pq.ParquetFile(path, memory_map=True) as opened:
-        batch = next(opened.iter_batches(batch_size=1), None)
-        columns, rows = list(opened.schema_arrow.names), opened.metadata.num_rows
-    if batch is None:
-        raise DataError(f"{path}: {NO_ROWS}")
-    try:
-        return Peek(columns, batch.to_pylist()[0], rows)
-    except (ValueError, OverflowError) as fault:
-        return Peek(columns, _unreadable(fault), rows)
-
-
 def _parse_line(line: bytes) -> Row:
     try:
         row = json.loads(line.decode())
@@ -369,17 +368,9 @@ ToPrompt: TypeAlias = Callable[[dict[str, Any], int], Prompt]
 
 
 def form_of(name: str, columns: Sequence[str], config: DataConfig, split: str, chats: bool = True) -> ToPrompt:
-    """Return what converts the rows of a file.
+    """Return what converts the rows of a file; with `chats` a plain text becomes a user message.
 
-    Args:
-        name: of the file, for messages.
-        columns: of the file.
-        config: names the columns of prompt, answer and source.
-        split: "train" or "val".
-        chats: whether a plain text becomes a user message.
-
-    Raises:
-        FormError: columns are missing.
+    Raises FormError, which names the file, if columns are missing.
     """
     prompt, source, answer = config.prompt_key, config.reward_fn_key, config.answer_key
     if answer is None and {prompt, COMPLETION} <= set(columns) and "reward_model" not in columns:

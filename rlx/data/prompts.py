@@ -211,7 +211,9 @@ class PromptDataset:
                 try:
                     found[row] = self._tokenise([prompt])[0]
                 except Exception as fault:
-                    faults.add(file.name, file.rows, row, _refused(fault))
+                    what = f"the tokenizer or its chat template does not take this prompt ({type(fault).__name__}: {fault})"
+                    remedy = "use an instruct model, whose template fits, or plain text"
+                    faults.add(file.name, file.rows, row, RowFault(what, remedy))
                 if time.monotonic() > self._look_until:
                     faults.end()
                     raise
@@ -250,13 +252,6 @@ def _digest(prompt: Prompt) -> int:
     return xxhash.xxh64_intdigest(repr(parts).encode("utf-8", "surrogatepass"))
 
 
-def _refused(fault: Exception) -> RowFault:
-    return RowFault(
-        f"the tokenizer or its chat template does not take this prompt ({type(fault).__name__}: {fault})",
-        "use an instruct model, whose template fits, or plain text",
-    )
-
-
 def _pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
     for token_id in (tokenizer.pad_token_id, tokenizer.eos_token_id):
         if token_id is not None:
@@ -292,15 +287,8 @@ def load_prompts(config: DataConfig, tokenizer: PreTrainedTokenizerBase, split: 
 class PromptSampler:
     """Endless batches of prompt indices, epoch after epoch. The driver owns it and saves it in checkpoints.
 
-    Args:
-        size: prompts in the data set.
-        batch_size: indices per batch; the rest at the end of an epoch is dropped.
-        shuffle: a fresh permutation in each epoch; otherwise 0, 1, 2, …
-        seed: of the permutations.
-        rows: digest of the prompts; empty if they are of a class of the user's own.
-
-    Raises:
-        DataError: batch_size is larger than size.
+    The rest at the end of an epoch, less than a batch, is dropped. With `shuffle` each epoch has a permutation of its own.
+    `rows` is the digest of the prompts, empty for a user's own class. Raises DataError if batch_size is larger than size.
     """
 
     def __init__(self, size: int, batch_size: int, shuffle: bool, seed: int, rows: str = ""):

@@ -202,18 +202,7 @@ class CriticRole(TrainedRole):
 
 
 class RolloutRole:
-    """The sampler, which reads its weights from the actor of the same process.
-
-    Args:
-        config: the tree.
-        device: where it decodes.
-        tokenizer: its EOS token ends a response, and so do those of the model's generation config.
-        actor: the source of new weights.
-
-    Attributes:
-        sampler: the engine that generates.
-        sampling: how it samples for each purpose.
-    """
+    """The sampler, which reads its weights from the actor of the same process."""
 
     def __init__(self, config: PPOConfig, device: torch.device, tokenizer: "PreTrainedTokenizerBase", actor: ActorRole):
         settings = config.actor_rollout_ref.rollout
@@ -385,16 +374,7 @@ class DequantizedBase:
     """The base of a quantised actor in full, in a temporary folder of each machine; all processes make it together.
 
     A sampler with the original weights would give other log-probs than the trainer. The folder stays as long as this process,
-    because a sampler that failed reads it again.
-
-    Args:
-        engine: of the actor, with a quantised base.
-
-    Attributes:
-        path: a folder for `from_pretrained`, below `$TMPDIR`.
-
-    Raises:
-        StorageError: the folder has no room.
+    because a sampler that failed reads it again. `path` is for `from_pretrained`. Raises StorageError if there is no room.
     """
 
     def __init__(self, engine: Engine) -> None:
