@@ -269,11 +269,15 @@ def words_of(process):
         return ""
 
 
-def test_a_worker_that_dies_is_the_last_line_and_nothing_is_left(short_run, ray_session, custom, capfd, tmp_path):
+def test_a_worker_that_dies_is_the_last_line_and_nothing_is_left(
+    short_run, ray_session, custom, capfd, monkeypatch, tmp_path
+):
     """In the second step; the first one has equal rewards, and the sampler's log-probs in place of a pass."""
-    bypass = "algorithm.rollout_correction.bypass_mode=True"
-    assert main([*short_run, *custom("kills_a_worker"), bypass, "trainer.total_training_steps=3"]) == 1
-    errors = capfd.readouterr().err
+    monkeypatch.setattr("rlx.trainer.run.LONG_START_S", 0.0)
+    options = ["algorithm.rollout_correction.bypass_mode=True", "trainer.logger=[console,jsonl]"]
+    assert main([*short_run, *custom("kills_a_worker"), *options, "trainer.total_training_steps=3"]) == 1
+    printed, errors = capfd.readouterr()
+    assert re.search(r"^ready: device in \d+\.\d s, actor in \d+\.\d s, rollout in \d+\.\d s$", printed, re.MULTILINE)
     assert re.fullmatch(r"rank 0 .*actor.update: .*died.*", errors.strip().splitlines()[-1])
     assert "Traceback" not in errors
     left = [words_of(process) for process in psutil.Process().children(recursive=True)]
