@@ -10,7 +10,7 @@ from rlx.config.compose.command_line import MODEL_KEY, Composed, compose
 from rlx.config.faults import Fault
 from rlx.config.forecast.memory_forecast import MemoryForecast
 from rlx.config.machine import Machine, on_accelerator
-from rlx.config.schema import ActorConfig
+from rlx.config.schema import ActorConfig, PPOConfig
 from rlx.config.schema.tree import with_value
 
 ACTOR, ROLLOUT, PROCESSES = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "trainer.n_gpus_per_node"
@@ -30,15 +30,10 @@ OF_SAMPLER = ("rollout", "sync")  # phases whose memory does not depend on the t
 
 
 def chosen(arguments: Sequence[str], composed: Composed, machine: Machine, rows: int | None) -> list[str]:
-    """Return overrides to add to a command line; empty if it leaves nothing open.
+    """Return overrides to add to a command line of these arguments; empty if it leaves nothing open.
 
-    A command with faults gets them too, else rules would report what the choices answer. Its tokens are the default's.
-
-    Args:
-        arguments: overrides of the command line.
-        composed: the same, composed.
-        machine: decides on the processes, and with the memory forecast on the tokens of a micro-batch.
-        rows: training rows, counted to PROMPTS or further; None or 0 if they cannot be counted.
+    A command with faults gets them too, else rules would report what the choices answer. Its tokens are the default's. `rows` are
+    the training rows, counted to PROMPTS or further; None or 0 if they cannot be counted.
     """
     given, found = composed.set_keys, dict[str, str]()
     if not _is_open(arguments, given):
@@ -54,12 +49,16 @@ def chosen(arguments: Sequence[str], composed: Composed, machine: Machine, rows:
         found["trainer.val_before_train"] = "False"  # the default files are problems of the generated task
     if not on_accelerator(composed.partial, machine) and machine.host_bytes is not None:
         machine = replace(machine, host_bytes=int(CPU_SHARE * machine.host_bytes))
-    if not given & {TOKENS, ROWS, BY_TOKENS}:
+    if has_tokens := not given & {TOKENS, ROWS, BY_TOKENS}:
         found[BY_TOKENS] = "True"
-        if not composed.faults:  # a forecast needs every value
-            found[TOKENS] = str(_tokens([*arguments, *_texts(found)], machine))
-    if SEQUENCES not in given and not composed.faults and composed.partial.actor_rollout_ref.rollout.name == "hf":
-        found |= _sequences([*arguments, *_texts(found)], machine)
+    if composed.faults:  # a forecast needs every value
+        return _texts(found)
+    config = compose([*arguments, *_texts(found)]).partial
+    if has_tokens:
+        tokens = _tokens(config, machine)
+        found[TOKENS], config = str(tokens), with_value(config, TOKENS, tokens)
+    if SEQUENCES not in given and config.actor_rollout_ref.rollout.name == "hf":
+        found |= _sequences(config, machine)
     return _texts(found)
 
 
@@ -109,13 +108,12 @@ def _sizes(composed: Composed, most: int) -> dict[str, str]:
     return sizes
 
 
-def _tokens(arguments: Sequence[str], machine: Machine) -> int:
+def _tokens(config: PPOConfig, machine: Machine) -> int:
     """Return the most tokens with which the run fits by the forecast: a power of two, or the longest row, which is the least.
 
     Without a forecast the default is returned. The sampler's phases do not count: fewer tokens would not make them fit.
     """
-
-    config, tokens = compose(arguments).partial, MOST_TOKENS
+    tokens = MOST_TOKENS
     longest = config.data.max_prompt_length + config.data.max_response_length
     while tokens > max(longest, LEAST_TOKENS):
         forecast = MemoryForecast.of(with_value(config, TOKENS, tokens), machine)
@@ -127,9 +125,8 @@ def _tokens(arguments: Sequence[str], machine: Machine) -> int:
     return longest
 
 
-def _sequences(arguments: Sequence[str], machine: Machine) -> dict[str, str]:
+def _sequences(config: PPOConfig, machine: Machine) -> dict[str, str]:
     """Return the most sequences that transformers may decode at once by the forecast, a power of two; empty if the default may."""
-    config = compose(arguments).partial
     usual = number = config.actor_rollout_ref.rollout.max_num_seqs
     while number > 1:
         forecast = MemoryForecast.of(with_value(config, SEQUENCES, number), machine)

@@ -89,13 +89,9 @@ def named_machine(text: str) -> Machine:
     )
 
 
-def has_gpu_driver() -> bool:
-    return any(Path(file).exists() for file in DRIVER_FILES)
-
-
 def look_at_gpus() -> tuple[int, int | None, Hardware | None]:
     """Return the number of CUDA devices, the memory of the smallest [bytes] and their profile; allocate nothing on them."""
-    if not has_gpu_driver():
+    if not any(Path(file).exists() for file in DRIVER_FILES):
         return 0, None, None
     import torch  # slow, so only with a driver
 

@@ -82,11 +82,9 @@ def group_choices() -> dict[str, list[str]]:
 
 
 def compose(overrides: Sequence[str]) -> Composed:
-    """Compose `configs/ppo.yaml`, its groups and the overrides into the typed tree.
+    """Compose `configs/ppo.yaml`, its groups and the overrides (`key=value`, `group=file`) into the typed tree.
 
-    Args:
-        overrides: `key=value` and `group=file` in Hydra's form. Without `experiment=` and a model path the result is the
-            experiment `arithmetic`, which needs nothing but this package.
+    Without `experiment=` and a model path that is the experiment `arithmetic`, which needs nothing but this package.
     """
     faults: list[Fault] = []
     groups: dict[str, str | None] = {}

@@ -207,12 +207,7 @@ def role_checkpoints(forecast: MemoryForecast) -> dict[str, RoleCheckpoint]:
 
 
 def checkpoint_text(forecast: MemoryForecast, folder: Path | None) -> list[str]:
-    """Return lines about disk and host memory, or that the run saves nothing; none if its models are not known.
-
-    Args:
-        forecast: of the run.
-        folder: of its runs; None: it is on another machine.
-    """
+    """Return lines about disk and host memory for runs in `folder`, None if that is on another machine."""
     roles, told, trainer = role_checkpoints(forecast), seldom_saved(forecast.config), forecast.config.trainer
     lines = [told] if told else []
     if not roles:

@@ -104,11 +104,7 @@ class FSDPConfig:
     mixed_precision: MixedPrecisionConfig = group(MixedPrecisionConfig, "Types while computing.")
 
     def reshards(self, processes: int) -> bool:
-        """Return whether parameters are freed layer by layer, so that few are gathered at a time.
-
-        Args:
-            processes: of the run.
-        """
+        """Return whether parameters are freed layer by layer, so that few are gathered at a time."""
         if isinstance(self.reshard_after_forward, bool):
             return self.reshard_after_forward
         return processes > 1 or self.offload_policy or self.param_offload or self.device_state_bytes < math.inf
