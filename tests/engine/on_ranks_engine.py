@@ -204,24 +204,6 @@ def offloaded(folder, strategy, fsdp, model, checkpoint_folder):
     return results, holders, room, left
 
 
-def lora(folder, strategy):
-    """What is trained, and streamed weights before and after an update; log-probs of the engine and of its stream."""
-    engine = build(folder, strategy=strategy, model={"lora_rank": 2, "lora_alpha": 8})
-    trainable = [name for name, p in engine.root.named_parameters() if p.requires_grad]
-    share = own_share(make_batch(), shares_for_world())
-    before = weights_of(engine)
-    for _ in range(2):
-        engine.update(share, ROWS, policy())
-    after = weights_of(engine)
-    merged = load_model(ModelConfig(path=folder), "lm", torch.float64)
-    merged.load_state_dict(after, strict=False)
-    ids = make_batch()["input_ids"][:1]
-    engine.root.eval()
-    with torch.no_grad():
-        logits = engine.root(input_ids=ids).logits, merged(input_ids=ids).logits
-    return trainable, before, after, logits
-
-
 def reference(folder, strategy, lora):
     """Log-probs of a separate reference and of a trained policy with its adapters off, with them, and off once more."""
     engine = build(folder, strategy=strategy, model={"lora_rank": 2, "lora": lora})

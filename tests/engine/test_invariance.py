@@ -66,13 +66,6 @@ def test_two_processes_with_any_shares(way, kind, expected, model_folder, two_ra
         agree(results, expected)
 
 
-@pytest.mark.slow
-def test_every_policy_loss_in_one_process(expected_of_losses, model_folder, one_rank):
-    cases = [((8,), ROWS[0], None), ((8,), TOKENS[0], None), *CHANGES]
-    (results,) = one_rank("invariance", "cut_gradients", model_folder, LOSSES, "fsdp2", cases)
-    agree(results, expected_of_losses)
-
-
 def test_every_policy_loss_in_two_processes(expected_of_losses, model_folder, two_ranks):
     cases = TWO_PROCESSES[-2:]
     for results in two_ranks("invariance", "cut_gradients", model_folder, LOSSES, "fsdp2", cases):

@@ -13,9 +13,7 @@ from torch.optim import AdamW
 
 from rlx.config.schema import OptimConfig
 from rlx.engine.optimizer import (
-    MASTER,
     PART,
-    MasterAdamW,
     ShardAdamW,
     UpdateProbe,
     build_optimizer,
@@ -185,28 +183,6 @@ def give(parameters, seed, dtype, scale=1.0):
         parameter.grad = gradient.to(dtype) * scale
 
 
-@pytest.mark.parametrize("fused", [None, True])
-@pytest.mark.parametrize("gradient_dtype", [torch.bfloat16, torch.float32])
-def test_a_step_is_that_of_adamw_on_fp32_weights(gradient_dtype, fused):
-    wide = [nn.Parameter(value.float()) for value in start()]
-    narrow = [nn.Parameter(value) for value in start()]
-    reference, optimizer = AdamW(wide, fused=fused, **WITH_MASTERS), MasterAdamW(narrow, fused=fused, **WITH_MASTERS)
-    for number in range(5):
-        scale = 1.0 if number % 2 else 0.37
-        give(wide, number, torch.float32)
-        for parameter in wide:
-            parameter.grad *= scale
-        give(narrow, number, gradient_dtype)
-        before = [parameter.grad.clone() for parameter in narrow]
-        optimizer.gradient_scale = scale
-        reference.step()
-        optimizer.step()
-        for one, other, grad in zip(wide, narrow, before, strict=True):
-            assert torch.equal(one, optimizer.state[other][MASTER])
-            assert torch.equal(one.bfloat16(), other)
-            assert torch.equal(grad, other.grad), "a step leaves gradients as they are"
-
-
 def test_small_updates_add_up_in_the_masters_and_vanish_without_them():
     moved = {}
     for masters in (True, False):
@@ -255,22 +231,3 @@ def test_a_tensor_counts_by_its_size_in_whatever_order_tensors_repeat(tensors):
         weight[: len(weight) // 4] = 1.0
     changed = sum(len(weight) // 4 for weight in weights) / sum(map(len, weights))
     assert measured(probe)["update_share"] == pytest.approx(changed, abs=0.01)
-    still = [torch.zeros(4) if place % tensors == 0 else torch.zeros(997) for place in range(28 * 12)]
-    probe = UpdateProbe(still)
-    for weight in still:
-        weight += float(len(weight) == 4)
-    small = sum(len(weight) for weight in still if len(weight) == 4) / sum(map(len, still))
-    assert measured(probe)["update_share"] == pytest.approx(small, abs=0.01)
-
-
-@pytest.mark.parametrize(("lr", "share"), [(1e-6, 0.019), (1e-5, 0.155)])
-def test_bf16_weights_without_masters_hardly_move_at_the_learning_rates_of_rl(lr, share):
-    """The share is that of weights below twice the learning rate's power of two: see `moving_share`."""
-    torch.manual_seed(0)
-    weights = nn.Parameter(torch.randn(40_000).mul(0.02).bfloat16())
-    weights.grad = torch.randn_like(weights)
-    optimizer = build_optimizer([weights], OptimConfig(lr=lr, weight_decay=0.0, master_weights=False))
-    probe = UpdateProbe([weights.view(-1)[i::80] for i in range(80)])
-    optimizer.step()
-    assert measured(probe)["update_share"] == pytest.approx(share, rel=0.2)
-    assert math.isfinite(measured(probe)["update_length"])

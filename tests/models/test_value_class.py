@@ -15,7 +15,6 @@ CONFIGS = {
     "Olmo2Config": LLAMA_LIKE,
     "GraniteConfig": LLAMA_LIKE,
     "Cohere2Config": {**LLAMA_LIKE, "bos_token_id": 2},
-    "Gemma3TextConfig": {**LLAMA_LIKE, "head_dim": 16},
     "FalconH1Config": {**LLAMA_LIKE, "mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8},
     "OPTConfig": {**SHAPE, "ffn_dim": 48, "word_embed_proj_dim": 32},
 }
