@@ -48,7 +48,7 @@ def test_messages_name_the_program_as_it_was_called():
     for called, name in ((("-m", "rlx.cli", "report"), "rlx report"), (("-m", "rlx.trainer.report"), None)):
         done = python(*called, "no_such_folder")
         assert done.returncode == 2
-        assert done.stderr.startswith(f"{name or 'python -m rlx.trainer.report'}: no_such_folder ")
+        assert done.stderr.startswith(f"{name or 'python -m rlx.trainer.report'}: no_such_folder: ")
     for command, more in (("view", []), ("export", ["out"])):
         done = python("-m", "rlx.cli", command, "no_such_folder", *more)
         assert done.returncode == 2
