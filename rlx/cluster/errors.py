@@ -145,11 +145,7 @@ def first_cause(faults: Sequence[RankFault]) -> RankFault:
 class WorkerFailure(ExplainedError, RuntimeError):
     """A call on a worker group failed; the last line of its text is the first cause.
 
-    Args:
-        role, method: called.
-        fault: the first cause.
-        location: of the worker that failed; None if it never started.
-        others: reports of other ranks in the meantime.
+    `location` is None for a worker that never started; `others` are the reports of other ranks in the meantime.
     """
 
     may_be_wrapped = False

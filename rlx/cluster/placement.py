@@ -35,19 +35,12 @@ class Slot:
 
 @dataclass(frozen=True)
 class Placement:
-    """Reserved slots; ranks fill one node after the other.
+    """Reserved slots; ranks fill one node after the other."""
 
-    Args:
-        group: Ray's placement group with one bundle per node, each on a node of its own.
-        slots: one per rank.
-        processes_per_node: ranks on each node.
-        gpu: whether each process has a GPU.
-    """
-
-    group: PlacementGroup
-    slots: tuple[Slot, ...]
+    group: PlacementGroup  # one bundle per node, each on a node of its own
+    slots: tuple[Slot, ...]  # one per rank
     processes_per_node: int
-    gpu: bool
+    gpu: bool  # whether each process has one
 
     @classmethod
     def reserve(cls, nnodes: int, processes_per_node: int, device: str) -> "Placement":
@@ -100,16 +93,12 @@ def _inventory() -> str:
 
 @dataclass(frozen=True)
 class Mesh:
-    """The distribution of a batch's shares over the ranks of a group.
+    """The distribution of a batch's shares over the ranks of a group."""
 
-    Args:
-        share_of_rank: for each rank the share it works on; ranks that work on one share together (tensor or sequence parallel)
-            have the same number.
-        answering_ranks: for each share the rank whose result is used.
-    """
-
-    share_of_rank: tuple[int, ...]
-    answering_ranks: tuple[int, ...]
+    share_of_rank: tuple[
+        int, ...
+    ]  # ranks that work on one share together (tensor or sequence parallel) have the same number
+    answering_ranks: tuple[int, ...]  # for each share the rank whose result is used
 
     @classmethod
     def of(cls, world_size: int, ranks_per_share: int = 1) -> "Mesh":

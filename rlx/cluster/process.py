@@ -40,20 +40,12 @@ class WorkerReply:
 
 
 class Standing(NamedTuple):
-    """Where a rank stands.
+    """Where a rank stands."""
 
-    Args:
-        beats: pieces of work that its process has done so far in this call.
-        place: file, line and function of rlx where it works.
-        inside: the innermost ones, if they are not of rlx; else empty.
-        is_waiting: whether it is inside a collective of torch.distributed, so that it may wait for another rank.
-        stack: of the thread that works.
-    """
-
-    beats: int
-    place: str
-    inside: str
-    is_waiting: bool
+    beats: int  # pieces of work that its process has done so far in this call
+    place: str  # file, line and function of rlx where it works
+    inside: str  # the innermost ones, if they are not of rlx; else empty
+    is_waiting: bool  # inside a collective of torch.distributed, so that it may wait for another rank
     stack: str
 
     @property
