@@ -64,10 +64,7 @@ def inspect_machine(cluster: Cluster | None = None) -> Machine:
 def named_machine(text: str) -> Machine:
     """Return a machine by name, such as `8xh100`, `rtx4090` or `1x24gb`, with every package that rlx can use.
 
-    Of a card that is named by its memory nothing else is known, neither its rates nor its host.
-
-    Raises:
-        ValueError: there is no such accelerator in rlx/offload/plan/hardware.py.
+    Of a card that is named by its memory nothing else is known. Raises ValueError for one that is not in hardware.py.
     """
     count, name = re.fullmatch(r"(?:(\d+)x)?(.*)", text.lower()).groups()  # type: ignore[union-attr]  # it always matches
     gpus, lowest = int(count or 1), ".".join(map(str, LOWEST))

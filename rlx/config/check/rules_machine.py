@@ -3,16 +3,8 @@
 import os
 from pathlib import Path
 
+from rlx.config.check import folders
 from rlx.config.check.declared import CheckContext, Faults
-from rlx.config.check.folders import (
-    correct_path,
-    is_hub_name,
-    is_python_file,
-    is_url,
-    runs_folder,
-    warm_starts_folder,
-    why_not_writable,
-)
 from rlx.config.schema import ARITHMETIC
 from rlx.config.schema.roles import TINY, has_critic, is_tiny, sharded_roles, trained_roles
 from rlx.program import program
@@ -104,9 +96,9 @@ def models_exist(s: CheckContext) -> Faults:
             yield s.fault("there is no such built-in model", expected, f"set {key}={TINY}", key)
         elif path != TINY:
             folder = Path(path).expanduser()
-            if not ((folder / "config.json").is_file() if folder.exists() else is_hub_name(path)):
+            if not ((folder / "config.json").is_file() if folder.exists() else folders.is_hub_name(path)):
                 what = "the model folder does not exist or has no config.json"
-                yield s.fault(what, expected, correct_path(key), key)
+                yield s.fault(what, expected, folders.correct_path(key), key)
 
 
 def data_files_exist(s: CheckContext) -> Faults:
@@ -118,7 +110,7 @@ def data_files_exist(s: CheckContext) -> Faults:
             if file.startswith("builtin:"):
                 what, remedy = "there is no such built-in task", f"set {key}={ARITHMETIC}"
             elif not (parts := data_parts(file)):
-                what, remedy, folder = "a data file does not exist", correct_path(key), Path(file).parent
+                what, remedy, folder = "a data file does not exist", folders.correct_path(key), Path(file).parent
                 if folder.name == "gsm8k":
                     remedy = f"run `{program('gsm8k')} --out {folder}`, or {remedy}"
                 if (Path(file) / "dataset_dict.json").is_file():
@@ -133,14 +125,14 @@ def data_files_exist(s: CheckContext) -> Faults:
 def user_code_exists(s: CheckContext) -> Faults:
     own = ("data.custom_cls", "custom_reward_function", "environment", "actor_rollout_ref.actor.policy_loss")
     for key in (f"{each}.path" for each in own):
-        if s.value(key) is not None and not is_python_file(s.value(key)):
-            yield s.fault("a file of your own does not exist", "a Python file", correct_path(key), key)
+        if s.value(key) is not None and not folders.is_python_file(s.value(key)):
+            yield s.fault("a file of your own does not exist", "a Python file", folders.correct_path(key), key)
 
 
 def checkpoint_exists(s: CheckContext) -> Faults:
     trainer, key = s.config.trainer, "trainer.resume_from_path"
     named = trainer.resume_from_path
-    if trainer.resume_mode == "resume_path" and named is not None and not is_url(named):
+    if trainer.resume_mode == "resume_path" and named is not None and not folders.is_url(named):
         folder = Path(named).expanduser()
         if step_of(folder) is None or not (folder / "driver.json").is_file():
             remedy = f"correct {key}; checkpoints are in <run folder>/checkpoints"
@@ -154,15 +146,15 @@ def folders_can_be_written(s: CheckContext) -> Faults:
     written = [(key, Path(s.value(key)).expanduser().absolute()) for key in keys if s.value(key) is not None]
     checkpoint = Path(trainer.resume_from_path or "").expanduser().absolute()
     if trainer.resume_mode != "resume_path":
-        written.append(("trainer.default_local_dir", runs_folder(s.config)))
+        written.append(("trainer.default_local_dir", folders.runs_folder(s.config)))
     elif checkpoint.is_dir():  # the resumed run continues in its own folder
         written.append(("trainer.resume_from_path", checkpoint.parent.parent))
-    made = warm_starts_folder(s.config)
+    made = folders.warm_starts_folder(s.config)
     # A read-only cache is enough if it has a warm start; only the warm start itself can tell whether it is the right one.
     if is_tiny(s.config) and not any(made.glob("warm_start_*")):
         written.append(("warm_start.cache_dir", made))
     for key, folder in written:
-        if (wrong := why_not_writable(folder)) is not None:
+        if (wrong := folders.why_not_writable(folder)) is not None:
             value = s.value(key) or f"null, which means {folder}"
             got, expected = f"{key}={value}: {wrong}", "a folder that is writable, or can be made"
             remedy = f"change {key}, or let this user write there"

@@ -3,19 +3,8 @@
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
+from rlx.config.check import rules
 from rlx.config.check.declared import CheckContext, declared_limits_hold, declared_needs_are_met, unused_keys
-from rlx.config.check.rules import (
-    ACTOR,
-    COMBINATION_RULES,
-    METRIC,
-    OTHER_TASKS,
-    OTHER_TASKS_REMEDY,
-    ROLLOUT,
-    offload_options,
-    offloading_roles,
-    own_function_scores_them,
-    validates_on_other_tasks,
-)
 from rlx.config.check.rules_machine import MACHINE_RULES
 from rlx.config.check.rules_memory import disk_warnings, judge_memory
 from rlx.config.compose.command_line import Composed
@@ -27,7 +16,7 @@ from rlx.config.schema.roles import has_critic, may_save, model_scores_alone, sh
 from rlx.config.schema.tree import as_text
 from rlx.config.secrets import without_secrets
 
-RULES = (declared_limits_hold, declared_needs_are_met, *COMBINATION_RULES, *MACHINE_RULES)
+RULES = (declared_limits_hold, declared_needs_are_met, *rules.COMBINATION_RULES, *MACHINE_RULES)
 # Half the distance between two bf16 numbers is at most 2^-8 of them; smaller decays may be rounded away.
 LARGEST_BF16_BETA = 1 - 2.0**-8
 
@@ -39,16 +28,12 @@ class Verdict(NamedTuple):
     warnings: tuple[str, ...]
 
 
-def check(composed: Composed, machine: Machine, has_memory: bool = True) -> Verdict:
-    """Apply every rule. A rule's fault about a key that could not be read is dropped, because that key already has a fault.
-
-    Without `has_memory` the run is meant for another machine, so nothing is said of the memory of this one.
-    """
+def check(composed: Composed, machine: Machine) -> Verdict:
+    """Apply every rule. A rule's fault about a key that could not be read is dropped, because that key already has a fault."""
     context, broken = CheckContext(composed.partial, composed.set_keys, machine), composed.broken
     faults = [fault for rule in RULES for fault in rule(context) if broken.isdisjoint(fault.keys)]
     warnings = [*_without_effect(context, broken, composed.repeated), *_surprises(context), *_of_trained_roles(context)]
-    if has_memory and not composed.faults:
-        # A prediction needs every value.
+    if not composed.faults:  # a prediction needs every value
         of_memory, memory_warnings = judge_memory(context)
         faults += of_memory
         warnings += [*disk_warnings(context), *memory_warnings]
@@ -72,7 +57,7 @@ def _surprises(s: CheckContext) -> Iterator[str]:
     rollout, mode = s.config.actor_rollout_ref.rollout, actor.policy_loss.loss_mode
     is_of_sequences = mode in ("gspo", "geo_mean", "sapo") and actor.policy_loss.path is None
     if is_of_sequences and actor.loss_agg_mode != "seq-mean-token-mean":
-        yield f"{mode} is defined as a mean over sequences: {ACTOR}.loss_agg_mode={actor.loss_agg_mode}, not seq-mean-token-mean"
+        yield f"{mode} is defined as a mean over sequences: {rules.ACTOR}.loss_agg_mode={actor.loss_agg_mode}, not seq-mean-token-mean"
     if algorithm.use_kl_in_reward and algorithm.needs(NORM_BY_STD) and algorithm.norm_adv_by_std_in_grpo:
         yield (
             f"{algorithm.adv_estimator} divides by the standard deviation of rewards with the KL in them: if a prompt's "
@@ -88,7 +73,7 @@ def _surprises(s: CheckContext) -> Iterator[str]:
         yield "the KL to the reference counts twice: actor.use_kl_loss and algorithm.use_kl_in_reward are both set"
     if algorithm.filter_groups.enable and algorithm.filter_groups.metric == "acc" and model_scores_alone(s.config):
         yield (
-            f"{METRIC}=acc tests whether a score is at least 1, which means little for a reward model: let a function score "
+            f"{rules.METRIC}=acc tests whether a score is at least 1, which means little for a reward model: let a function score "
             "too with reward_model.rule_weight"
         )
     if algorithm.filter_groups.enable and trainer.total_training_steps is None:
@@ -97,11 +82,11 @@ def _surprises(s: CheckContext) -> Iterator[str]:
             f"than trainer.total_epochs={trainer.total_epochs}: set trainer.total_training_steps to choose its end"
         )
     if rollout.name == "vllm" and rollout.dtype == "fp32" and s.on_accelerator:
-        yield f"{ROLLOUT}.dtype=fp32: vLLM decodes at a fraction of its speed in bf16"
+        yield f"{rules.ROLLOUT}.dtype=fp32: vLLM decodes at a fraction of its speed in bf16"
     if not rollout.calculate_log_probs:
-        yield f"the sampler's mismatch with the trainer is not measured: {ROLLOUT}.calculate_log_probs=False"
-    if validates_on_other_tasks(s) and not own_function_scores_them(s):
-        yield f"{OTHER_TASKS}: {OTHER_TASKS_REMEDY}"
+        yield f"the sampler's mismatch with the trainer is not measured: {rules.ROLLOUT}.calculate_log_probs=False"
+    if rules.validates_on_other_tasks(s) and not rules.own_function_scores_them(s):
+        yield f"{rules.OTHER_TASKS}: {rules.OTHER_TASKS_REMEDY}"
     warmup, steps = trainer.critic_warmup, trainer.total_training_steps
     if has_critic(s.config) and steps is not None and warmup >= steps:
         yield f"the actor never learns: trainer.critic_warmup={warmup} of trainer.total_training_steps={steps} steps"
@@ -115,8 +100,8 @@ def _of_trained_roles(s: CheckContext) -> Iterator[str]:
     for role in sharded_roles(s.config):
         if role.model.layer_offload_directory is not None and not role.model.layer_offload:
             yield f"{role.model_key}.layer_offload_directory has no effect without {role.model_key}.layer_offload=True"
-    for role in offloading_roles(s):
-        options, prefix = offload_options(role.model), f"{role.model_key}.activation_offload"
+    for role in rules.offloading_roles(s):
+        options, prefix = rules.offload_options(role.model), f"{role.model_key}.activation_offload"
         if options.save == "attention" and role.model.attn_implementation == "eager":
             yield (
                 f"{prefix}.save=attention finds nothing to keep in {role.model_key}.attn_implementation=eager, which is no "

@@ -102,11 +102,9 @@ def _whole_key(section: str, name: str) -> str:
 
 
 def build(tree: dict[str, Any]) -> tuple[PPOConfig, list[Fault]]:
-    """Read a nested dictionary into the typed tree; missing keys keep their defaults.
+    """Return the typed tree of a nested dictionary, and a fault for each key that could not be read.
 
-    Returns:
-        The tree, and a fault for each key that could not be read. Such a key keeps its default. Only an unknown choice keeps
-        the given value, so that rules can add to its fault.
+    Such a key keeps its default, as a missing one does. Only an unknown choice is kept, so that rules can add to its fault.
     """
     faults: list[Fault] = []
     return _section(PPOConfig(), tree, "", faults), faults
