@@ -117,14 +117,9 @@ def as_json(value: Any) -> Any:
 
 
 def decode(record: Any, asked: dict[int, Any]) -> tuple[int, Answer]:
-    """Read an answer.
+    """Read an answer to a conversation of `asked`, by number; one that has `taken` none awaits that of its reset.
 
-    Args:
-        record: from a process.
-        asked: conversations by number; one that has `taken` no answer awaits that of its reset.
-
-    Raises:
-        BadAnswer: another form, or an answer to a question that was not asked.
+    Raises BadAnswer if it has another form, or was not asked for.
     """
     kinds = get_args(Failure.__annotations__["kind"])
     try:

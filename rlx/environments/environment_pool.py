@@ -63,12 +63,7 @@ class EnvironmentPool(WorkerPool):
         self._ready: list[tuple[int, Answer]] = []
 
     def reset(self, key: int, row: dict[str, Any]) -> None:
-        """Begin a conversation, in the process with the fewest; return at once.
-
-        Args:
-            key: of the conversation, until `end`.
-            row: see Environment.reset; numpy's values are sent as Python's.
-        """
+        """Begin a conversation of this key, in the process with the fewest; return at once. `row`: see Environment.reset."""
         self.end(key)
         own = self._of_key[key] = _Conversation(next(self._numbers), key)
         try:
@@ -92,11 +87,7 @@ class EnvironmentPool(WorkerPool):
             self._ask(own, own.home)
 
     def poll(self, timeout_s: float = 0.0) -> list[tuple[int, Answer]]:
-        """Return the answers that are there by key; wait for the first one at most this long [seconds].
-
-        Raises:
-            UserCodeError: the environment cannot be loaded.
-        """
+        """Return the answers that are there by key; wait for the first one at most this long. Raises UserCodeError."""
         until = time.monotonic() + timeout_s
         while True:
             wait_s = 0.0 if self._ready else max(0.0, until - time.monotonic())

@@ -85,19 +85,7 @@ class ConversationSampler:
         )
 
     def generate(self, rollout: Rollout, batch: Batch, sampling: Sampling) -> Batch:
-        """Run a conversation for each row.
-
-        Args:
-            rollout: with weights.
-            batch: as `rows_of` takes it.
-            sampling: of turns.
-
-        Returns:
-            As `batch_of`; prompts are as wide as the longest of this batch.
-
-        Raises:
-            EnvironmentFailed, EngineError: see `run_conversations`.
-        """
+        """Run a conversation for each of `rows_of(batch)` and return `batch_of` them. Raises as `run_conversations`."""
         rows = rows_of(batch)
         options = self._options(sampling=sampling)
         ran = run_conversations(rollout, self._pool, rows, options)

@@ -84,8 +84,6 @@ def run_conversations(
     Args:
         rollout: with weights, and without requests in flight.
         pool: of environments; None on ranks that do not decide, see `FirstRank`.
-        rows: of the conversations.
-        options: for all of them.
 
     Raises:
         EnvironmentFailed: an environment failed and `bounds.ends_run`; or the chat template stopped every conversation.

@@ -64,11 +64,7 @@ class ScoringPool(WorkerPool):
         self._async: set[Loadable] = set()
 
     def check(self, function: Loadable) -> None:
-        """Load a function, or other user code, in one process, so that errors show before the first call.
-
-        Raises:
-            UserCodeError: it cannot be loaded.
-        """
+        """Load a function, or other user code, in one process before the first call. Raises UserCodeError."""
         worker = next(iter(self.workers), None) or self.start()
         worker.load(function)
         while worker.loading:
@@ -80,11 +76,7 @@ class ScoringPool(WorkerPool):
                     self._async.add(function)
 
     def run(self, calls: Sequence[RewardCall]) -> tuple[list[Outcome], Counts]:
-        """Return the outcome of each call, in order. See Note [once more].
-
-        Raises:
-            NotSendable: pickle rejects the arguments.
-        """
+        """Return the outcome of each call, in order, see Note [once more]. Raises NotSendable if pickle rejects arguments."""
         places: dict[Function, list[int]] = {}
         for place, call in enumerate(calls):
             places.setdefault(call.function, []).append(place)
@@ -179,14 +171,9 @@ class _Run:
 
 
 def to_outcome(message: Any, asked: dict[int, tuple[int, int]]) -> tuple[int, Outcome]:
-    """Read [number of the call, *Outcome].
+    """Read [number of the call, *Outcome]; `asked` has index and number of samples of each call without a reply.
 
-    Args:
-        message: from a process.
-        asked: index and number of samples of each call without a reply.
-
-    Raises:
-        BadAnswer: another form; or a reply to a call that was not made or has one already.
+    Raises BadAnswer if it has another form, or replies to a call that was not made or has a reply.
     """
     match message:
         case [int(number), list(answers), str(kind), str(fault), str(traceback)] if (
