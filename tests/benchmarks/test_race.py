@@ -39,13 +39,8 @@ def test_figures_are_medians_without_the_first_step_and_rest_is_what_no_phase_ta
     steps = {n: {**verl, "timing_s/step": seconds} for n, seconds in ((1, 90.0), (2, 9.0), (3, 11.0), (4, 10.0))}
     found = figures(steps, 50.0)
     assert found["generation"] == 3.0 and found["update"] == 4.0 and found["sync"] == 0.5 and found["old"] == 0.0
-    assert (
-        found["steps"] == 3
-        and found["step"] == 10.0
-        and found["rest"] == 2.5
-        and found["peak GB"] == 50.0
-        and found["grad norm"] == 0.7
-    )
+    expected = {"steps": 3, "step": 10.0, "rest": 2.5, "peak GB": 50.0, "grad norm": 0.7}
+    assert {name: found[name] for name in expected} == expected
 
 
 def options_of(**changes):
@@ -90,11 +85,7 @@ def test_a_site_that_would_not_be_used_is_refused(site, capsys):
 @pytest.mark.slow
 @pytest.mark.skipif(not os.environ.get("RLX_NIGHTLY"), reason="whole runs of a benchmark are tried nightly")
 def test_rlx_and_trl_do_the_same_steps(tmp_path, capsys):
-    on_cpu = [
-        "actor_rollout_ref.rollout.name=hf",
-        "trainer.device=cpu",
-        f"--json={tmp_path / 'figures.json'}",
-    ]
+    on_cpu = ["actor_rollout_ref.rollout.name=hf", "trainer.device=cpu", f"--json={tmp_path / 'figures.json'}"]
     main([*on_cpu, *SIZE, "--updates=2", "--micro-batch=4", "--frameworks", "rlx", "TRL"])
     found = json.loads((tmp_path / "figures.json").read_text())["frameworks"]
     assert set(found) == {"rlx", "TRL"}, capsys.readouterr().out
