@@ -47,11 +47,7 @@ class NotIsolated(UserCodeError):
 
 @dataclass(frozen=True)
 class SandboxLimits:
-    """Limits of one run of code.
-
-    Raises:
-        UserCodeError: a value that is no limit.
-    """
+    """Limits of one run of code. Raises UserCodeError for values that are no limits."""
 
     time_s: float = 10.0  # longest run [seconds], of waiting and of the processor
     memory_bytes: int = 10**9  # of each of its processes
@@ -99,12 +95,7 @@ def bubblewrap() -> str | None:
 
 
 def check_isolation(limits: SandboxLimits) -> None:
-    """Try an empty program.
-
-    Raises:
-        NotIsolated: the limits require an isolation that the system does not give.
-        UserCodeError: the empty program fails with these limits.
-    """
+    """Try an empty program. Raises NotIsolated if the system lacks a required isolation, UserCodeError if the program fails."""
     if limits.require_isolation and (fault := isolation_fault()):
         raise NotIsolated(
             f"a model's programs would not be isolated: {fault}; or set environment.kwargs.require_isolation=false"

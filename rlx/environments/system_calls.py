@@ -157,13 +157,9 @@ NUMBER_AT, ARCHITECTURE_AT, ARGUMENTS_AT = 0, 4, 16  # in struct seccomp_data
 
 
 def filter_program(has_name_spaces: bool) -> bytes:
-    """Return the filter as an array of `struct sock_filter`.
+    """Return the filter as an array of `struct sock_filter`; without namespaces it denies DENIED_WITHOUT_NAME_SPACES, too.
 
-    Args:
-        has_name_spaces: otherwise deny DENIED_WITHOUT_NAME_SPACES, too.
-
-    Raises:
-        OSError: this machine's numbers of system calls are not known here.
+    Raises OSError if this machine's numbers of system calls are not known here.
     """
     if platform.machine() not in MACHINES:
         raise OSError(

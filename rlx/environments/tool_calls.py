@@ -34,13 +34,7 @@ class Parsed(NamedTuple):
 
 
 def parse(tool_format: str, text: str, names: Sequence[str]) -> Parsed:
-    """Return the calls of a turn.
-
-    Args:
-        tool_format: one of FORMATS.
-        text: of the turn, with special tokens.
-        names: of the tools that there are.
-    """
+    """Return the calls of a turn's text, with special tokens, in one of FORMATS; `names` are those of the tools there are."""
     content, calls = FORMATS[tool_format](text, names)
     if len(calls) > MOST_CALLS:
         calls = [*calls[:MOST_CALLS], _faulty(f"only the first {MOST_CALLS} of {len(calls)} calls were made")]

@@ -33,13 +33,9 @@ class _Tool(NamedTuple):
 
 
 class Tools:
-    """Functions that a model may call.
+    """Functions that a model may call, async or not, with type hints and a docstring in Google's style for each argument.
 
-    Args:
-        functions: with type hints and a docstring in Google's style that describes each argument. They may be async.
-
-    Raises:
-        UserCodeError: hints or docstrings give no schema, with all such functions; two functions have one name.
+    Raises UserCodeError that names all functions without a schema, or if two have one name.
     """
 
     def __init__(self, functions: Sequence[Callable[..., Any]]):
@@ -106,9 +102,7 @@ class Tools:
 class ToolEnvironment:
     """Answers the calls of each turn; a turn without calls ends the conversation, and reward functions score it.
 
-    Args:
-        tools: that the model may call.
-        tool_format: how it writes calls, of `rlx.environments.tool_calls.FORMATS`.
+    `tool_format` is how the model writes calls, of `rlx.environments.tool_calls.FORMATS`.
     """
 
     def __init__(self, tools: Tools, tool_format: str):

@@ -30,8 +30,7 @@ class Lines:
     def read(self) -> list[Any]:
         """Return the messages that are complete now; wait only until there is anything to read.
 
-        Raises:
-            EOFError, OSError: the other side has ended, or sent no JSON (BadAnswer).
+        Raises EOFError or OSError if the other side has ended, or sent no JSON (BadAnswer).
         """
         data = os.read(self._descriptor, READ_AT_ONCE)
         if not data:

@@ -180,12 +180,9 @@ class RewardManager:
             raise RewardError(f"{no_function_for(unknown)}; known: {', '.join(sorted(known))}; {remedy}")
 
     def faults_of_answers(self, answers: Mapping[int, tuple[str, Any]]) -> dict[int, str]:
-        """Score each answer as its own response with the built-in functions, and return why some cannot be scored, by index.
+        """Score each answer (data source and ground truth by index) as its own response, and return why some cannot be scored.
 
-        Answers of a function of the user's own are not tried, nor are any if errors score 0. Trying ends after TRIAL_S.
-
-        Args:
-            answers: data source and ground truth by index.
+        Only built-in functions are tried, and none if errors score 0. Trying ends after TRIAL_S.
         """
         if self._config.on_error != "stop" or self._all is not None or not self._calls_functions:
             return {}
