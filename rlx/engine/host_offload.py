@@ -14,11 +14,9 @@ A save in the background writes offloaded bytes from their block (`rlx/engine/sa
 until they are read, even if `fetch` gives its bytes back to the device before. The optimizer's step, which changes them, waits.
 
 Note [host memory between updates]
-After an update the offloading engine's arena stays reserved but holds no activations. Offloaded parameters and optimizer states
-use a part of it; the rest waits for the next update. Returning that rest and reserving it again costs time in every step: 0.4 s
-per GiB for pinning (one H200 machine). Keeping it while others run short costs more: during the rollout the offloaded tensors,
-the sampler and the reward functions share the host, and Ray kills workers once 95 % of it is in use. So rlx returns the rest
-before the rollout, once all roles are offloaded, and only if little memory is left (`HostRelief`).
+After an update the arena stays reserved; offloaded parameters and states use a part of it. To return the rest and reserve it again
+costs 0.4 s per GiB for pinning (one H200 machine). To keep it while others run short costs more: Ray kills workers once 95 % of the
+host is in use. So rlx returns the rest before the rollout, and only if little memory is left (`HostRelief`).
 """
 
 import logging

@@ -10,7 +10,7 @@ from rlx.offload import ActivationOffloading, HostArena, LayerOffloading, Offloa
 
 
 class Memory:
-    """Moves the tensors of one engine; the engine fetches what a call needs by itself."""
+    """Moves the tensors of one engine, which fetches what a call needs by itself."""
 
     def __init__(
         self,

@@ -82,9 +82,8 @@ def step_shards(
 class MasterAdamW(ShardAdamW):
     """AdamW whose state has, besides both moments, an fp32 master of each bf16 or fp16 parameter.
 
-    At the learning rates of RL an update is smaller than half the distance between two bf16 numbers. A bf16 weight of 0.02 changes
-    in steps of 1.2e-4, and AdamW with lr 1e-6 asks for 1e-6: rounding to nearest returns the old weight. A master copy in fp32 sums
-    such updates until the bf16 weight moves. The model computes with the bf16 weight, which is the master rounded to nearest.
+    A bf16 weight of 0.02 changes in steps of 1.2e-4, and AdamW with lr 1e-6 asks for 1e-6: rounding to nearest returns the old weight.
+    A master copy in fp32 sums such updates until the bf16 weight, which is the master rounded to nearest, moves.
 
     A step equals AdamW's on the masters with the same gradients in fp32, bit for bit: gradients are widened first, then clipped by
     `gradient_scale`. The state holds `step`, `exp_avg`, `exp_avg_sq` and `master`, all fp32, sharded like the parameter.
@@ -144,9 +143,8 @@ def learning_rate_factor(step: int, total_steps: int, optim: OptimConfig) -> flo
 def build_optimizer(parameters: Iterable[nn.Parameter], optim: OptimConfig) -> AdamW:
     """Return AdamW, or the optimizer of torchao that `optim.optimizer` names, over the parameters that are trained.
 
-    On an accelerator this is torch's fused kernel. It reads parameters, gradients and state once instead of a dozen times,
-    needs no extra memory, and rounds a bf16 parameter once per step. On the CPU it is torch's default. With
-    `optim.master_weights`, bf16 parameters have fp32 masters.
+    On an accelerator this is torch's fused kernel, which needs no extra memory and rounds a bf16 parameter once per step. On the CPU
+    it is torch's default. With `optim.master_weights`, bf16 parameters have fp32 masters.
 
     torchao's `_AdamW` and `AdamW8bit` round bf16 weights stochastically, so that the mean of many results is exact without masters.
     Moments in 8 bits have a scale for each 256 numbers (arXiv:2110.02861); tensors below 4,096 numbers keep theirs as they are.
@@ -213,10 +211,9 @@ def configure(optimizer: AdamW, optim: OptimConfig, lr: float) -> None:
 
 
 def step_in_parts(optimizer: AdamW) -> None:
-    """Take the optimizer's step a few parameters at a time.
+    """Take the optimizer's step a few parameters at a time: an idle device begins while the host prepares the next ones.
 
-    The host prepares each sharded parameter for the kernel. An idle device can then begin after the first few of them instead
-    of after the last. AdamW treats each parameter separately, so the result equals that of one step, bit for bit.
+    AdamW treats each parameter separately, so the result equals that of one step, bit for bit.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     while parameters:

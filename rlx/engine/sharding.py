@@ -125,8 +125,7 @@ def shard(
 ) -> Sharded:
     """Shard a model, with rank 0's weights in host memory, over all processes; `streamed` weights stay where they are.
 
-    With `fsdp2` a single process has nothing to shard. FSDP2 is used there only to cast weights to the type of computation layer
-    by layer, or for its offload policy.
+    With `fsdp2` a single process uses FSDP2 only to cast weights layer by layer, or for its offload policy.
     """
     if strategy == "fsdp":
         return FSDP1Model(model, fsdp, precision, device)
