@@ -368,11 +368,11 @@ def _in_sleep_pool() -> Iterator[Tensor]:
     segments = [range(start, start + kept.handle[1]) for start, kept in CuMemAllocator.instance.pointer_to_data.items()]
     gc.unfreeze()  # vLLM freezes all objects that exist at its start, and the collector does not list frozen ones
     for tensor in gc.get_objects():
-        if issubclass(type(tensor), Tensor) and tensor.is_cuda:
-            with contextlib.suppress(RuntimeError):  # compilation leaves tensors without memory, which have no address
-                address = tensor.untyped_storage().data_ptr()
-                if any(address in segment for segment in segments):
-                    yield tensor
+        # Compilation leaves FakeTensors, which have no memory.
+        if issubclass(type(tensor), Tensor) and type(tensor).__name__ != "FakeTensor" and tensor.is_cuda:
+            address = tensor.untyped_storage().data_ptr()
+            if any(address in segment for segment in segments):
+                yield tensor
 
 
 def _collect() -> None:
