@@ -368,11 +368,12 @@ def _in_sleep_pool() -> Iterator[Tensor]:
     segments = [range(start, start + kept.handle[1]) for start, kept in CuMemAllocator.instance.pointer_to_data.items()]
     gc.unfreeze()  # vLLM freezes all objects that exist at its start, and the collector does not list frozen ones
     for tensor in gc.get_objects():
-        # Compilation leaves FakeTensors, which have no memory.
+        # What compilation leaves has no memory: torch warns of a FakeTensor's address, and others raise.
         if issubclass(type(tensor), Tensor) and type(tensor).__name__ != "FakeTensor" and tensor.is_cuda:
-            address = tensor.untyped_storage().data_ptr()
-            if any(address in segment for segment in segments):
-                yield tensor
+            with contextlib.suppress(RuntimeError):
+                address = tensor.untyped_storage().data_ptr()
+                if any(address in segment for segment in segments):
+                    yield tensor
 
 
 def _collect() -> None:
