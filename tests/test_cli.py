@@ -44,6 +44,7 @@ def test_check_is_the_driver_with_its_option():
     assert done.returncode == 2 and "trainer.seed" in done.stderr
 
 
+@pytest.mark.slow
 def test_messages_name_the_program_as_it_was_called():
     for called, name in ((("-m", "rlx.cli", "report"), "rlx report"), (("-m", "rlx.trainer.report"), None)):
         done = python(*called, "no_such_folder")

@@ -21,6 +21,7 @@ FIGURES = {
 }
 
 
+@pytest.mark.slow
 def test_a_step_of_each_kind_is_watched_from_forward_to_optimizer(model_folder, one_rank):
     ((ours, theirs),) = one_rank("step", "steps", model_folder, ["rlx", "checkpointing"])
     for figures in ours, theirs:

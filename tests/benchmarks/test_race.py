@@ -68,6 +68,7 @@ def test_verl_runs_with_its_own_packages_first_and_its_rows_are_read(tmp_path):
     assert racer.steps() == {1: {"timing_s/step": 5.0}}
 
 
+@pytest.mark.slow
 def test_a_run_that_takes_too_long_is_ended_and_its_steps_count(tmp_path, capsys):
     racer = trl_racer(tmp_path / "run", options_of())
     code = f'import time, pathlib; pathlib.Path({str(tmp_path / "run" / "rows.jsonl")!r}).write_text(\'{{"step": 1, "timing_s/step": 2}}\\n\'); time.sleep(99)'

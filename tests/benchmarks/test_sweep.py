@@ -28,6 +28,7 @@ def wrong(row, features):
     return {name: outcome for name, outcome in found.items() if outcome.status == "wrong" and name not in listed}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", ["qwen2: tied", "deepseek_v3", "bert: no decoder"])
 def test_no_outcome_of_these_is_wrong(row):
     assert wrong(row, [*FEATURES, "fsdp2"]) == {}

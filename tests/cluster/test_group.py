@@ -145,6 +145,7 @@ def test_a_constructor_that_raises_ends_the_group(worker_class):
     assert placement_group_table(pool.group)["state"] == "REMOVED", "the places are given back"
 
 
+@pytest.mark.slow
 def test_a_stuck_collective_names_the_rank_that_the_others_wait_for(worker_class):
     """A frozen process, which cannot answer, is stopped in the nightly runs of tests/chaos."""
     group = WorkerGroup(Placement.reserve(1, 2, "cpu"), worker_class).build("x", True)

@@ -39,6 +39,7 @@ def name_of(process: psutil.Process) -> str:
     return ""
 
 
+@pytest.mark.slow
 @pytest.mark.e2e
 def test_every_socket_of_a_run_is_on_loopback_and_its_folder_private(untrained: str, tmp_path: Path):
     environment = {name: value for name, value in os.environ.items() if name not in ("RAY_ADDRESS", "RAY_TMPDIR")}

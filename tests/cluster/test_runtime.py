@@ -63,6 +63,7 @@ def wait_until(condition, seconds=30):
     return condition()
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_leaves_no_process(tmp_path):
     driver = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(STUCK), str(tmp_path)],

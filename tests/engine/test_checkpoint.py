@@ -77,6 +77,7 @@ def test_a_checkpoint_is_read_by_other_process_counts_and_strategies(before, aft
         torch.testing.assert_close(again[2][name], tensor, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_adapters_are_resumed_on_another_number_of_processes(model_folder, one_rank, two_ranks, tmp_path):
     folder = str(tmp_path / "actor")
     metrics, saved, weights = two_ranks("checkpoint", "stopped", model_folder, "fsdp", folder, 2)[0]

@@ -100,6 +100,7 @@ PARKED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("processes", "strategy", "fsdp", "model"), PARKED)
 def test_waiting_in_host_memory_changes_nothing_and_the_second_cycle_takes_no_more(
     processes, strategy, fsdp, model, model_folder, request, tmp_path

@@ -243,6 +243,7 @@ def test_a_reset_that_was_open_beside_another_is_tried_once_more(make_pool, answ
     assert "cannot be sent" in answers(pool, [3])[3].reason
 
 
+@pytest.mark.slow
 def test_nothing_waits_for_a_process_that_does_not_read(make_pool, answers, monkeypatch):
     monkeypatch.setattr(rlx.environments.environment_pool, "SLACK_S", 1.0)
     pool = make_pool("Table", ENVIRONMENT, limit_s=3)

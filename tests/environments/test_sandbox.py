@@ -159,6 +159,7 @@ def test_nothing_outlives_a_program():
     assert not psutil.wait_procs(left, timeout=60)[1]
 
 
+@pytest.mark.slow
 def test_without_isolation_nothing_outlives_a_program_either(monkeypatch):
     monkeypatch.setattr(sandbox, "isolation_fault", lambda: "tried so")
     leaving = (

@@ -21,6 +21,7 @@ def one_process() -> Iterator[None]:
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_a_checkpoint_becomes_a_folder_that_answers(tmp_path: Path, one_process: None):
     model, tokenizer = make_tiny(TinyModelConfig(hidden_size=64, intermediate_size=64, num_hidden_layers=2))
     model.save_pretrained(tmp_path / "start")

@@ -28,6 +28,7 @@ def check(
     return subprocess.run(command, env=environment, capture_output=True, text=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [(), ("actor_rollout_ref.rollout.name=hf", f"{PARALLEL}=1")], ids=["vllm", "hf"])
 def test_the_command_is_valid_with_either_sampler(environment: dict[str, str], options: tuple[str, ...]):
     done = check(environment, *options)
@@ -35,6 +36,7 @@ def test_the_command_is_valid_with_either_sampler(environment: dict[str, str], o
     assert "train_batch_size: 512" in done.stdout and "adv_estimator: grpo" in done.stdout
 
 
+@pytest.mark.slow
 def test_the_command_for_one_gpu_trains_adapters_without_a_second_model(environment: dict[str, str]):
     done = check(environment, example="lora_1gpu.sh")
     assert done.returncode == 0, done.stderr

@@ -8,6 +8,7 @@ import pytest
 NOTEBOOK = Path(__file__).parents[2] / "examples" / "offload_notebook.ipynb"
 
 
+@pytest.mark.slow
 def test_the_notebook_runs(capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture):
     cells = [cell for cell in json.loads(NOTEBOOK.read_text())["cells"] if cell["cell_type"] == "code"]
     assert all(not cell["outputs"] for cell in cells), "kept without outputs"

@@ -165,6 +165,7 @@ def test_no_score_at_all_is_no_result(manager, make_batch, write_module, tmp_pat
         rewards.score(make_batch(["raise", "raise"], [0, 0]), tmp_path)
 
 
+@pytest.mark.slow
 def test_a_grading_of_mathematics_without_end_is_ended(manager, make_batch, tmp_path, caplog):
     endless = "\\int_0^1 9^{9^{9^{9}}} dx"
     batch = make_batch(["\\boxed{2}", "\\boxed{9^{9^{9^{9}}} + 10^{10^{10}}!}"], ["2", endless], "math")
@@ -239,6 +240,7 @@ def test_the_form_is_scored_on_top_and_does_not_count_as_right(manager, make_bat
     assert scores.extra == {"format": [1.0, 1.0, 0.0, 0.0], "acc": [1.0, 0.0, 0.0, 1.0]}
 
 
+@pytest.mark.slow
 def test_an_expression_that_backtracks_for_ever_is_ended(manager, make_batch, tmp_path):
     rewards = manager(format="(a*)*b", timeout_s=1.5)
     scores = rewards.score(make_batch(["a" * 60, "aab"], ["7"] * 2), tmp_path)

@@ -148,6 +148,7 @@ def test_what_a_function_started_ends_with_it_and_its_time_at_once(pool, hasty, 
     assert_ended(started)
 
 
+@pytest.mark.slow
 def test_async_calls_run_side_by_side_up_to_the_limit(pool, path):
     judge = Function(path, "judge", LIMIT_S)
     pool.check(judge)

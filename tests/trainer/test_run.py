@@ -180,6 +180,7 @@ def test_a_run_on_a_url_resumes_from_there_on_an_empty_machine_and_is_exported_f
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "exported").num_parameters() > 0
 
 
+@pytest.mark.slow
 def test_real_gsm8k_trains_and_the_model_leaves(train):
     source = os.environ.get("RLX_GSM8K_DIR")
     if not source:

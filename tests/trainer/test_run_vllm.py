@@ -13,6 +13,7 @@ def varied(data_source, solution_str, ground_truth, extra_info=None):
 """
 
 
+@pytest.mark.slow
 def test_two_processes_sample_with_one_engine_and_a_resumed_run_equals_an_unbroken_one(train, quick, tmp_path):
     reward = tmp_path / "reward.py"
     reward.write_text(REWARD)

@@ -99,6 +99,7 @@ def test_only_the_solution_is_learned_and_padding_is_not():
     assert labels.tolist() == [[-100, -100, 7, 1, -100], [-100, 9, 9, 9, 1]]
 
 
+@pytest.mark.slow
 def test_training_stops_at_the_target(config):
     small = replace(TINY, hidden_size=64, num_hidden_layers=2)
     config = replace(

@@ -26,6 +26,7 @@ print(json.dumps([log.take(), log.take()]))
 """
 
 
+@pytest.mark.slow
 def test_a_run_of_calls_counts_from_its_first_to_its_last():
     # In a process of its own, because what other tests have freed may be given out again without a change of size.
     done = subprocess.run([sys.executable, "-c", RUN_OF_CALLS], check=True, capture_output=True, text=True)
