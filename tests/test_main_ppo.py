@@ -397,6 +397,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return target
 
 
+@pytest.mark.slow
 def test_the_wheel_holds_every_module_and_every_file_of_configs(installed: Path):
     def below(folder: Path, pattern: str) -> set[str]:
         return {str(file.relative_to(folder)) for file in folder.rglob(pattern)}

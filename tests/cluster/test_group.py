@@ -116,6 +116,7 @@ def test_a_process_that_dies_at_the_start_is_told_of_while_others_still_start(wo
     assert "have not started" not in caplog.text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("deed", "cause"), [("raise", "ValueError: the true cause"), ("die", "the worker process died")]
 )

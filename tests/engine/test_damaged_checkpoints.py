@@ -349,6 +349,7 @@ def test_damage_by_accident_is_found_before_any_tensor_is_read(damage, harmed):
     assert not refusal_of(checkpoint.parent / "global_step_2").faults, "the older one is whole"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", FORGED)
 def test_a_forged_checkpoint_is_refused_and_nothing_has_changed(damage, harmed, model_folder, two_ranks):
     harm, said = FORGED[damage]

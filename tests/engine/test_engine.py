@@ -259,6 +259,7 @@ def test_scores_are_those_of_each_sequence_alone(strategy, reward_folder, one_ra
 ATTENTION = {"enable_activation_offload": True, "activation_offload": ActivationOffloadConfig("attention", min_bytes=0)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "model"),
     [("fsdp2", {}), ("fsdp2", ATTENTION), ("fsdp", {"lora_rank": 2})],

@@ -91,6 +91,7 @@ def test_four_processes_of_which_some_have_no_rows_or_the_same(model_folder, one
 SHARED = [((8,), ROWS[2], None), ((8,), TOKENS[1], "reordered")]
 
 
+@pytest.mark.slow
 def test_two_processes_that_share_every_sequence(way, kind, expected, model_folder, two_ranks):
     strategy, offload, _ = way
     for results in two_ranks("invariance", "cut_gradients", model_folder, (kind,), strategy, SHARED, 2, offload):
@@ -114,6 +115,7 @@ def test_prompts_that_are_computed_once(way, kind, expected_of_groups, model_fol
     assert max(saved) > 0.2 > min(saved), "a small limit parts groups"
 
 
+@pytest.mark.slow
 def test_prompts_that_are_computed_once_in_two_processes(way, kind, expected_of_groups, model_folder, two_ranks):
     cases = [((5, 3), ROWS[0], None), ((4, 4), ROWS[2], None), ((8, 0), TOKENS[0], None)]
     arguments = (model_folder, (kind,), way[0], cases, 1, "boundary", True)
@@ -121,6 +123,7 @@ def test_prompts_that_are_computed_once_in_two_processes(way, kind, expected_of_
         agree(results, expected_of_groups)
 
 
+@pytest.mark.slow
 def test_prompts_that_are_computed_once_in_processes_that_share_them(
     way, kind, expected_of_groups, model_folder, two_ranks
 ):
@@ -152,6 +155,7 @@ def test_conversations_of_several_rows_in_two_processes(way, kind, expected_of_c
         agree(results, expected_of_conversations)
 
 
+@pytest.mark.slow
 def test_conversations_of_several_rows_in_processes_that_share_them(
     kind, expected_of_conversations, model_folder, two_ranks
 ):

@@ -175,6 +175,7 @@ def test_a_call_that_fails_costs_its_own_conversation_alone(make_pool, answers, 
         pool.step(0, Turn("x", 1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", ["hang in C", "exit", "segfault", "forge", "no JSON"])
 def test_a_process_that_ends_costs_the_conversation_at_work_and_no_other(make_pool, answers, monkeypatch, text):
     """Conversations beside it begin again, with their turns so far: one at its next step, one whose step was open."""

@@ -95,6 +95,7 @@ def line_of(text):
     return 1 + next(place for place, line in enumerate(ENVIRONMENT.splitlines()) if text in line)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "text", "told"),
     [

@@ -204,6 +204,7 @@ with ScoringPool(2, None, 1) as pool:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stop", [signal.SIGKILL, signal.SIGINT])
 def test_no_process_outlives_its_driver_however_that_ends(path, stop):
     driver = subprocess.Popen([sys.executable, "-c", DRIVER, path], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)

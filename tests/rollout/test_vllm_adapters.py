@@ -33,6 +33,7 @@ def as_hf(ranks):
     return found
 
 
+@pytest.mark.slow
 def test_new_adapters_reach_both_samplers_and_old_prefixes_are_forgotten(ranks):
     before, probes = as_hf(ranks), ranks("vllm", "probes")
     assert all(

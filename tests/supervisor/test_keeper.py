@@ -241,6 +241,7 @@ def test_a_driver_that_alone_was_asked_to_end_is_not_started_again(keep):
     assert (code, errors) == (143, ["rlx ended by SIGTERM in step 4", without_checkpoint(3)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("facts", ["", "tell(max_restarts=1)"])
 def test_a_frozen_driver_is_started_again(keep, facts):
     script = f"""

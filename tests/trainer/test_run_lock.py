@@ -99,6 +99,7 @@ def test_another_hosts_lock_is_respected_while_it_is_touched(tmp_path: Path, slo
             RunLock(tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("its_clock_s", [-1000.0, 0.0, 1000.0])
 def test_another_hosts_lock_is_taken_over_once_it_is_not_touched_whatever_its_clock(tmp_path: Path, its_clock_s: float):
     file = tmp_path / LOCK_FILE

@@ -24,6 +24,7 @@ def ranks(request, config, two_ranks, tmp_path):
     two_ranks("adapters", "stop")
 
 
+@pytest.mark.slow
 def test_steps_with_adapters_and_a_sampler_that_loses_its_weights(ranks, prompts):
     first = ranks("adapters", "step", prompts, 1)
     for batch, version in first:

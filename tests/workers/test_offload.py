@@ -96,6 +96,7 @@ def plain() -> dict[bool, list[Any]]:
     return {}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("environment")
 @pytest.mark.parametrize(
     ("recompute", "options"), [*((True, o) for o in CHECKPOINTED), *((False, o) for o in WHOLE)], ids=str
