@@ -131,7 +131,7 @@ def _check_and_run(overrides: Sequence[str], options: DriverOptions) -> int:
         tried = check_user_code(composed.partial, composed.broken, machine)
         # Another machine may have the model of a check.
         found = (*checked.faults, *models, *data, *tried.faults, *(() if options.check else of_hub))
-        if options.check and not found and tries_start(composed.config):
+        if options.check and not found and tries_start(composed.config, options.on is None):
             from rlx.trainer.start import faults_at_start  # loads torch and transformers
 
             found = faults_at_start(composed.config, is_here=options.on is None)

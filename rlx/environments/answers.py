@@ -13,7 +13,14 @@ LARGEST_REWARD = 1e30
 """Rewards are stored, added and compared in fp32."""
 LONGEST_REASON, LONGEST_TRACEBACK = 2000, 4000  # characters
 Answer = Reset | Observation | Failure
-_shown = reprlib.Repr()
+
+
+class _Shown(reprlib.Repr):
+    def repr_int(self, x: int, level: int) -> str:
+        return self.repr_instance(x, level)  # which holds the error of a number with too many digits
+
+
+_shown = _Shown()
 _shown.maxstring = _shown.maxother = 200
 
 

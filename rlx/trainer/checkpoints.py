@@ -332,7 +332,7 @@ def set_aside_later(folder: Path, step: int) -> list[str]:
 
 
 def keep_newest(folder: Path, role: str, keep: int | None, spare: Path | None = None) -> None:
-    """Remove the role's part of all but its newest `keep` checkpoints and of `spare`, and folders left without parts; None keeps all."""
+    """Remove the role's part of every checkpoint but its newest `keep` and `spare`, and folders left without parts; None keeps all."""
     if keep is None:
         return
     holders = [checkpoint for checkpoint in steps_in(folder).values() if (checkpoint / role).is_dir()]

@@ -120,7 +120,7 @@ class RunLock:
         return True
 
     def _stale(self) -> tuple[dict[str, Any], float] | None:
-        """Return the lock that is there and stale, None if it has just gone. Raises RunLocked if its run goes on."""
+        """Return the lock that is there and stale, None if it has just gone. Raises RunLocked if its run is still running."""
         with contextlib.suppress(FileNotFoundError):
             with self._alone():
                 found = _read(self._file)

@@ -191,7 +191,8 @@ def _check_rows_alone(config: PPOConfig) -> None:
                 places.append((part.name, rows, row))
                 answers.append((prompt.data_source, prompt.ground_truth))
     faults.end()
-    if not only_environment_scores(config) and not model_scores_alone(config):
+    # Which rows a limit in tokens drops is not known without the tokenizer, and their answers need not be right.
+    if not (data.filter_overlong_prompts or only_environment_scores(config) or model_scores_alone(config)):
         with RewardManager(config.reward, config.custom_reward_function) as rewards:
             for index, what in rewards.faults_of_answers(dict(enumerate(answers))).items():
                 faults.add(*places[index], RowFault(what, CORRECT_ANSWER))

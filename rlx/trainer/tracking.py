@@ -236,7 +236,11 @@ def read_metrics(path: Path) -> dict[int, dict[str, float]]:
     TrackingError if a line is no JSON object with a `step` and numbers.
     """
     by_step: dict[int, dict[str, float]] = {}
-    for _, row in _rows(path):
+    for line, row in _rows(path):
+        if any(value is not None and type(value) not in (int, float) for value in row.values()):
+            raise TrackingError(
+                f"{path}: got {line[:80].decode(errors='replace')!r}, expected numbers; correct or remove the line"
+            )
         step = row.pop("step")
         if by_step and step < next(reversed(by_step)):
             by_step = {s: metrics for s, metrics in by_step.items() if s < step}
@@ -253,9 +257,7 @@ def _rows(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
     for number, line in enumerate(lines, 1):
         try:
             row = json.loads(line)
-            for value in row.values():
-                float(0 if value is None else value)
-            if type(row["step"]) is not int or any(isinstance(v, str | bool) for v in row.values()):
+            if type(row["step"]) is not int:
                 raise TypeError
         except (ValueError, KeyError, AttributeError, TypeError, OverflowError, RecursionError):
             raise TrackingError(

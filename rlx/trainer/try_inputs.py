@@ -204,9 +204,10 @@ def local_roles(config: PPOConfig) -> list[ModelRole]:
     return [role for role in sharded_roles(config) if role.model.path and Path(role.model.path).expanduser().is_dir()]
 
 
-def tries_start(config: PPOConfig) -> bool:
-    """Whether this machine has what `faults_at_start` looks at: a folder of a model, or files of rows."""
-    return bool(local_roles(config)) or {*config.data.train_files, *config.data.val_files} != {ARITHMETIC}
+def tries_start(config: PPOConfig, is_here: bool) -> bool:
+    """Whether this machine has what `faults_at_start` looks at: a folder of a model, or for a run on it files of rows."""
+    files = {*config.data.train_files, *config.data.val_files}
+    return bool(local_roles(config)) or (is_here and files != {ARITHMETIC} and not any(map(is_url, files)))
 
 
 def _of_json(folder: Path, key: str) -> Iterator[Fault]:
@@ -375,7 +376,10 @@ def _row(prompt: Prompt) -> dict[str, Any]:
 
 def _tried(own: UserCode) -> tuple[str, str] | None:
     """Import the code and try it; return the kind of a failure and what happened. Raises UserCodeError."""
-    with _told_after(SILENT_S, f"{program('check')}: the import of {own.what} is not done yet"):
+    with _told_after(
+        SILENT_S,
+        f"{program('check')}: the import {'or the first reset ' * (own.row is not None)}of {own.what} is not done yet",
+    ):
         if own.row is not None and isinstance(own.code, EnvironmentSpec):
             return _reset_failure(own.code, own.row, own.memory_limit_gb)
         with ScoringPool(1, own.memory_limit_gb, at_once=1) as pool:

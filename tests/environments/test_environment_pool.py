@@ -72,6 +72,7 @@ class Table:
             "reward": {"messages": [], "reward": "1"}, "role": {"messages": [{"content": "x"}]}, "empty": {"messages": []},
             "long": {"messages": [{"role": "user", "content": "y" * 2**20}]}, "object": {"messages": [], "done": True, "info": {"a": object()}},
             "info": {"messages": [], "done": True, "info": {"a": float("inf")}}, "huge": {"messages": [], "done": True, "reward": 1e39},
+            "digits": {"messages": [], "reward": 10**5000},
             "deep": {"messages": [{"role": "user", "content": "", "x": self.deep()}]}, "done": {"messages": [], "done": "yes"},
             "surrogates": {"messages": [{"role": "user", "content": "a\\ud800b"}]}}
         if turn.text in wrong:
@@ -144,7 +145,7 @@ def test_a_call_that_fails_costs_its_own_conversation_alone(make_pool, answers, 
     kinds = {
         **dict.fromkeys(("hang", "loop", "wait", "stubborn"), "timeout"),
         **dict.fromkeys(("sys.exit", "raise", "stop"), "error"),
-        **dict.fromkeys(("none", "NaN", "text", "fields", "reward", "role", "empty", "long", "object", "info", "huge"), "nonsense"),
+        **dict.fromkeys(("none", "NaN", "text", "fields", "reward", "role", "empty", "long", "object", "info", "huge", "digits"), "nonsense"),
         **dict.fromkeys(("deep", "done"), "nonsense"),
         "memory": "memory",
     }  # fmt: skip

@@ -7,7 +7,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from rlx.errors import StorageError
-from rlx.trainer.tracking import TensorboardLogger, Tracker, TrackingError
+from rlx.trainer.tracking import TensorboardLogger, Tracker, TrackingError, read_metrics
 
 
 def tracker(run_dir: Path, *loggers: str, resume_step: int | None = None) -> Tracker:
@@ -86,6 +86,18 @@ def test_a_lost_folder_and_a_run_that_may_not_write_show_at_the_next_row(tmp_pat
             tracking.log({"a": 1.0}, 2)
     with Tracker((), tmp_path, "", "p", "e", may_write=refuse) as tracking, pytest.raises(StorageError, match="taken"):
         tracking.log({"a": 1.0}, 2)
+
+
+def test_a_resume_keeps_rows_with_a_note_that_no_curve_shows(tmp_path: Path):
+    lines = [{"step": 1, "note": "by hand"}, {"step": 2, "note": "by hand"}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with tracker(tmp_path, resume_step=1) as tracking:
+        tracking.rewind(1)
+        tracking.log({"reward/mean": 0.5}, 2)
+    kept = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert kept[0] == lines[0] and kept[-1]["step"] == 2 and kept[-1]["reward/mean"] == 0.5
+    with pytest.raises(TrackingError, match=r"by hand.* expected numbers"):
+        read_metrics(tmp_path / "metrics.jsonl")
 
 
 def scalars(folder: Path) -> tuple[list[tuple[int, float]], list[str]]:

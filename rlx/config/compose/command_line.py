@@ -142,7 +142,7 @@ def _goes_on(text: str, piece: str) -> bool:
             each in group_choices() or not LEAVES.keys().isdisjoint(_leaf_keys(each, None)) for each in (text, piece)
         ]
         return piece.startswith("=") or is_name == [True, False]
-    return text.endswith("=") or sum(map(text.count, "[{")) > sum(map(text.count, "]}"))
+    return re.fullmatch(r"[\w.+/@]+=", text) is not None or sum(map(text.count, "[{")) > sum(map(text.count, "]}"))
 
 
 def _parse(text: str, faults: list[Fault]) -> Override | None:

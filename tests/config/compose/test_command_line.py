@@ -279,6 +279,11 @@ def test_an_override_in_pieces_is_one_fault(pieces: list[str]):
     assert not compose(["".join(pieces)]).faults, "the remedy helps"
 
 
+def test_a_value_that_ends_in_an_equals_sign_swallows_no_other():
+    faults = compose(["trainer.experiment_name=YWJj=", "~trainer.logger"]).faults
+    assert len(faults) == 2 and not any("in pieces" in fault.what for fault in faults)
+
+
 def test_a_key_without_a_value_swallows_no_other():
     faults = compose(["trainer.project_name=", "trainer.sed=1", "trainer.seed", "data.seed=4"]).faults
     assert [fault.what for fault in faults][-1] == "unknown key trainer.sed" and len(faults) == 2
