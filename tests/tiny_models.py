@@ -68,7 +68,6 @@ SPECIAL_TOKENS = {"pad_token_id", "bos_token_id", "eos_token_id", "decoder_start
 
 # The features that a type's default configuration leaves out, and the sizes that must fit each other.
 _WINDOWS = {"layer_types": ["sliding_attention", "full_attention"] * 2}
-_STATES = {"mamba_n_heads": 8, "mamba_d_head": 32, "mamba_n_groups": 2}
 _SECTIONS = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [6, 5, 5]}
 EXCEPTIONS: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1, 3]},

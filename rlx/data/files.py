@@ -168,7 +168,7 @@ class Part(NamedTuple):
         """See the function `peek`."""
         with _explained(self):
             if self.kind in (".parquet", SAVED):
-                table, count = self._begin()
+                table, count = self._head()
                 if not count:
                     raise DataError(f"{self.name}: {NO_ROWS}")
                 return Peek(list(table.column_names), ArrowRows(table).read(0, 1)[0], count)
@@ -187,8 +187,8 @@ class Part(NamedTuple):
 
         return load_from_disk(self.path).with_format("arrow")[:]
 
-    def _begin(self) -> "tuple[pa.Table, int]":
-        """Return the first row, if not more, and the number of all."""
+    def _head(self) -> "tuple[pa.Table, int]":
+        """Return a table that begins with the first row, empty if there is none, and the number of rows."""
         if self.kind == SAVED:
             table = self._table()
             return table, table.num_rows

@@ -37,6 +37,9 @@ class MicroBatchRule:
     rows: int | None = None
     tokens: int | None = None
 
+    def __post_init__(self) -> None:
+        assert (self.rows is None) != (self.tokens is None), "one of them is the limit"
+
 
 class RowLength(NamedTuple):
     """Tokens of one row, from the first prompt token to the last response token."""

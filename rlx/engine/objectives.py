@@ -106,13 +106,14 @@ def _checked(answer: Any, mask_BR: Tensor, config: PolicyLossConfig) -> tuple[Te
     Raises ValueError if it is not one loss per token with statistics per token.
     """
     shape, where = tuple(mask_BR.shape), f"{config.name} in {config.path}"
-    parts = answer if isinstance(answer, tuple) else (answer,)
+    parts = answer if isinstance(answer, tuple | list) else (answer,)
     if not (len(parts) == 2 and isinstance(parts[0], Tensor) and isinstance(parts[1], dict)):
         got = ", ".join(type(part).__name__ for part in parts)
         raise ValueError(
             f"{where}: returned {got}, expected (loss, statistics): a tensor and a dict of tensors, all of shape {shape}"
         )
-    loss_BR, stats, faults = *parts, []
+    loss_BR, stats = parts
+    faults = []
     if loss_BR.shape != shape:
         faults.append(
             f"got a loss of shape {tuple(loss_BR.shape)}, expected {shape}: one number per token, which rlx averages "

@@ -39,7 +39,7 @@ NOTICEABLE_S = 1.0
 
 
 class _LiveBytes:
-    """Host memory that a save reads in place, as so many pieces; `read` is done when all are read or the save has failed."""
+    """Host memory that a save reads in place; `read` is done when all `pieces` are read or the save has failed."""
 
     def __init__(self) -> None:
         self.read: Future[None] = Future()
@@ -140,7 +140,7 @@ class CheckpointWriter:
         return self._pending is None or all(job.done() for job in self._pending.jobs)
 
     def before_step(self) -> None:
-        """Wait until live bytes, which the optimizer may change, have been read."""
+        """Wait until a save has read what it reads in place, because the optimizer may change it."""
         if self._pending is None:
             return
         began = time.monotonic()

@@ -128,6 +128,7 @@ def shard(
     With `fsdp2` a single process uses FSDP2 only to cast weights layer by layer, or for its offload policy.
     """
     if strategy == "fsdp":
+        assert not streamed, "`rlx check` rejects weights that are streamed with FSDP1"
         return FSDP1Model(model, fsdp, precision, device)
     if dist.get_world_size() == 1 and not fsdp.offload_policy:
         # FSDP2 rounds gradients of weights that are cast to a wider type, as it does with several processes.

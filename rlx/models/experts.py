@@ -201,7 +201,9 @@ def find_routers(model: nn.Module, run: Callable[[], object], tokens: int) -> li
 
     for module in model.modules():
         handles.append(module.register_forward_pre_hook(lambda module, args: watch.inside.append(module)))
-        handles.append(module.register_forward_hook(lambda *_: watch.inside.__delitem__(-1), always_call=True))
+        handles.append(
+            module.register_forward_hook(lambda *_: watch.inside.__delitem__(-1), always_call=True)
+        )  # pop() would replace the output
     try:
         with watch, torch.no_grad():
             run()

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -160,7 +160,10 @@ def generation_of(path: str | None) -> "tuple[GenerationConfig | None, str]":
         found = cached_file(source, "generation_config.json")
         assert found is not None, "it was read before"
         kept = GenerationConfig()
-        vars(kept).update(json.loads(Path(found).read_bytes()))  # unlike its constructor, without a look at the values
+        with explained(f"the generation_config.json of {path}"):
+            vars(kept).update(
+                json.loads(Path(found).read_bytes())
+            )  # unlike its constructor, without a look at the values
         return kept, " ".join(str(error).split())
 
 
@@ -303,8 +306,12 @@ def class_and_config(config: ModelConfig, head: Head) -> tuple[Any, "PreTrainedC
                 f"{config.path}: its config has no pad_token_id, so it would not find the end of a padded sequence; set it in "
                 "override_config to the id of its training"
             )
-    classes = AutoModelForCausalLM, AutoModelForTokenClassification, AutoModelForSequenceClassification
-    return dict(zip(get_args(Head), classes, strict=True))[head], loaded
+    classes = {
+        "lm": AutoModelForCausalLM,
+        "value": AutoModelForTokenClassification,
+        "score": AutoModelForSequenceClassification,
+    }
+    return classes[head], loaded
 
 
 def rope_by_length(config: "PreTrainedConfig") -> str | None:

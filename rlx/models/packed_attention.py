@@ -202,7 +202,7 @@ def _by_kernel(
     from torch.nn.attention.varlen import varlen_attn
 
     options: dict[str, Any] = {"scale": scaling, "window_size": (-1 if window is None else window - 1, 0)}
-    if torch.__version__ >= "2.12":  # before, it was always enabled
+    if torch.__version__ >= "2.12.0a0":  # before, it was always enabled
         options["enable_gqa"] = query.shape[1] != key.shape[1]
     rows = (x[0].transpose(0, 1) for x in (query, key, value))
     result: Tensor = varlen_attn(*rows, starts, starts, longest, longest, **options)

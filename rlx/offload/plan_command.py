@@ -79,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _called_as() -> str:
-    """Return the user's name of this command, which `rlx.cli` sets in the environment, and this package imports nothing of rlx's rest."""
+    """Return the user's name of this command, which `rlx.cli` sets in the environment."""
     called = os.environ.get("RLX_CALLED_AS")
     return f"{called.rpartition(' ')[0]} plan" if called else "python -m rlx.offload.plan"
 

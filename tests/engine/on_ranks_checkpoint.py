@@ -141,14 +141,17 @@ def saved_beside_training(folder, strategy, out, offload):
         engine.update(share(), ROWS, policy())
     engine.memory.to_host()
     engine.weights.save(out + "/at_once", ALL)
-    held_up = threading.Event()
+    held_up, was_read = threading.Event(), []
     engine.weights._writer._thread.submit(held_up.wait)
     engine.weights.begin_save(out + "/beside", ALL, in_background=True)
     assert not engine.weights.is_written
     engine.log_probs(share(), ROWS, 1.0)
     engine.memory.to_host()
-    threading.Timer(0.3, held_up.set).start()
+    # The writer may begin only when the step comes to its wait.
+    wait, live_read = engine.stepper._before_step, engine.weights._writer._pending.live_read
+    engine.stepper._before_step = lambda: (held_up.set(), wait(), was_read.append(live_read.done()))
     metrics = engine.update(share(), ROWS, policy())
+    assert was_read == [True], "the step waits until the state has been read"
     engine.memory.to_host()
     assert not os.path.exists(out + "/beside"), "it appears when it is whole"
     engine.weights.finish_save()

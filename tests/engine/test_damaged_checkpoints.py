@@ -136,6 +136,7 @@ ACCIDENTS = {
         from_older(MODEL(1), "actor/model/shard-00001-of-00001.safetensors"),
         "is not in the manifest",
     ),
+    "stale shard of the same name": (from_older(MODEL(2)), CHANGED),
     "stale state of the driver": (from_older("driver.json"), CHANGED),
     "swapped shards": (swap(MODEL(1), MODEL(2)), "got .* bytes, expected|have changed"),
     "link to the same shard": (link(MODEL(1), "itself"), "is a symbolic link"),

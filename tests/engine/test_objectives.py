@@ -37,7 +37,6 @@ def share_of(objective, logits, batch):
 
 
 TIS, REJECTION = RolloutCorrectionConfig(rollout_is="token"), RolloutCorrectionConfig(rollout_rs=("token_k1",))
-EVERY_TERM = ActorConfig(use_kl_loss=True, kl_loss_coef=0.5, entropy_coeff=0.25)
 
 
 def test_with_bypass_the_update_measures_what_no_other_phase_has(batch, logits):

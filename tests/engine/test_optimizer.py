@@ -164,7 +164,6 @@ def test_a_step_leaves_no_object_behind(mesh):
 
 
 SIZES = ((40,), (3, 5), (1,))
-WITH_MASTERS = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 
 
 def start() -> list[torch.Tensor]:
@@ -177,10 +176,10 @@ def gradients(seed: int) -> list[torch.Tensor]:
     return [torch.randn(size, generator=generator).bfloat16() for size in SIZES]
 
 
-def give(parameters, seed, dtype, scale=1.0):
+def give(parameters, seed, dtype):
     for parameter, gradient in zip(parameters, gradients(seed), strict=True):
         parameter.grad_dtype = dtype
-        parameter.grad = gradient.to(dtype) * scale
+        parameter.grad = gradient.to(dtype)
 
 
 def test_small_updates_add_up_in_the_masters_and_vanish_without_them():
@@ -231,3 +230,16 @@ def test_a_tensor_counts_by_its_size_in_whatever_order_tensors_repeat(tensors):
         weight[: len(weight) // 4] = 1.0
     changed = sum(len(weight) // 4 for weight in weights) / sum(map(len, weights))
     assert measured(probe)["update_share"] == pytest.approx(changed, abs=0.01)
+
+
+@pytest.mark.parametrize(("lr", "share"), [(1e-6, 0.019), (1e-5, 0.155)])
+def test_bf16_weights_without_masters_hardly_move_at_the_learning_rates_of_rl(lr, share):
+    """The share is that of weights below twice the learning rate's power of two: see `moving_share`."""
+    torch.manual_seed(0)
+    weights = nn.Parameter(torch.randn(40_000).mul(0.02).bfloat16())
+    weights.grad = torch.randn_like(weights)
+    optimizer = build_optimizer([weights], OptimConfig(lr=lr, weight_decay=0.0, master_weights=False))
+    probe = UpdateProbe([weights.view(-1)[i::80] for i in range(80)])
+    optimizer.step()
+    assert measured(probe)["update_share"] == pytest.approx(share, rel=0.2)
+    assert math.isfinite(measured(probe)["update_length"])

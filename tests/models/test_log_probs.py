@@ -425,3 +425,16 @@ def test_head_under_autocast():
     torch.testing.assert_close(log_probs, expected, rtol=0, atol=1e-6)
     (gradient,) = torch.autograd.grad(log_probs.sum(), weight)
     assert gradient.dtype == torch.float32
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, F64])
+def test_head_with_large_and_impossible_logits(dtype):
+    """Log-probs near 0 keep their digits beside logits of a million; a logit of -inf has no share in anything."""
+    hidden = torch.tensor([[1.0], [1.0]], dtype=dtype, requires_grad=True)
+    weight = torch.tensor([[1e6], [1e6 - 1], [-torch.inf]], dtype=dtype, requires_grad=True)
+    log_probs, entropy = head_log_probs(hidden, weight, torch.tensor([1, 0]), 1.0, True)
+    p = 1 / (1 + math.e)
+    assert log_probs.tolist() == pytest.approx([math.log(p), math.log(1 - p)], abs=1e-6)
+    assert entropy.tolist() == pytest.approx([-p * math.log(p) - (1 - p) * math.log(1 - p)] * 2, abs=1e-6)
+    (gradient,) = torch.autograd.grad(log_probs.sum() + entropy.sum(), weight)
+    assert gradient.isfinite().all() and gradient[2].item() == 0

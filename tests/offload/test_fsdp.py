@@ -30,6 +30,7 @@ CASES = [
     for save in SAVES
     if os.environ.get("RLX_NIGHTLY") or strategy == "fsdp2" or save == SAVES[number % len(SAVES)]
 ]
+CASES.append(("fsdp2_roomy", "auto"))
 
 
 @pytest.mark.parametrize(("strategy", "save"), CASES, ids="-".join)

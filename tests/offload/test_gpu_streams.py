@@ -261,9 +261,9 @@ class Thick(nn.Module):
 SCHEDULES = [{}, {"prefetch_layers": 0}, {"prefetch_layers": 4}, {"max_inflight_bytes": 0}, {"use_streams": False}]
 
 
-def stress(enable, toys, model, step, every_saving, options):
+def stress(enable, toys, model, step, saving, options):
     expected = toys.grade(copy.deepcopy(model), step)
-    handle = enable(model, **every_saving, **options)
+    handle = enable(model, **saving, **options)
     results = []
     for number in range(6):
         results.append(toys.grade(model, step))

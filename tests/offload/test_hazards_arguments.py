@@ -168,3 +168,17 @@ def test_a_generator_as_an_argument(compare, given, toys, mode):
         return through(model, model.embed(toys.tokens()), generator=torch.Generator().manual_seed(5)).sum()
 
     compare(given(forward), step, **mode)
+
+
+def test_a_packed_sequence(compare, toys, mode):
+    def step(model):
+        x = nn.utils.rnn.pack_padded_sequence(model.embed(toys.tokens()), torch.tensor([6, 4]), batch_first=True)
+        return through(model, x).data.sum()
+
+    def forward(self, x):
+        return nn.utils.rnn.PackedSequence(self.lstm(x)[0].data + self.lin(x.data), *x[1:])
+
+    model = toys.of(forward, width=16)
+    for block in model.layers:
+        block.lstm = nn.LSTM(16, 16)
+    compare(model, step, **mode)

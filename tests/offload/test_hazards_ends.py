@@ -5,9 +5,12 @@ import gc
 import sys
 import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+
+from rlx.offload.recompute.saved_slots import SavedSlots
 
 
 class Interrupt(Exception):
@@ -292,3 +295,17 @@ def test_dropout_in_a_layer_and_within_it_in_another_thread_is_refused(enable, s
     with pytest.raises(RuntimeError, match="while another thread runs one"):
         layers[0](x) if output is None else output.sum().backward()
     assert refused
+
+
+def test_an_interruption_at_a_layers_end(enable, monkeypatch, toys):
+    """Ctrl-C may come anywhere. Other threads, such as that of a device's backward, may draw random numbers after it."""
+    model = toys.decoder(dropout=0.1)
+    expected = toys.grade(copy.deepcopy(model), toys.read)
+    enable(model, True, save="boundary")
+    release = SavedSlots.release_forward
+    with monkeypatch.context() as patch:
+        patch.setattr(SavedSlots, "release_forward", lambda slots: (patch.undo(), release(slots), raises()))
+        with pytest.raises(Interrupt):
+            toys.read(model)
+    with ThreadPoolExecutor(1) as pool:
+        expected.assert_equal(pool.submit(toys.grade, model, toys.read).result())

@@ -65,6 +65,23 @@ def registers_a_buffer(m, x):
     return m.block(x * (1 + m.mean.clone()))
 
 
+def expanded(m):
+    m.register_buffer("scale", torch.tensor(1.5).expand(8))
+
+
+def scaled(m, x):
+    return m.block(x * m.scale)
+
+
+def remembers_nothing(m):
+    m.register_buffer("seen", torch.zeros(0))
+
+
+def remembers(m, x):
+    m.seen = torch.cat([m.seen, x.detach().mean().view(1)])
+    return m.block(x * (1 + m.seen.sum()))
+
+
 def in_a_list(m):
     m.hidden = [nn.BatchNorm1d(8)]
 
@@ -138,6 +155,8 @@ LAYERS = {
     "a generator of NumPy's": (draws_from_numpys, numpy_generator),
     "a buffer that is None at first": (fills_its_buffer, mean_is_none),
     "an attribute that is None at first": (fills_its_buffer, no_mean),
+    "an expanded buffer": (scaled, expanded),
+    "a buffer that grows": (remembers, remembers_nothing),
     "a buffer that forward registers": (registers_a_buffer, lambda m: None),
     "statistics in a list": (with_statistics_in_a_list, in_a_list),
     "an attribute that is set and set back": (sets_it_and_sets_it_back, scale_of_one),

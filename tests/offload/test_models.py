@@ -50,8 +50,8 @@ def test_gradients_are_those_of_plain_autograd(compare, name, attention, mode):
 
 @pytest.mark.parametrize("kind", list(STEPS)[1:])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_steps_of_other_kinds(compare, name, kind, saving):
-    compare(build(name), STEPS[kind], **saving)
+def test_steps_of_other_kinds(compare, name, kind, every_saving):
+    compare(build(name), STEPS[kind], **every_saving)
 
 
 def test_generation_is_untouched():

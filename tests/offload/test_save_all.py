@@ -260,3 +260,13 @@ def test_a_region_ends_with_an_exception(toys):
 def test_a_region_recomputes_nothing():
     with pytest.raises(ValueError, match="enable_ckpt"), offload_activations(OffloadOptions(save="boundary")):
         pass
+
+
+def test_a_region_fetches_stretch_by_stretch(toys, monkeypatch):
+    monkeypatch.setattr("rlx.offload.save_all.BYTES_PER_CALL", 300)
+    model = toys.stack(blocks=6).to(DEVICE)
+    x = toys.batch().to(DEVICE)
+    expected = torch.autograd.grad(model(x), list(model.parameters()))
+    with offload_activations(OffloadOptions(min_bytes=0, prefetch_layers=2)):
+        grads = torch.autograd.grad(model(x), list(model.parameters()))
+    assert all(map(torch.equal, grads, expected))

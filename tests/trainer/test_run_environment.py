@@ -148,8 +148,8 @@ def test_processes_around_one_vllm_engine_have_the_same_conversations_and_train_
     ]
     folder, steps = train(*options, *shortening)
     assert steps[1]["conversation/turns_max"] == 2 and steps[1]["conversation/forks"] > 0
-    for turn in ("turn_1/", "turn_2/"):
-        assert 0 < steps[1][f"mismatch/{turn}max_abs_log_prob"] < 1e-3
+    for turn, most in (("turn_1/", 1e-4), ("turn_2/", 1e-3)):
+        assert 0 < steps[1][f"mismatch/{turn}max_abs_log_prob"] < most
     records = read_transcripts(folder, 1)
     assert len({(record["group"], record["sample"]) for record in records}) == 32 < len(records)
 

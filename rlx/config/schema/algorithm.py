@@ -173,5 +173,7 @@ class OverlongBufferConfig:
     """DAPO's soft penalty of long responses, subtracted from the score in training."""
 
     enable: bool = key(False, "Take it off.")
-    len: int = key(4096, "Last tokens, in which the penalty grows.", minimum=1, at_most="data.max_response_length")
+    len: int = key(
+        4096, "Last tokens, in which the penalty grows from 0.", minimum=1, at_most="data.max_response_length"
+    )
     penalty_factor: float = key(1.0, "Penalty of a response of max_response_length.", minimum=0)

@@ -31,7 +31,8 @@ class ForwardOverride:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError
 
-    _run: Callable[..., Any]
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError
 
     def original(self, module: nn.Module) -> Callable[..., Any]:
         if self.own_forward is not None:

@@ -26,7 +26,7 @@ def replace_leaves(value: Any, by_id: Mapping[int, Any]) -> Any:
 
 
 def _replace(value: Any, by_id: dict[int, Any], held: list[Any], function: Callable[[Any], Any] | None) -> Any:
-    """As the above. Adds results to `by_id`, and the objects they replace to `held`, so that no other object gets the same id."""
+    """As `map_leaves`, or without a function as `replace_leaves`. Adds results to `by_id`, and the objects they replace to `held`, so that no other object gets the same id."""
     kind, key = type(value), id(value)
     same: Any
     if kind in _EMPTY:

@@ -95,7 +95,7 @@ class LayerOffloading:
         """Make a layer the active one: its weights are on the device, those of the next one are on their way.
 
         The layers before it leave the device first, so that the next one gets their memory; not while another thread runs their
-        forward, which has `entered`. The next one's copy is queued before those of the activations that this one fetches.
+        forward: `entered` is 1 where the layer's forward begins, which holds its weights until `leave`. The next one's copy is queued before those of the activations that this one fetches.
         """
         builds_graph = torch.is_grad_enabled()
         with self._lock, torch.inference_mode(False):

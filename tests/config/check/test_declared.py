@@ -9,8 +9,6 @@ from rlx.config.check.declared import CheckContext, conditions, unused_keys
 from rlx.config.machine import Machine
 from rlx.config.schema.tree import LEAVES
 
-OVERLONG = ["reward.overlong_buffer.len", "reward.overlong_buffer.penalty_factor"]
-
 CASES = cases("unused")
 
 
