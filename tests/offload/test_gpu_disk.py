@@ -126,4 +126,5 @@ def test_copies_to_registered_memory_do_not_wait():
 )
 def test_gradients_are_equal_on_any_schedule(compare, model, tmp_path, enable_ckpt, options):
     stats = compare(model, step, enable_ckpt, tier="disk", directory=str(tmp_path), **options)
-    assert stats.disk_bytes >= (2 * 6 - 1) * 4096 * WIDTH * 4  # the last layer finds its input still here
+    # In each of two steps the last layer may find its input still here.
+    assert stats.disk_bytes >= 2 * (6 - 1) * 4096 * WIDTH * 4
