@@ -237,14 +237,17 @@ def read_metrics(path: Path) -> dict[int, dict[str, float]]:
     """
     by_step: dict[int, dict[str, float]] = {}
     for line, row in _rows(path):
-        if any(value is not None and type(value) not in (int, float) for value in row.values()):
+        step = row.pop("step")
+        try:
+            if any(isinstance(value, str | bool) for value in row.values()):
+                raise TypeError
+            own = {name: float(value) for name, value in row.items() if name != "time" and value is not None}
+        except (TypeError, ValueError, OverflowError):
             raise TrackingError(
                 f"{path}: got {line[:80].decode(errors='replace')!r}, expected numbers; correct or remove the line"
-            )
-        step = row.pop("step")
+            ) from None
         if by_step and step < next(reversed(by_step)):
             by_step = {s: metrics for s, metrics in by_step.items() if s < step}
-        own = {name: float(value) for name, value in row.items() if name != "time" and value is not None}
         by_step.setdefault(step, {}).update(own)
     return by_step
 
