@@ -31,7 +31,6 @@ from rlx.models.loading import load_model
 from rlx.models.log_probs import token_log_probs
 from rlx.models.tiny import make_tiny_tokenizer
 from rlx.offload.plan.shapes import SHAPES
-from rlx.rollout.hf import HFRollout
 from rlx.rollout.protocol import Request
 from rlx.trainer.run import with_models
 from rlx.trainer.samples import spread
@@ -102,7 +101,8 @@ def measure(config: PPOConfig, requests: int, cycles: int, rounds: int) -> Figur
     settings, start = config.actor_rollout_ref.rollout, time.perf_counter()
     worker = Worker(config, ["actor", "rollout"])
     figures: Figures = {}
-    show(figures, {"start_s": time.perf_counter() - start})
+    engines = 1 if settings.engines_per_gpu == "auto" else int(settings.engines_per_gpu)
+    show(figures, {"engines": engines, "start_s": time.perf_counter() - start})
     show(figures, measure_sync(worker, settings, rounds))
     rank, prompts = int(os.environ["RANK"]), make_prompts(config, requests)
     together = settings.tensor_model_parallel_size
@@ -156,7 +156,7 @@ def measure_throughput(worker: Worker, prompts: Batch, rounds: int) -> Figures:
     _, rollout = roles(worker)
     sampler, sampling = rollout.sampler, rollout.sampling["train"]
     ways: dict[str, Callable[[], Any]] = {"rlx": lambda: call(worker, "rollout", "generate", prompts, "train")}
-    if not isinstance(sampler, HFRollout):
+    if hasattr(sampler, "engine"):  # vLLM in this process
         rows = zip(prompts["prompt_ids"], prompts["prompt_mask"], prompts["seed"].tolist(), strict=True)
         requests = [Request(tuple(ids[mask].tolist()), seed, sampling) for ids, mask, seed in rows]
         ways["vllm"] = sampler.engine.direct(requests, sampler.has_seeds)

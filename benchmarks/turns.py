@@ -68,6 +68,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument(
         "--unseeded", action="store_true", help="vLLM: no random generator per request, which is faster"
     )
+    parser.add_argument("--engines", type=int, default=1, help="of vLLM on the GPU (default 1)")
     parser.add_argument("--block-size", type=int, help="vLLM: tokens in a block of its cache (default: vLLM's own)")
     parser.set_defaults(rounds=1, gpu_memory_utilization=0.6)
     options = parser.parse_args(arguments)
@@ -109,6 +110,7 @@ def make_rollout(options: Namespace, folder: str, device: torch.device) -> Rollo
     settings = RolloutConfig(
         name=options.sampler,
         max_num_seqs=options.max_num_seqs,
+        engines_per_gpu=options.engines,
         seed_requests=not options.unseeded,
         gpu_memory_utilization=options.gpu_memory_utilization,
         engine_kwargs=EngineKwargsConfig(vllm=blocks if options.sampler == "vllm" else {}),

@@ -65,7 +65,7 @@ ONLY = {
         "config.schema": "rlx.config.schema rlx.offload.runtime.options",
         "config.compose": "hydra omegaconf yaml rlx.config.compose rlx.config.faults rlx.config.schema rlx.config.secrets rlx.errors",
         "config.forecast": "rlx.config.faults rlx.config.forecast rlx.config.machine rlx.config.schema rlx.offload.plan "
-        "rlx.offload.runtime.options",
+        "rlx.offload.runtime.options rlx.config.vllm_range",
         "config.vllm_range": "",
         "config.host_memory": "psutil",
         "config.faults": "",

@@ -214,7 +214,7 @@ def work_of(options: Namespace) -> str:
 
 
 def figures(steps: Steps, memory: float | None) -> dict[str, float | None]:
-    """Return the medians over all steps but the first, the seconds of no phase as `rest`, and the peak of memory."""
+    """Return the medians over all steps but the first, the seconds of no phase as `rest`, vLLM's engines, and the peak of memory."""
     rows = [steps[step] for step in sorted(steps)][1:]
     found: dict[str, float | None] = {"steps": len(rows)}
     for column, names in COLUMNS.items():
@@ -222,12 +222,13 @@ def figures(steps: Steps, memory: float | None) -> dict[str, float | None]:
         found[column] = statistics.median(every)
     phases = [found[column] or 0.0 for column in COLUMNS if column != "step"]
     found["rest"] = (found["step"] or 0.0) - sum(phases)
-    return found | {column: rows[0].get(name) for column, name in CHECKS.items()} | {"peak GB": memory}
+    found |= {column: rows[0].get(name) for column, name in CHECKS.items()}
+    return found | {"engines": rows[0].get("perf/rollout/engines", 1.0), "peak GB": memory}
 
 
 def show(table: Mapping[str, Mapping[str, float | None]]) -> None:
     """Print a row for each framework: the seconds of its phases, and its step beside that of the first row."""
-    columns = [*(c for c in COLUMNS if c != "step"), "rest", "step", "steps", "peak GB", *CHECKS]
+    columns = [*(c for c in COLUMNS if c != "step"), "rest", "step", "steps", "engines", "peak GB", *CHECKS]
     width = max(map(len, table))
     print(" " * width + "".join(f"{c:>11}" for c in columns) + f"{'x ' + next(iter(table)):>11}")
     first = next(iter(table.values()))["step"] or 1.0

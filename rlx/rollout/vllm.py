@@ -41,6 +41,9 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+if "PYTORCH_ALLOC_CONF" in os.environ:
+    # vLLM switches expandable segments off round the memory that sleeps, but reads only the name of old.
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", os.environ["PYTORCH_ALLOC_CONF"])
 
 with restored_process_state():
     from vllm import LLM, ModelRegistry, SamplingParams
@@ -481,8 +484,6 @@ class VLLMRollout(Rollout):
             options["hf_overrides"] = support.with_own_class(options["hf_overrides"])
         if device.type != "cpu":
             DeviceMemory.of(device).require(options["gpu_memory_utilization"])
-            if options["enable_sleep_mode"]:
-                support.reject_expandable_segments()
         self._device = device
         self._temperature = rollout.temperature
         self._asleep: set[str] = set()  # parts whose memory is free
@@ -521,25 +522,7 @@ class VLLMRollout(Rollout):
             self.version = None
 
     def _fault(self, request: Request) -> str | None:
-        prompt, sampling = len(request.prompt_ids), request.sampling
-        longest = self.engine.max_model_len
-        if not prompt:
-            return "has an empty prompt; expected at least one token"
-        if prompt + sampling.max_tokens > longest:
-            return (
-                f"has a prompt of {prompt} tokens and asks for {sampling.max_tokens} more, but vLLM's max_model_len is {longest}; "
-                "raise data.max_prompt_length, or engine_kwargs.vllm.max_model_len if set"
-            )
-        if sampling.needs_tokenizer and not self._has_texts:
-            return (
-                "asks for stop strings or bad words, but vLLM was started without rollout.stop and val_kwargs.bad_words"
-            )
-        if sampling.with_log_probs and sampling.log_prob_temperature != self._temperature:
-            return (
-                f"asks for log-probs at temperature {sampling.log_prob_temperature:g}, but vLLM was started for those at "
-                f"rollout.temperature={self._temperature:g}"
-            )
-        return None
+        return support.request_fault(request, self.engine.max_model_len, self._has_texts, self._temperature)
 
     def _enter(self, number: int, request: Request) -> None:
         self._wake("weights", "kv_cache")

@@ -209,16 +209,6 @@ class DeviceMemory(NamedTuple):
             )
 
 
-def reject_expandable_segments() -> None:
-    """Raise ValueError if torch's allocator is in a mode in which vLLM cannot sleep."""
-    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
-        if "expandable_segments:true" in os.environ.get(name, "").lower().replace(" ", ""):
-            raise ValueError(
-                f"{name}: got expandable_segments, with which vLLM's sleep mode does not work; unset it, or set "
-                "actor_rollout_ref.rollout.free_cache_engine=False"
-            )
-
-
 @contextlib.contextmanager
 def restored_process_state() -> Iterator[None]:
     """Restore the process state afterwards, because vLLM seeds every generator and changes settings of torch.
@@ -343,6 +333,32 @@ def remove_names(queue: Any) -> None:
         address = getattr(queue.handle, name, None)  # not every version has both
         if address is not None:
             Path(address.removeprefix("ipc://")).unlink(missing_ok=True)
+
+
+def request_fault(request: Request, longest: int, has_texts: bool, temperature: float) -> str | None:
+    """Return why an engine cannot complete a request, as `Rollout._fault`.
+
+    Args:
+        longest: prompt and completion together [tokens].
+        has_texts: whether the engine has a tokenizer.
+        temperature: of its log-probs.
+    """
+    prompt, sampling = len(request.prompt_ids), request.sampling
+    if not prompt:
+        return "has an empty prompt; expected at least one token"
+    if prompt + sampling.max_tokens > longest:
+        return (
+            f"has a prompt of {prompt} tokens and asks for {sampling.max_tokens} more, but vLLM's max_model_len is {longest}; "
+            "raise data.max_prompt_length, or engine_kwargs.vllm.max_model_len if set"
+        )
+    if sampling.needs_tokenizer and not has_texts:
+        return "asks for stop strings or bad words, but vLLM was started without rollout.stop and val_kwargs.bad_words"
+    if sampling.with_log_probs and sampling.log_prob_temperature != temperature:
+        return (
+            f"asks for log-probs at temperature {sampling.log_prob_temperature:g}, but vLLM was started for those at "
+            f"rollout.temperature={temperature:g}"
+        )
+    return None
 
 
 def completion_of(request: Request, output: Any) -> Completion:

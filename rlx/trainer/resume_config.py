@@ -50,8 +50,8 @@ FREE = (
     *("*micro_batch_size_per_gpu", "*use_dynamic_bsz", "*max_token_len_per_gpu", "*.ulysses_sequence_parallel_size"),
     *("*.strategy", "*.param_offload", "*.optimizer_offload", "*.optimizer_state", "*.offload_policy"),
     *("*.reshard_after_forward", "*.fsdp_size", "*.forward_prefetch", "*.save_contents", "*.gpu_memory_utilization"),
-    *("*.max_num_seqs", "*.max_num_batched_tokens", "*.enforce_eager", "*.free_cache_engine"),
-    *("*.enable_chunked_prefill", "*.enable_prefix_caching", "*.tensor_model_parallel_size"),
+    *("*.max_num_seqs", "*.max_num_batched_tokens", "*.enforce_eager", "*.free_cache_engine", "*.engines_per_gpu"),
+    *("*.enable_chunked_prefill", "*.enable_prefix_caching", "*.tensor_model_parallel_size", "*.assign_late"),
     *("reward.num_workers", "reward.max_concurrent", "reward.memory_limit_gb", "reward.timeout_s"),
 )
 """Keys that change where, how fast and how often, but not what is computed, up to rounding. All others are said, as those of SAID."""

@@ -6,7 +6,7 @@ All ranks call each method together. A method with a batch gets the rank's share
 import logging
 import time
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -33,6 +33,7 @@ from rlx.environments.role import ConversationSampler
 from rlx.errors import storing
 from rlx.identity import machine_identity
 from rlx.models.lora import adapters_off
+from rlx.rollout.engines import EngineProcess
 from rlx.rollout.protocol import EngineError, Sampling, joined_loads
 from rlx.rollout.sampler import ChangeCheck, build_rollout, generate_batch, sampler_dtype
 from rlx.scratch import scratch_folder
@@ -40,6 +41,7 @@ from rlx.scratch import scratch_folder
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+ENGINE_SILENCE_SHARE = 0.8  # of `trainer.hang_timeout_s`: then a hung engine is restarted before the run counts as hung
 logger = logging.getLogger(__name__)
 
 Purpose = Literal["train", "val", "greedy"]
@@ -204,7 +206,14 @@ class CriticRole(TrainedRole):
 class RolloutRole:
     """The sampler, which reads its weights from the actor of the same process."""
 
-    def __init__(self, config: PPOConfig, device: torch.device, tokenizer: "PreTrainedTokenizerBase", actor: ActorRole):
+    def __init__(
+        self,
+        config: PPOConfig,
+        device: torch.device,
+        tokenizer: "PreTrainedTokenizerBase",
+        actor: ActorRole,
+        engines: Sequence[EngineProcess] = (),  # that wait for it, see `build_rollout`
+    ):
         settings = config.actor_rollout_ref.rollout
         self._length = config.data.max_response_length
         context_length = config.data.max_prompt_length + self._length
@@ -213,8 +222,10 @@ class RolloutRole:
             self._base = DequantizedBase(actor.engine)
             actor.rest()
             model = replace(model, path=self._base.path)
-        self._build = partial(build_rollout, settings, model, device, context_length, seed, tokenizer)
-        self.sampler = self._build()
+        silence_s = ENGINE_SILENCE_SHARE * config.trainer.hang_timeout_s
+        arguments = settings, model, device, context_length, seed, tokenizer
+        self._build = partial(build_rollout, *arguments, silence_s=silence_s)
+        self.sampler = self._build(engines=engines)
         self._sleeps = settings.free_cache_engine
         self._takes_adapters = model.sends_adapters
         self._changes = ChangeCheck(sampler_dtype(settings, device))

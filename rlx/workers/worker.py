@@ -18,6 +18,7 @@ from rlx.config.host_memory import host_memory
 from rlx.config.schema import PPOConfig
 from rlx.engine.host_offload import HostRelief, host_use
 from rlx.models.loading import load_tokenizer
+from rlx.rollout.engines import start_engines
 from rlx.workers.roles import ActorRole, CriticRole, EngineRole, RefRole, RewardRole, RolloutRole, TrainedRole
 
 Role = EngineRole | RolloutRole
@@ -50,7 +51,9 @@ class Worker:
         self._active: Role | None = None
         self._relief = HostRelief()
         self._memory = MemoryLog(self.device)
-        model = config.actor_rollout_ref.model
+        model, rollout = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout
+        # Now, because they import vLLM while the other roles are built
+        engines = start_engines(rollout) if "rollout" in roles else []
         tokenizer = load_tokenizer(model.path, model.trust_remote_code)
         if "actor" in roles:
             self._add("actor", actor := ActorRole(config, self.device, tokenizer))
@@ -62,7 +65,7 @@ class Worker:
             self._add("reward", RewardRole(config, self.device))
         # Last, because vLLM takes a share of the memory that is free now.
         if "rollout" in roles:
-            self._add("rollout", RolloutRole(config, self.device, tokenizer, actor))
+            self._add("rollout", RolloutRole(config, self.device, tokenizer, actor, engines))
 
     def _add(self, name: str, role: Role) -> None:
         role.rest()

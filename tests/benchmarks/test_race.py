@@ -39,7 +39,7 @@ def test_figures_are_medians_without_the_first_step_and_rest_is_what_no_phase_ta
     steps = {n: {**verl, "timing_s/step": seconds} for n, seconds in ((1, 90.0), (2, 9.0), (3, 11.0), (4, 10.0))}
     found = figures(steps, 50.0)
     assert found["generation"] == 3.0 and found["update"] == 4.0 and found["sync"] == 0.5 and found["old"] == 0.0
-    expected = {"steps": 3, "step": 10.0, "rest": 2.5, "peak GB": 50.0, "grad norm": 0.7}
+    expected = {"steps": 3, "step": 10.0, "rest": 2.5, "engines": 1, "peak GB": 50.0, "grad norm": 0.7}
     assert {name: found[name] for name in expected} == expected
 
 

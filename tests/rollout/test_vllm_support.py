@@ -12,7 +12,6 @@ from rlx.rollout.vllm_support import (
     OwnRandomState,
     experts_of,
     named_among,
-    reject_expandable_segments,
     with_needs,
 )
 
@@ -43,15 +42,6 @@ def test_memory_is_counted_before_it_is_taken():
         r"Set it to at most 0\.42, .*param_offload",
     ):
         memory.require(0.5)
-
-
-@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
-def test_an_allocator_that_sleep_does_not_work_with_is_rejected(name, monkeypatch):
-    monkeypatch.setenv(name, "expandable_segments:False")
-    reject_expandable_segments()
-    monkeypatch.setenv(name, "max_split_size_mb:64, expandable_segments: True")
-    with pytest.raises(ValueError, match=f"{name}: .*free_cache_engine=False"):
-        reject_expandable_segments()
 
 
 def test_a_weight_that_a_module_names_as_its_own_has_arrived():

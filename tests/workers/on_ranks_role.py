@@ -2,11 +2,14 @@
 
 import gc
 import logging
+from dataclasses import replace
 
+import psutil
 import torch
 import torch.distributed as dist
 
 from rlx.models.loading import load_tokenizer
+from rlx.rollout.engines import start_engines
 from rlx.workers.roles import ActorRole, RolloutRole
 
 CPU = torch.device("cpu")
@@ -54,6 +57,30 @@ def left_at_a_restart():
     left = list(LEFT_AT_A_RESTART)
     LEFT_AT_A_RESTART.clear()
     return left
+
+
+def on_two_engines(config, shares):
+    """Samples of this rank on two engines, before and after one of rank 1 is killed; the warnings; the engines left at the end."""
+
+    def engines():
+        return [each for each in psutil.Process().children() if "rlx.rollout.engine_process" in each.cmdline()]
+
+    policy = config.actor_rollout_ref
+    config = replace(config, actor_rollout_ref=replace(policy, rollout=replace(policy.rollout, engines_per_gpu=2)))
+    waiting = start_engines(config.actor_rollout_ref.rollout)
+    tokenizer = load_tokenizer(policy.model.path, False)
+    before, role = ROLES["rollout"], RolloutRole(config, CPU, tokenizer, ActorRole(config, CPU, tokenizer), waiting)
+    ROLES["rollout"] = role
+    role.sync(0)
+    first = generate(shares, "train")
+    if dist.get_rank() == 1:
+        engines()[0].kill()
+    role.rest()
+    role.sync(1)
+    again = generate(shares, "train")
+    role.sampler.close()
+    ROLES["rollout"] = before
+    return first, again, len(engines())
 
 
 def break_shutdown():

@@ -105,3 +105,18 @@ def test_a_share_without_rows_comes_back_as_one(ranks, shares, samples):
     (first, _, _), (second, _, _) = ranks("role", "generate", empty, "train")
     assert torch.equal(first["input_ids"], samples[0]["input_ids"])
     assert len(second) == 0 and second.response_length == samples[1].response_length
+
+
+@pytest.mark.slow
+def test_several_engines_give_the_same_samples_and_one_that_is_killed_is_started_again(
+    ranks, with_vllm, shares, samples
+):
+    answers = ranks("role", "on_two_engines", with_vllm, shares)
+    assert_equal([first for first, _, _ in answers], samples)
+    assert_equal(
+        [(batch.with_(policy_version=batch["policy_version"] - 1), *rest) for _, (batch, *rest), _ in answers], samples
+    )
+    for (_, (_, warnings, _), left), cause in zip(answers, ["on another rank", " of 2 (process "], strict=True):
+        (warning,) = warnings
+        assert "the sampler failed and is started again" in warning and cause in warning
+        assert left == 0

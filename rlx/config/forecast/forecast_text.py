@@ -37,7 +37,7 @@ def short_text(forecast: MemoryForecast) -> str:
         for phase in phases:
             rows.append((phase.name, gb(phase.peak), _limit(phase), _longest(forecast, phase)[0]))
         lines += [*aligned(rows, texts=1), _legend(forecast), *_states(forecast), *_host(forecast, phases)]
-        lines += _streams(forecast)
+        lines += [*_streams(forecast), *(_engines(forecast) if forecast.engines.per_gpu > 1 else [])]
     return "\n".join(lines)
 
 
@@ -51,7 +51,10 @@ def long_text(forecast: MemoryForecast) -> str:
         lengths, others = _longest(forecast, phase), (_cell(phase.host), _cell(phase.disk), phase.where or "-")
         peaks.append((phase.name, gb(phase.peak), _limit(phase), *lengths, *others))
     tables = [*aligned(parts), "", *aligned(peaks), COLUMNS, _legend(forecast)] if phases else []
-    return "\n".join([*_unknown(forecast), *tables, *_states(forecast), *_host(forecast, phases), *_streams(forecast)])
+    host = _host(forecast, phases)
+    return "\n".join(
+        [*_unknown(forecast), *tables, *_engines(forecast), *_states(forecast), *host, *_streams(forecast)]
+    )
 
 
 def verdict_text(forecast: MemoryForecast) -> str:
@@ -109,6 +112,13 @@ def _legend(forecast: MemoryForecast) -> str:
         f"memory of {what}: {whole}; predicted for sequences of {forecast.length:,} tokens, the longest that the "
         "configuration allows (docs/planning.md)"
     )
+
+
+def _engines(forecast: MemoryForecast) -> list[str]:
+    """Return a line about vLLM's engines on a GPU, and why there are so many."""
+    if forecast.config.actor_rollout_ref.rollout.name != "vllm" or not forecast.on_device:
+        return []
+    return [f"vLLM: {forecast.engines.per_gpu} engine(s) for each GPU; {forecast.engines.reason}"]
 
 
 def _states(forecast: MemoryForecast) -> list[str]:

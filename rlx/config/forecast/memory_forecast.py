@@ -11,10 +11,12 @@ from functools import cached_property, reduce
 from typing import Any
 
 from rlx.config.forecast.decoders import Known, decoders
+from rlx.config.forecast.engine_count import EngineCount, engine_count
 from rlx.config.machine import Machine, on_accelerator, processes
 from rlx.config.schema import DataConfig, ModelConfig, PPOConfig, RefConfig, RolloutConfig, roles
 from rlx.config.schema.roles import MicroSize, ModelRole
 from rlx.config.schema.tree import value_at, with_value
+from rlx.config.vllm_range import ENGINE_BYTES
 from rlx.offload.plan.decoder import Decoder
 from rlx.offload.plan.hardware import PROFILES
 from rlx.offload.plan.memory import ADAPTER_BYTES
@@ -38,6 +40,8 @@ OF_ROLE = {
     "sync": "actor",
 }
 """The phases in the order of a step, each with the role whose model it needs; with adapters `ref` needs the actor's."""
+
+ENGINES = "actor_rollout_ref.rollout.engines_per_gpu"
 
 
 @dataclass(frozen=True)
@@ -98,15 +102,29 @@ class MemoryForecast:
             recorded_bytes=recorded,
         )
 
+    @cached_property
+    def engines(self) -> EngineCount:
+        """vLLM's engines on each GPU; `auto` leaves the other phases their memory."""
+        found = engine_count(self.config, self.machine, self.known.get("actor"))
+        if self.config.actor_rollout_ref.rollout.engines_per_gpu != "auto" or found.per_gpu == 1:
+            return found
+        one, several = (replace(self, config=with_value(self.config, ENGINES, n)).phases() for n in (1, found.per_gpu))
+        if any(alone.fits_device() and not each.fits_device() for alone, each in zip(one, several, strict=True)):
+            return EngineCount(1, "asleep, several would keep memory that other phases need")
+        return found
+
     @property
     def streaming(self) -> list[tuple[ModelRole, ModelMemory]]:
         return [(role, self.run.models[name]) for name, role in self.roles.items() if self.run.models[name].streams]
 
     def decided(self, length: int | None = None, is_least: bool = False) -> "MemoryForecast":
-        """Return the forecast with `optimizer_state=auto` replaced by what all phases leave free on the device.
+        """Return the forecast with `engines_per_gpu=auto` replaced, and `optimizer_state=auto` by what phases leave free on the device.
 
         Without an accelerator that is `device`; for a model or device of unknown size it is `host`. The actor is served first.
         """
+        if self.config.actor_rollout_ref.rollout.engines_per_gpu == "auto":
+            chosen = replace(self, config=with_value(self.config, ENGINES, self.engines.per_gpu))
+            return chosen.decided(length, is_least)
         keys = {role.name: f"{role.fsdp_key}.optimizer_state" for role in roles.trained_roles(self.config)}
         keys = {name: key for name, key in keys.items() if value_at(self.config, key) == "auto"}
         if not keys:
@@ -223,10 +241,11 @@ class MemoryForecast:
             ranks = 1 if rollout.name == "hf" else rollout.tensor_model_parallel_size
             element = (2 if self.on_device else 4) if rollout.dtype == "auto" else BYTES[rollout.dtype]
             adapters = decoder.adapters(model.lora_rank) if model.sends_adapters else 0
-            weights = (decoder.parameters + adapters) * element / ranks
+            weights = (decoder.parameters + adapters) * element / ranks * self.engines.per_gpu
             cache = 2 * len(decoder.windows) * max(1.0, decoder.kv_heads / ranks) * decoder.head_width * element
         share, is_freed = rollout.gpu_memory_utilization, rollout.free_cache_engine
-        return SamplerMemory(weights, cache, rollout.name == "vllm", share, is_freed, model.sends_adapters)
+        own = self.engines.per_gpu * ENGINE_BYTES if self.engines.per_gpu > 1 else 0
+        return SamplerMemory(weights, cache, rollout.name == "vllm", share, is_freed, model.sends_adapters, own)
 
     def _load(self, role: ModelRole, micro: MicroSize, prompts: int, length: int, is_least: bool) -> Load:
         """Return the largest micro-batch of a role for sequences of `length` tokens, in a batch of `prompts`.

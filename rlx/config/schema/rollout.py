@@ -121,6 +121,21 @@ class RolloutConfig:
         minimum=1,
         divides="processes",
     )
+    engines_per_gpu: int | str = key(
+        "auto",
+        "vLLM: engines on one GPU, each a process; auto: as many as keep it busy.",
+        while_is("name", "hf"),
+        needs(
+            "an engine has several GPUs", "tensor_model_parallel_size", 1, when=lambda count: count not in (1, "auto")
+        ),
+        minimum=1,
+        words=("auto",),
+    )
+    assign_late: bool = key(
+        False,
+        "vLLM: several engines get prompts as they have places, so timing decides which are decoded together.",
+        while_is("name", "hf"),
+    )
     max_num_batched_tokens: int = key(8192, "vLLM: tokens per scheduling step.", while_is("name", "hf"), minimum=1)
     enforce_eager: bool = key(False, "vLLM: no CUDA graphs.", while_is("name", "hf"))
     free_cache_engine: bool = key(True, "vLLM: give the KV cache back during updates.", while_is("name", "hf"))

@@ -331,6 +331,7 @@ class SamplerMemory(NamedTuple):
     share: float  # of a device's memory that vLLM takes
     is_freed: bool  # vLLM gives its memory back while a model works
     takes_adapters: bool  # and keeps its base
+    processes: float = 0.0  # what several engines keep on the device at rest
 
 
 @dataclass(frozen=True)
@@ -394,7 +395,8 @@ class RunMemory:
         elif self.memory_bytes is None:
             sampler += cache
         else:
-            needed, sampler = sampler + cache, self.sampler.share * self.memory_bytes
+            needed = sampler + self.sampler.processes + cache
+            sampler = self.sampler.share * self.memory_bytes
             limit, lacking = self.memory_bytes - CUDA_BYTES, max(0.0, needed - sampler)
         parts = {"others": self._idle(), "sampler": sampler}
         return self._phase("rollout", parts, self._on_host(), lacking=lacking)._replace(limit=limit)
@@ -407,7 +409,7 @@ class RunMemory:
             "weights": states.weights,
             "optimizer": actor.staying_state,
             "gathered": float(actor.stored * actor.decoder.vocabulary * actor.decoder.width),
-            "sampler": max(self.sampler.weights, at_rest),
+            "sampler": max(self.sampler.weights + self.sampler.processes, at_rest),
         }
         if self.sampler.takes_adapters:
             gathering = parts | {"gathered": 0.0, "sampler": at_rest}
@@ -430,7 +432,7 @@ class RunMemory:
             return sampler.weights
         if not self.on_device:
             return sampler.weights + CPU_CACHE_BYTES
-        return 0.0 if sampler.is_freed else sampler.share * (self.memory_bytes or 0.0)
+        return sampler.processes if sampler.is_freed else sampler.share * (self.memory_bytes or 0.0)
 
     def _idle(self, own: ModelMemory | None = None) -> float:
         """Return the bytes on the device of all models but the working one."""

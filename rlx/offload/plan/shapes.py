@@ -13,6 +13,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     name: dict(zip(_FIELDS, values, strict=True))
     for name, *values in (
         ("tiny", "qwen2", 64, 128, 8, 4, 2, 16, 1024),
+        ("smollm2-135m", "llama", 576, 1536, 30, 9, 3, 64, 49152),
         ("qwen2-0.5b", "qwen2", 896, 4864, 24, 14, 2, 64, 151936),
         ("qwen2-1.5b", "qwen2", 1536, 8960, 28, 12, 2, 128, 151936),
         ("qwen2.5-3b", "qwen2", 2048, 11008, 36, 16, 2, 128, 151936),
@@ -34,7 +35,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     )
 }
 for _small in (
-    *("qwen2-0.5b", "qwen2-1.5b", "qwen2.5-3b"),
+    *("smollm2-135m", "qwen2-0.5b", "qwen2-1.5b", "qwen2.5-3b"),
     *("qwen3-0.6b", "qwen3-1.7b", "qwen3-4b", "llama3.2-1b", "llama3.2-3b"),
 ):
     SHAPES[_small] |= {"tie_word_embeddings": True}
