@@ -22,7 +22,7 @@ from typing import NamedTuple
 sys.path.insert(0, str(Path(__file__).parent))
 from faults import ENDS_THE_COMMAND, FAULTS, OVER, SIGNALLED, Plan, Run, plans, wait_for
 from outcome import RESTART, Clock, Trajectory, differences, end_what_is_left, new_mark, of_run, shared_files
-from task import LIMIT_S, LOCAL_RAY, STEPS, make_model, newest, start
+from task import ENGINES, LIMIT_S, LOCAL_RAY, STEPS, make_model, newest, start
 
 # After SIGKILL of the command Ray's agents ask the gcs_server, which is gone, for 60 s before they end.
 SLOW_TO_END = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
@@ -182,6 +182,7 @@ def options_of() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time; each takes about two cores")
     parser.add_argument("--minutes", type=float, default=1e6, help="end after this time, also without all faults")
     parser.add_argument("--fault", action="append", choices=FAULTS, help="only this one; may be given several times")
+    parser.add_argument("--engines", action="store_true", help="sample with two vLLM engines, and break these too")
     parser.add_argument("--folder", type=Path, default=Path("/tmp/rlx_chaos"), help="for runs and logs")
     return parser.parse_known_args()
 
@@ -192,11 +193,11 @@ def main() -> int:
     began_s = time.monotonic()
     base = options.folder / f"{time.strftime('%Y-%m-%d_%H-%M-%S')}_{os.getpid()}"
     base.mkdir(parents=True)
-    faults = tuple(options.fault or FAULTS)
+    faults = tuple(options.fault or (each for each in FAULTS if options.engines or "engine" not in each))
     if "fill disk" in faults and not can_mount(base):
         faults = tuple(each for each in faults if each != "fill disk")
         print("without `fill disk`: this user may not mount a disk", flush=True)
-    extra = [make_model(base / "model"), *LOCAL_RAY, *extra]
+    extra = [make_model(base / "model"), *LOCAL_RAY, *(ENGINES if options.engines else ()), *extra]
     ground = Ground(base, extra, began_s + 60 * options.minutes)
     expected, start_s = unbroken(ground)
     spent_s = time.monotonic() - began_s

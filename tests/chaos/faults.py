@@ -27,6 +27,7 @@ PROCESSES = {
     "dashboard agent": "ray::DashboardAgent",
     "runtime agent": "ray::RuntimeEnvAgent",
     "reward process": "rlx.rewards.scoring_process",
+    "engine": "rlx.rollout.engine_process",
 }
 MOMENTS = ("start", "rollout", "update", "inside a save", "between files", "resume")
 POLL_S = 0.01
@@ -216,7 +217,7 @@ SIGNALLED = {"interrupt": signal.SIGINT, "terminate": signal.SIGTERM}
 FAULTS: dict[str, Callable[[Run, random.Random], str]] = {
     **{f"kill {kind}": (lambda run, draw, kind=kind: kill(kind, run, draw)) for kind in PROCESSES},
     **{name: (lambda run, draw, n=n: _signal("supervisor", run, draw, n)) for name, n in SIGNALLED.items()},
-    "stop worker": lambda run, draw: stop("worker", run, draw),
+    **{f"stop {kind}": (lambda run, draw, kind=kind: stop(kind, run, draw)) for kind in ("worker", "engine")},
     "flip bytes": flip_bytes,
     "skew clocks": skew_clocks,
     "fill disk": fill_disk,

@@ -34,6 +34,12 @@ TASK = (
     "trainer.hang_timeout_s=20",
     "trainer.max_restarts=3",
 )
+# Several engines for each worker; they start more slowly than the runs above may be silent.
+ENGINES = (
+    "actor_rollout_ref.rollout.name=vllm",
+    "actor_rollout_ref.rollout.engines_per_gpu=2",
+    "trainer.hang_timeout_s=90",
+)
 LOCAL_RAY = ("+ray_kwargs.ray_init.num_cpus=2", "+ray_kwargs.ray_init.object_store_memory=100000000")
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 LIMIT_S = 400.0  # for one command
