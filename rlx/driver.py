@@ -5,22 +5,24 @@ import atexit
 import logging
 import multiprocessing.util
 import os
+import shlex
 import sys
 import traceback
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import NamedTuple
 
 from rlx.cluster import stay_on_this_machine
 from rlx.cluster.errors import WorkerFailure, end_of
-from rlx.config.check.folders import runs_folder
+from rlx.config.check.folders import runs_folder, warm_starts_folder
 from rlx.config.check.rules_memory import after_full_memory
 from rlx.config.check.validate import check
 from rlx.config.choices import PROMPTS, chosen, most_prompts, not_chosen, why_fewer, with_reason
 from rlx.config.compose.command_line import Composed, compose
 from rlx.config.describe import help_text
-from rlx.config.faults import numbered
+from rlx.config.faults import Fault, numbered
 from rlx.config.forecast.decoders import fetch_configs
 from rlx.config.forecast.forecast_text import checkpoint_text, long_text, short_text, verdict_text
 from rlx.config.forecast.memory_forecast import MemoryForecast
@@ -29,11 +31,20 @@ from rlx.config.schema import PPOConfig
 from rlx.config.schema.roles import is_tiny
 from rlx.config.secrets import override_without_secrets
 from rlx.errors import ExplainedError, shown, wrapped
-from rlx.program import program
+from rlx.program import continuing, program
+from rlx.step_folders import steps_in
 from rlx.supervisor.link import Terminated, tell
 from rlx.trainer.checkpoints import end_of_run
 from rlx.trainer.launch import launch
-from rlx.trainer.try_inputs import check_data, check_models, check_user_code, training_rows, tries_start
+from rlx.trainer.resume_config import faults_of_resume
+from rlx.trainer.try_inputs import (
+    check_data,
+    check_models,
+    check_user_code,
+    isolation_of_programs,
+    training_rows,
+    tries_start,
+)
 
 DONE, FAILED, FAULTY, INTERRUPTED, PIPE_CLOSED, TERMINATED = 0, 1, 2, 130, 141, 143
 
@@ -130,7 +141,10 @@ def _check_and_run(overrides: Sequence[str], options: DriverOptions) -> int:
         models = check_models(composed.partial, composed.broken, machine)
         tried = check_user_code(composed.partial, composed.broken, machine)
         # Another machine may have the model of a check.
-        found = (*checked.faults, *models, *data, *tried.faults, *(() if options.check else of_hub))
+        found: tuple[Fault, ...] = (*checked.faults, *models, *data, *tried.faults, *(() if options.check else of_hub))
+        over = end_of_run(composed.partial)
+        if not composed.faults and options.on is None and over is None:
+            found += faults_of_resume(composed.config, composed.yaml)
         if options.check and not found and tries_start(composed.config, options.on is None):
             from rlx.trainer.start import faults_at_start  # loads torch and transformers
 
@@ -140,7 +154,6 @@ def _check_and_run(overrides: Sequence[str], options: DriverOptions) -> int:
             print(composed.yaml)
         if options.check and not composed.faults:
             _print_plan(composed, machine)
-        over = end_of_run(composed.partial)
         warnings = (*checked.warnings, *tried.warnings, *([over.text] if over and options.check else []))
         for warning in (*warnings, *(of_hub if options.check else ())):
             print(wrapped(f"warning: {warning}"), file=sys.stderr, flush=True)
@@ -156,23 +169,31 @@ def _check_and_run(overrides: Sequence[str], options: DriverOptions) -> int:
             print(f"rlx check: {_verdict(composed, machine, len(faults))}")
         if faults or options.check:
             return FAULTY if faults else DONE
+        given = [override_without_secrets(each) for each in overrides]
         if over:
-            from rlx.trainer.progress import next_commands  # rich takes a while
-
-            print(wrapped(over.text), *next_commands(over.folder), sep="\n")
+            print(wrapped(over.text), *next_commands(over.folder, given), sep="\n")
             return DONE
         forecast = MemoryForecast.of(composed.config, machine)
         trainer = composed.config.trainer
         if "console" in trainer.logger and trainer.memory_check != "off":
             print(wrapped(short_text(forecast)), flush=True)
-        tell(overrides=[override_without_secrets(each) for each in overrides])
-        return _run(composed, forecast.decided())
+        tell(overrides=given)
+        return _run(composed, forecast.decided(), given)
 
 
 def _print_plan(composed: Composed, machine: Machine) -> None:
     """Print the memory by phase, and how to ask for another machine if this one has no GPU."""
     forecast = MemoryForecast.of(composed.config, machine)
     lines = checkpoint_text(forecast, None if machine.name else runs_folder(composed.config))
+    if is_tiny(composed.config) and not machine.name:
+        cache = warm_starts_folder(composed.config)
+        kept = len([*cache.glob("warm_start_*")])
+        lines.append(
+            "warm start: before step 1 builtin:tiny learns by imitation, about 4 minutes on two cores, unless these settings did "
+            f"before; {cache} keeps each result and has {kept}"
+        )
+    if (told := isolation_of_programs(composed.partial)) and not machine.name:
+        lines.append(told)
     if not forecast.on_device and composed.partial.trainer.device == "auto" and not is_tiny(composed.partial):
         train, here = program("train"), program("check")
         lines.append(
@@ -206,11 +227,30 @@ def with_nodes(composed: Composed, machine: Machine) -> Composed:
     return replace(composed, partial=partial)
 
 
-def _run(composed: Composed, forecast: MemoryForecast) -> int:
+def next_commands(folder: Path, overrides: Sequence[str]) -> list[str]:
+    """Return the commands that one may want after a run with these overrides, each with a comment.
+
+    On a terminal paths start at the current folder; a log is read elsewhere.
+    """
+    if sys.stdout.isatty() and folder.is_relative_to(Path.cwd()):
+        folder = folder.relative_to(Path.cwd())
+    lines, shown = [], shlex.quote(str(folder))
+    for step, saved in [*steps_in(folder / "checkpoints").items()][-1:]:
+        lines.append(f"{program('export')} {shlex.quote(str(saved))} my-model   # the policy as a Hugging Face folder")
+        more = continuing(saved, overrides, f"trainer.total_training_steps={2 * step}")
+        lines.append(f"{more}   # continues from step {step} to {2 * step}")
+    if (folder / "transcripts").exists():
+        lines.append(f"{program('view')} {shown}   # the samples, as a page for a browser")
+    if (folder / "tensorboard").exists():
+        lines.append(f"tensorboard --logdir {shown}   # the curves")
+    return lines
+
+
+def _run(composed: Composed, forecast: MemoryForecast, overrides: Sequence[str]) -> int:
     config = forecast.config
     tell(max_restarts=config.trainer.max_restarts)
     try:
-        launch(config, composed.yaml)
+        folder = launch(config, composed.yaml)
     except ExplainedError as error:
         if error.__cause__ is not None:
             print(shown(error.__cause__), file=sys.stderr)
@@ -227,6 +267,8 @@ def _run(composed: Composed, forecast: MemoryForecast) -> int:
         print(f"\nrlx stopped: {type(error).__name__}: {' '.join(str(error).split())}", file=sys.stderr)
         tell(end=end_of(error))
         return FAILED
+    for command in next_commands(folder, overrides):
+        print(command)
     return DONE
 
 

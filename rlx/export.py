@@ -1,11 +1,13 @@
 """Convert a role's checkpoint to a Hugging Face folder in one process: `python -m rlx.export CHECKPOINT_DIR OUT_DIR`."""
 
 import argparse
+import shlex
 import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -99,6 +101,16 @@ def _missing(checkpoint: Path) -> str:
     return f"{checkpoint}: does not exist; {f'{beside} has {steps}' if steps else 'name a global_step_N of a run'}"
 
 
+def _trial(out: Path, trust_remote_code: bool) -> str:
+    """Return the command that asks the exported model a question."""
+    question: Any = "What is 7 + 5?"
+    if "chat_template" in (out / "tokenizer_config.json").read_text() or (out / "chat_template.jinja").exists():
+        question = [{"role": "user", "content": question}]
+    options = ", trust_remote_code=True" * trust_remote_code
+    code = f"import transformers; print(transformers.pipeline('text-generation', {str(out)!r}{options})({question!r}))"
+    return shlex.join(["python", "-c", code])
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run the command and return its exit code: 0, or 2 if a folder is not as expected."""
     parser = argparse.ArgumentParser(prog=program("export"), description=__doc__)
@@ -116,10 +128,13 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         with _local(chosen.checkpoint, chosen.role) as folder:
             told = export(folder, chosen.out, chosen.trust_remote_code, chosen.adapters, chosen.dtype)
+            head = read_description(folder).head
     except (ValueError, ExplainedError, OSError) as error:
         print(f"{program('export')}: {error}", file=sys.stderr)
         return 2
     print(f"wrote {chosen.out}{told and f' ({told})'}")
+    if head == "lm" and (chosen.out / "tokenizer_config.json").exists():
+        print(f"to try it:\n{_trial(chosen.out, chosen.trust_remote_code)}")
     return 0
 
 

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -11,12 +12,14 @@ from pathlib import Path
 
 import pytest
 
+from rlx.checkpoint.manifest import seal
 from rlx.cluster.errors import RankFault, WorkerFailure
 from rlx.config.machine import Machine
 from rlx.driver import _asked_to_end, main
 from rlx.errors import ExplainedError, InProcess
 from rlx.offload.plan.shapes import SHAPES
 from rlx.supervisor.link import Terminated
+from rlx.trainer import checkpoints as ck
 
 ROOT = Path(__file__).parents[1]
 
@@ -31,7 +34,7 @@ def run_is(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., object]],
     """Puts a function in the place of the run that follows a configuration without faults."""
 
     def replace(function: Callable[..., object]) -> None:
-        monkeypatch.setattr("rlx.driver.launch", function)
+        monkeypatch.setattr("rlx.driver.launch", lambda *given: function(*given) or Path("no run"))
 
     return replace
 
@@ -73,7 +76,7 @@ def test_check_prints_the_tree_and_the_memory(capsys: pytest.CaptureFixture[str]
     assert "path: builtin:tiny" in printed.out
     assert re.search(r"\nupdate_actor .* backward\n", printed.out)
     assert max(map(len, printed.out.splitlines())) <= 100
-    assert printed.err == ""
+    assert printed.err == "" and "warm start: before step 1 builtin:tiny learns" in printed.out
     assert re.fullmatch(r"rlx check: valid; fits 1 CPU process\(es\): \w+ takes .* GB", printed.out.splitlines()[-1])
     assert main(["--check", "trainer.device=cpu"]) == 0
     assert "path: builtin:tiny" not in capsys.readouterr().out, "the tree comes on request"
@@ -261,6 +264,33 @@ def test_a_run_says_what_its_phases_will_hold(capsys, run_is, monkeypatch, tmp_p
         assert capsys.readouterr().out == ""
 
 
+@pytest.mark.parametrize("check", [[], ["--check"]])
+def test_a_checkpoint_of_another_run_is_a_fault_before_anything_starts(capsys, run_is, tmp_path: Path, check):
+    run_is(fails(AssertionError("must not run")))
+    folder, model = tmp_path / "runs/a/checkpoints/global_step_2", tmp_path / "model"
+    (folder / "actor").mkdir(parents=True)
+    (folder / "actor/checkpoint.json").write_text(json.dumps({"contents": ["model"], "adapters": {}}))
+    sampler = {"epoch": 0, "position": 4, "size": 16, "rows": "of other files"}
+    ck.write_driver_state(folder, ck.DriverState(2, 1, 2, sampler, {"type": "fixed", "coef": 0.1}, 0, {}))
+    for sealed in (folder / "actor", folder):
+        seal(sealed, {})
+    (folder.parent.parent / "config.yaml").write_text("actor_rollout_ref:\n  model:\n    path: another/model\n")
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(SHAPES["qwen2-0.5b"]))
+    command = [f"actor_rollout_ref.model.path={model}", "trainer.device=cpu", "actor_rollout_ref.rollout.name=hf"]
+    given = {
+        "resume_path": ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={folder}"],
+        "auto": ["trainer.resume_mode=auto", f"trainer.default_local_dir={tmp_path}/runs"],
+    }
+    for keys in given.values():
+        assert main([*check, *command, *keys]) == 2
+        said = " ".join(capsys.readouterr().err.split())
+        assert "1 fault(s)" in said and f"path: another/model -> {model} (the starting model" in said
+        assert "remedy: set them back, or start a new run" in said
+    assert main([*check, *command, *given["auto"], "algorithm.adv_estimator=gae"]) == 2
+    assert "there is no critic in it, only ['actor']: resume with" in " ".join(capsys.readouterr().err.split())
+
+
 # How a run ends
 
 
@@ -281,6 +311,26 @@ def test_the_traceback_of_a_users_function_comes_as_it_is(capsys: pytest.Capture
     lines = capsys.readouterr().err.splitlines()
     assert lines[:2] == ["Traceback (most recent call last):", '  File "reward.py", line 2']
     assert lines[-1].endswith("correct the function")
+
+
+def test_a_finished_run_names_whole_commands_that_go_on_from_it(capsys, run_is, monkeypatch, tmp_path: Path):
+    run = tmp_path / "my run"
+    run_is(lambda config, yaml: run)
+    command = ["trainer.device=cpu", "trainer.total_training_steps=10", "trainer.logger=[jsonl]", "trainer.seed=7"]
+    assert main(command) == 0 and "rlx" not in capsys.readouterr().out
+    for name in ("checkpoints/global_step_9", "checkpoints/global_step_10", "tensorboard", "transcripts"):
+        (run / name).mkdir(parents=True)
+    assert main(command) == 0
+    export, more, samples, curves = map(shlex.split, capsys.readouterr().out.splitlines()[-4:])
+    saved = str(run / "checkpoints/global_step_10")
+    assert export[:5] == ["python", "-m", "rlx.export", saved, "my-model"]
+    again = ["trainer.device=cpu", "trainer.logger=[jsonl]", "trainer.seed=7", "trainer.resume_mode=resume_path"]
+    again += [f"trainer.resume_from_path={saved}", "trainer.total_training_steps=20"]
+    assert more[:9] == ["python", "-m", "rlx.main_ppo", *again]
+    assert samples[:4] == ["python", "-m", "rlx.view", str(run)] and curves[:3] == ["tensorboard", "--logdir", str(run)]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert main(command) == 0 and "rlx.export 'my run/checkpoints/global_step_10'" in capsys.readouterr().out
 
 
 def test_a_failed_worker_ends_with_the_first_cause(capsys: pytest.CaptureFixture[str], run_is):

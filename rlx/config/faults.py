@@ -1,6 +1,10 @@
 """Faults of a configuration, each with its remedy."""
 
+import re
 from dataclasses import dataclass
+
+REMEDY = re.compile(r"(.*?)(?:(?:; |\n\s*remedy: )((?:(?!; |\n\s*remedy: ).)*))?\Z", re.DOTALL)
+"""An error's text and, after the last semicolon or in a line of its own, its remedy."""
 
 
 @dataclass(frozen=True)
@@ -13,6 +17,12 @@ class Fault:
     remedy: str  # an action for the user
     # Dotted names of the keys concerned. `check` drops a rule's fault about a key that could not be read.
     keys: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, error: Exception, what: str, expected: str, remedy: str) -> "Fault":
+        """Return an explained error as a fault; `remedy` serves if its text has none."""
+        got, own = REMEDY.match(str(error)).groups()  # type: ignore[union-attr]  # it always matches
+        return cls(what, got, expected, own or remedy)
 
     def __str__(self) -> str:
         return f"{self.what}\n     got: {self.got}\nexpected: {self.expected}\n  remedy: {self.remedy}"

@@ -481,7 +481,7 @@ def _from_columns(row: dict[str, Any], prompt_key: str, answer_key: str, source_
 def _checked_source(source: Any, key: str) -> str:
     if not isinstance(source, str):
         raise RowFault(f"{key} is {source!r:.80}, expected the name of a data source")
-    return str(_whole(source, key))
+    return str(_with_whole_characters(source, key))
 
 
 def _checked_answer(answer: Any, key: str) -> Any:
@@ -512,7 +512,7 @@ def _tools_of(row: dict[str, Any], content: Any, own: Sequence[str]) -> tuple[di
         raise RowFault(
             f"the row has {TOOLS} and a prompt of text, expected messages, for which the chat template shows the tools"
         )
-    return tuple(_without_none(tool) for tool in _whole(given, TOOLS))
+    return tuple(_without_none(tool) for tool in _with_whole_characters(given, TOOLS))
 
 
 def _is_given(value: Any) -> bool:
@@ -526,7 +526,7 @@ def _without_none(value: Any) -> Any:
     return [_without_none(each) for each in value] if isinstance(value, list) else value
 
 
-def _whole(value: Any, key: str) -> Any:
+def _with_whole_characters(value: Any, key: str) -> Any:
     """Return the value. Raises RowFault if a text in it holds half a surrogate pair, which no tokenizer takes."""
     try:
         json.dumps(value, ensure_ascii=False, default=str).encode()
@@ -548,12 +548,15 @@ def _checked_content(content: Any, key: str) -> Content:
     if content == "":  # for which a tokenizer may have a token all the same, the beginning of a text
         raise RowFault("the prompt is empty, expected at least one token")
     if isinstance(content, str):
-        return str(_whole(content, key))
+        return str(_with_whole_characters(content, key))
     if not content or not _is_chat(content):
         expected = "text or a list of messages {role: text, content: text}"
         raise RowFault(f"{key} is {content!r:.120}, expected {expected}")
     # Arrow sets fields that only other rows' messages have to None, and templates would use them.
-    return [{name: value for name, value in message.items() if value is not None} for message in _whole(content, key)]
+    return [
+        {name: value for name, value in message.items() if value is not None}
+        for message in _with_whole_characters(content, key)
+    ]
 
 
 def text_ids(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str]) -> list[list[int]]:

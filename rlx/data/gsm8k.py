@@ -14,19 +14,25 @@ from rich.progress import track
 from rlx.data.files import GSM8K_SOURCE, DataError, RowFault, RowFaults, Rows, gsm8k_row, open_rows
 from rlx.program import program
 
+ANSWER_S = 5.0  # for the hub to answer
+
 
 def read_official(source: str, split: str) -> Rows:
     """Return the official rows of a split (train or test) from a local file or the hub. Raises DataError."""
     if Path(source).suffix or Path(source).expanduser().exists():
         return open_rows(source)
     from datasets import load_dataset
+    from huggingface_hub import HfApi
+    from huggingface_hub.constants import HF_HUB_OFFLINE
 
     try:
+        if not HF_HUB_OFFLINE:
+            HfApi().dataset_info(source, timeout=ANSWER_S)  # load_dataset alone would try for 24 s
         return Rows(list(load_dataset(source, "main", split=split)))
-    except (OSError, ValueError) as fault:
+    except Exception as fault:  # of the client's HTTP library, which is another in each version
         raise DataError(
             f"{source}: no such file, and the hub did not return it as a data set ({type(fault).__name__}: {fault}); "
-            f"go online, or pass a downloaded file with --{split}"
+            f"go online, pass a downloaded file with --{split}, or set HF_HUB_OFFLINE=1 if the hub's cache here has it"
         ) from None
 
 

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
     set_model_state_dict,
@@ -172,9 +173,11 @@ class Weights:
 
 
 def _optimizer_state(sharded: Sharded, optimizer: AdamW) -> dict[str, Any]:
-    return get_optimizer_state_dict(
-        sharded.root, optimizer, options=replace(sharded.state_options, flatten_optimizer_state_dict=True)
-    )
+    return get_optimizer_state_dict(sharded.root, optimizer, options=_flat(sharded))
+
+
+def _flat(sharded: Sharded) -> StateDictOptions:
+    return replace(sharded.state_options, flatten_optimizer_state_dict=True)
 
 
 def _tensors(state: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -203,9 +206,7 @@ def _read_optimizer(folder: Path, sharded: Sharded, optimizer: AdamW) -> None:
             f"{error}. Continue with optim.optimizer, optim.master_weights and fsdp_config.model_dtype of the run that saved it, or "
             "save without the optimizer to start with new moments"
         ) from None
-    set_optimizer_state_dict(
-        sharded.root, optimizer, state, options=replace(sharded.state_options, flatten_optimizer_state_dict=True)
-    )
+    set_optimizer_state_dict(sharded.root, optimizer, state, options=_flat(sharded))
     for name, parameter in sharded.root.named_parameters():
         if f"state.{name.replace(WRAPPED, '')}" in lacking:  # it never had a gradient, so it has no state yet
             optimizer.state.pop(parameter, None)

@@ -77,6 +77,17 @@ class Calculator(ToolEnvironment):
         super().__init__(_tools(), tool_format)
 
 
+def program_limits(kwargs: dict[str, Any]) -> SandboxLimits:
+    """Return the limits among the arguments of PythonTool. Raises UserCodeError for other arguments or values."""
+    known = {field.name for field in fields(SandboxLimits)}
+    unknown = kwargs.keys() - known - {"tool_format"}
+    if unknown:
+        raise UserCodeError(
+            f"environment.kwargs: got {', '.join(sorted(unknown))}, expected of {', '.join(sorted(known))}"
+        )
+    return SandboxLimits(**{name: value for name, value in kwargs.items() if name in known})
+
+
 class PythonTool(ToolEnvironment):
     """A conversation with the tool `python`, which runs a program and returns what it prints. Each call starts a new process.
 
@@ -104,13 +115,7 @@ class PythonTool(ToolEnvironment):
     @staticmethod
     def prepare(**kwargs: Any) -> None:
         """Check the arguments and the sandbox once in a process. Raises UserCodeError."""
-        known = {field.name for field in fields(SandboxLimits)}
-        unknown = kwargs.keys() - known - {"tool_format"}
-        if unknown:
-            raise UserCodeError(
-                f"environment.kwargs: got {', '.join(sorted(unknown))}, expected of {', '.join(sorted(known))}"
-            )
-        check_isolation(SandboxLimits(**{name: value for name, value in kwargs.items() if name in known}))
+        check_isolation(program_limits(kwargs))
 
 
 class ProgramFailed(Exception):

@@ -105,6 +105,14 @@ def check_isolation(limits: SandboxLimits) -> None:
         raise UserCodeError(f"the sandbox cannot run an empty program with {limits}: {said}")
 
 
+def isolation_text(limits: SandboxLimits) -> str:
+    """Return which isolation programs have here, and how their processes are limited, for a check."""
+    kind = "in bubblewrap, each as a user of its own" if os.geteuid() == 0 else "in bubblewrap, in a namespace of users"
+    if isolation_fault():
+        kind = "without bubblewrap, behind Landlock and a filter of system calls alone"
+    return f"programs run {kind}; RLIMIT_NPROC={limits.processes} limits their processes, no cgroup does"
+
+
 @cache
 def isolation_fault() -> str:
     """Return why this system isolates no program, and the remedy; empty if it does."""

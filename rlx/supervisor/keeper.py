@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import shlex
 import shutil
 import signal
 import socket
@@ -18,7 +17,7 @@ import psutil
 
 from rlx.errors import kernel_line
 from rlx.processes.child import end_with
-from rlx.program import program
+from rlx.program import continuing
 from rlx.step_folders import steps_in
 from rlx.supervisor import family, link
 
@@ -301,9 +300,7 @@ def what_is_left(overrides: Sequence[str], folder: str | None, step: int) -> str
     if not saved:
         is_set = any(each.startswith("trainer.save_") for each in overrides)
         return f"ended without a checkpoint{lost}{'' if is_set else HINT}" if step else None
-    given = [each for each in overrides if not each.startswith("trainer.resume_")]
-    where = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={saved[newest]}"]
-    again = f"{program('train')} {shlex.join([*given, *where])}"
+    again = continuing(saved[newest], overrides)
     return f"ended; newest checkpoint: step {newest}{lost}; to continue from it:\n{again}"
 
 

@@ -147,6 +147,17 @@ def starting_checkpoint(config: PPOConfig) -> Choice:
     return choice
 
 
+def checkpoint_of(config: PPOConfig) -> Choice:
+    """Return the checkpoint to continue from, which has the parts that this run needs. Raises ResumeError, CheckpointError."""
+    try:
+        choice = starting_checkpoint(config)
+        if choice.checkpoint is not None:
+            require_parts(config, choice.checkpoint)
+    except OSError as error:  # such as a name that is too long
+        raise ResumeError(f"{error.filename}: cannot be read ({error.strerror})") from None
+    return choice
+
+
 def none_is_whole(folder: Path, passed_over: Iterable[str]) -> ResumeError:
     """Return the error for a run without any checkpoint that can be used."""
     return ResumeError(
@@ -288,6 +299,16 @@ def nothing_to_train(step: int, last_step: int, trainer: TrainerConfig) -> str:
     )
 
 
+def resumes_here(config: PPOConfig) -> bool:
+    """Whether files of this machine tell what the run resumes.
+
+    Object storage is asked when the run starts. A driver that the supervisor started again goes on with its own run.
+    """
+    trainer = config.trainer
+    in_storage = is_url(trainer.default_local_dir) or is_url(trainer.resume_from_path)
+    return trainer.resume_mode != "disable" and not in_storage and link.folder_to_continue() is None
+
+
 class EndOfRun(NamedTuple):
     """A run without a step left: its folder, and what to tell."""
 
@@ -296,15 +317,9 @@ class EndOfRun(NamedTuple):
 
 
 def end_of_run(config: PPOConfig) -> EndOfRun | None:
-    """Return the run to resume if its newest checkpoint is of the last step; None if it is not, or if that is not known here.
-
-    Object storage is not asked, and a faulty checkpoint is reported when the run starts, beside its other faults. A driver that
-    the supervisor started again is not judged: it ends its own run.
-    """
+    """Return the run to resume if its newest checkpoint is of the last step; None if it is not, or if that is not known here."""
     trainer = config.trainer
-    if trainer.resume_mode == "disable" or trainer.val_only or link.folder_to_continue() is not None:
-        return None
-    if is_url(trainer.default_local_dir) or is_url(trainer.resume_from_path):
+    if trainer.val_only or not resumes_here(config):
         return None
     try:
         checkpoint = starting_checkpoint(config).checkpoint

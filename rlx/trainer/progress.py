@@ -8,7 +8,6 @@ import logging
 import math
 import os
 import re
-import shlex
 import sys
 import textwrap
 import threading
@@ -28,8 +27,6 @@ from rich.table import Table
 from rich.text import Text
 
 from rlx.errors import wrapped
-from rlx.program import program
-from rlx.step_folders import steps_in
 from rlx.trainer.tracking import METRICS_FILE
 
 
@@ -92,20 +89,6 @@ def printable(text: str, encoding: str) -> str:
     """Return `text` with escapes for a model's control characters and for characters that the stream cannot encode."""
     shown = "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
     return shown.encode(encoding, "backslashreplace").decode(encoding)
-
-
-def next_commands(folder: Path) -> list[str]:
-    """Return the commands that one may want after a run, each with a comment."""
-    lines = []
-    for step, saved in [*steps_in(folder / "checkpoints").items()][-1:]:
-        lines.append(f"{program('export')} {shlex.quote(str(saved))} my-model   # the policy as a Hugging Face folder")
-        more = f"trainer.resume_mode=auto trainer.total_training_steps={2 * step}"
-        lines.append(f"this run's command with {more}   # continues from step {step}")
-    if (folder / "transcripts").exists():
-        lines.append(f"{program('view')} {shlex.quote(str(folder))}   # the samples, as a page for a browser")
-    if (folder / "tensorboard").exists():
-        lines.append(f"tensorboard --logdir {shlex.quote(str(folder))}   # the curves")
-    return lines
 
 
 class Progress(logging.Handler):
@@ -282,7 +265,7 @@ class Progress(logging.Handler):
         picture: Path | None,
         restarts: Sequence[str] = (),
     ) -> None:
-        """Show the closing panel with results and duration, and below it the folders of run and report and the next commands.
+        """Show the closing panel with results and duration, and below it the folders of run and report.
 
         Validations are metrics with `val/accuracy` and their `step`, which checkpoints of older versions lack: one object after a
         single validation, empty after none. `restarts` are the reasons of the restarts in order.
@@ -309,8 +292,6 @@ class Progress(logging.Handler):
                 places[name] = folder / part
         for name, path in places.items():
             self._line(f"{name:<12} {self.near(path)}")
-        for command in next_commands(self.near(folder)):
-            self._line(command, "dim")
 
     def near(self, path: Path) -> Path:
         """Return the path from the current folder if it is below it; unchanged in a log, which is read elsewhere."""

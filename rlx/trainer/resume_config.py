@@ -14,10 +14,12 @@ from typing import Any, NamedTuple
 import yaml
 
 from rlx.checkpoint.folders import replacing_file
+from rlx.config.faults import Fault
+from rlx.config.schema import PPOConfig
 from rlx.config.schema.tree import LEAVES, as_text
-from rlx.errors import storing
+from rlx.errors import ExplainedError, storing
 from rlx.program import program
-from rlx.trainer.checkpoints import ResumeError
+from rlx.trainer.checkpoints import ResumeError, checkpoint_of, read_driver_state, require_step, resumes_here
 
 FIRST = "config.yaml"
 LATER = re.compile(r"config_(\d+)_from_step_(\d+)\.yaml")
@@ -87,11 +89,37 @@ def changes(folder: Path, step: int, text: str, knows_rows: bool = False) -> lis
     }
     if reasons := [f"{', '.join(changes)} ({what})" for what, changes in refused.items() if changes]:
         raise ResumeError(
-            f"cannot resume {folder} with another value of {'; '.join(reasons)}. Set them back, or start a "
+            f"cannot resume {folder} with another value of {'; '.join(reasons)}; set them back, or start a "
             "new run: trainer.experiment_name=NAME, or trainer.resume_mode=disable. To start it with the trained weights, "
             f"export the checkpoint: {program('export')}"
         )
     return found
+
+
+def changes_since(config: PPOConfig, checkpoint: Path, yaml: str) -> list[ChangedKey]:
+    """Return what a resume from this checkpoint changes. A validation writes no checkpoint, so it may have any settings."""
+    if config.trainer.val_only or not yaml:
+        return []
+    knows_rows = "rows" in read_driver_state(checkpoint).sampler
+    return changes(checkpoint.parent.parent, require_step(checkpoint), yaml, knows_rows)
+
+
+def faults_of_resume(config: PPOConfig, yaml: str) -> tuple[Fault, ...]:
+    """Return why the run cannot continue its checkpoint, as far as small files on this machine show it; takes milliseconds."""
+    if not resumes_here(config):
+        return ()
+    try:
+        checkpoint = checkpoint_of(config).checkpoint
+        if checkpoint is not None:
+            changes_since(config, checkpoint, yaml)
+    except ExplainedError as error:
+        said = (
+            "the run cannot be resumed",
+            "a whole checkpoint of such a run",
+            "set trainer.resume_mode=disable for a new run",
+        )
+        return (Fault.of(error, *said),)
+    return ()
 
 
 def keep(folder: Path, text: str, step: int, changed: list[ChangedKey]) -> list[str]:

@@ -1,6 +1,5 @@
 """Load and check the parts of a run before any model is made, and report all faults at once."""
 
-import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
@@ -35,15 +34,8 @@ from rlx.models.preflight import faults_of
 from rlx.models.tiny import make_tiny_tokenizer
 from rlx.rewards.manager import Conversations, RewardManager, RewardModel
 from rlx.rewards.rules import scored_sources
-from rlx.trainer.checkpoints import (
-    Choice,
-    ResumeError,
-    read_driver_state,
-    require_parts,
-    require_step,
-    starting_checkpoint,
-)
-from rlx.trainer.resume_config import ChangedKey, changes
+from rlx.trainer.checkpoints import Choice, checkpoint_of, read_driver_state
+from rlx.trainer.resume_config import ChangedKey, changes_since
 from rlx.trainer.run_lock import RunLock
 from rlx.trainer.saver import fetch
 from rlx.trainer.try_inputs import WEIGHTS, local_roles
@@ -54,8 +46,6 @@ if TYPE_CHECKING:
 HEADS: dict[str, Head] = {"actor": "lm", "critic": "value", "reward": "score"}
 """The heads of the roles' models; the reference has the actor's."""
 CHECKED_ROWS = 100_000  # the first of a split, by `rlx check`; the start of the run reads them all
-REMEDY = re.compile(r"(.*?)(?:(?:; |\n\s*remedy: )((?:(?!; |\n\s*remedy: ).)*))?\Z", re.DOTALL)
-"""An error's text and, after the last semicolon or in a line of its own, its remedy."""
 T = TypeVar("T")
 
 
@@ -130,15 +120,19 @@ def prepare(config: PPOConfig, yaml: str = "") -> Prepared:
     trial(check_options, config)
     lock = changed = sampler = None
     with ExitStack() as until_it_fails:
-        checkpoint, passed_over = trial(_checkpoint, config) or Choice(None, [])
+        checkpoint, passed_over = trial(lambda: checkpoint_of(fetch(config))) or Choice(None, [])
         if checkpoint is not None:
             lock = until_it_fails.enter_context(RunLock(checkpoint.parent.parent))
-            changed = trial(_changes, config, checkpoint, yaml)
+            changed = trial(changes_since, config, checkpoint, yaml)
         trial.faults += map(ModelError, _faults_of_models(config, sharded_roles(config)))
         tokenizer, train, val = _prompts(trial, config)
         if train is not None:
             sampler = trial(_sampler, config, train, checkpoint)
-        rewards = _scored(trial, config, until_it_fails, tokenizer, train, val) if tokenizer is not None else None
+        rewards = (
+            _scored(trial, config, until_it_fails, tokenizer, train, val, has_reward_model(config))
+            if tokenizer is not None
+            else None
+        )
         trial.end()
         assert tokenizer and train is not None and sampler and rewards, "there was no fault"
         held = until_it_fails.pop_all()
@@ -161,18 +155,18 @@ def faults_at_start(config: PPOConfig, is_here: bool) -> tuple[Fault, ...]:
     scores_rows = scored_sources(config.custom_reward_function) is not None
     if is_here and reads_rows and (is_tiny(config) or any((policy / name).exists() for name in WEIGHTS)):
         tokenizer, train, val = _prompts(trial, config)
-        judges = not has_reward_model(config) or any(role.name == "reward" for role in local)
-        if tokenizer is not None and judges and scores_rows:
+        has_judge = any(role.name == "reward" for role in local)  # that of the hub may not be here
+        if tokenizer is not None and scores_rows and (has_judge or not model_scores_alone(config)):
             with ExitStack() as until_tried:
-                _scored(trial, config, until_tried, tokenizer, train, val)
+                _scored(trial, config, until_tried, tokenizer, train, val, has_judge)
     elif is_here and reads_rows and scores_rows and not policy.is_dir():
         trial(_check_rows_alone, config)
-    faults = []
-    for text in map(str, trial.faults):
-        got, remedy = REMEDY.match(text).groups()  # type: ignore[union-attr]  # it always matches
-        remedy = remedy or "correct the model's folder or the rows"
-        faults.append(Fault("the run would end at its start", got, "models and rows that the run can use", remedy))
-    return tuple(faults)
+    said = (
+        "the run would end at its start",
+        "models and rows that the run can use",
+        "correct the model's folder or the rows",
+    )
+    return tuple(Fault.of(error, *said) for error in trial.faults)
 
 
 def _check_rows_alone(config: PPOConfig) -> None:
@@ -207,9 +201,10 @@ def _scored(
     tokenizer: "PreTrainedTokenizerBase",
     train: PromptDataset | None,
     val: PromptDataset | None,
+    has_judge: bool,
 ) -> RewardManager | None:
-    """Return what scores responses, after a look at every row's answer and data source."""
-    rewards = trial(_rewards, config, tokenizer)
+    """Return what scores responses, with the reward model's tokenizer if `has_judge`, after a look at every answer and data source."""
+    rewards = trial(_rewards, config, tokenizer, has_judge)
     if rewards is not None:
         until.enter_context(rewards)
         trial(_check_answers, config, rewards, train, val)
@@ -288,31 +283,12 @@ def _sampler(config: PPOConfig, train: PromptDataset, checkpoint: Path | None) -
     return sampler
 
 
-def _rewards(config: PPOConfig, policy: "PreTrainedTokenizerBase") -> RewardManager:
+def _rewards(config: PPOConfig, policy: "PreTrainedTokenizerBase", has_judge: bool) -> RewardManager:
     model, judge = config.reward_model.model, None
-    if has_reward_model(config):
+    if has_judge:
         own = load_tokenizer(model.path or "", model.trust_remote_code)
         judge = RewardModel(Conversations(policy, own), config.reward_model.rule_weight)
     return RewardManager(config.reward, config.custom_reward_function, judge)
-
-
-def _checkpoint(config: PPOConfig) -> Choice:
-    try:
-        config = fetch(config)
-        choice = starting_checkpoint(config)
-        if choice.checkpoint is not None:
-            require_parts(config, choice.checkpoint)
-    except OSError as error:  # such as a name that is too long
-        raise ResumeError(f"{error.filename}: cannot be read ({error.strerror})") from None
-    return choice
-
-
-def _changes(config: PPOConfig, checkpoint: Path, yaml: str) -> list[ChangedKey]:
-    # A validation writes no checkpoint, so it may have any settings.
-    if config.trainer.val_only or not yaml:
-        return []
-    knows_rows = "rows" in read_driver_state(checkpoint).sampler
-    return changes(checkpoint.parent.parent, require_step(checkpoint), yaml, knows_rows)
 
 
 def _faults_of_models(config: PPOConfig, judged: Iterable[ModelRole]) -> Iterator[str]:

@@ -314,6 +314,19 @@ def check_user_code(config: PPOConfig, broken: frozenset[str], machine: Machine)
     return Verdict(tuple(faults), tuple(warnings))
 
 
+def isolation_of_programs(config: PPOConfig) -> str | None:
+    """Return a line about the sandbox of the tool `python`; None without the tool, or with arguments that `check_user_code` rejects."""
+    own = config.environment
+    if own.path is not None or own.name != "python":
+        return None
+    from rlx.environments.built_in_tools import program_limits
+    from rlx.environments.sandbox import isolation_text
+
+    with suppress(UserCodeError):
+        return f"python tool: {isolation_text(program_limits(own.kwargs))}"
+    return None
+
+
 @contextmanager
 def _told_after(seconds: float, what: str) -> Iterator[None]:
     """Say what the check waits for if it still does after some seconds."""

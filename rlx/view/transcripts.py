@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rlx.errors import ExplainedError
+from rlx.program import program
 
 Sample = dict[str, Any]
 LARGEST = 1 << 53  # of whole numbers that a browser reads
@@ -25,8 +26,8 @@ def transcript_files(run: Path, first: int | None, last: int | None) -> dict[int
     found = {int(match[1]): file for file in folder.glob("*.jsonl") if (match := _NAME.fullmatch(file.name))}
     if not found:
         raise ViewError(
-            f"{folder}: got no step_*.jsonl, expected one per step; a run with an environment writes them, others with "
-            "trainer.transcripts=True"
+            f"{folder}: got no step_*.jsonl, expected one per step. A run with an environment writes them, others with "
+            f"trainer.transcripts=True; train again with that key behind the run's others: {program('train')} trainer.transcripts=True"
         )
     chosen = {
         step: found[step]

@@ -27,6 +27,7 @@ from rlx.config.schema.roles import (
 from rlx.data.batch import Batch
 from rlx.engine.engine import Engine
 from rlx.engine.experts import ExpertOptions
+from rlx.engine.fsdp_units import gathered
 from rlx.engine.micro_batches import MicroBatchRule
 from rlx.engine.objectives import Objective, PolicyObjective, ValueObjective
 from rlx.environments.role import ConversationSampler
@@ -390,14 +391,12 @@ class DequantizedBase:
 
     def __init__(self, engine: Engine) -> None:
         machine = machine_identity()
-        machines: list[str] = [machine] * dist.get_world_size()
-        dist.all_gather_object(machines, machine)
+        machines = gathered(machine)
         is_writer = machines.index(machine) == dist.get_rank()
         self._folder = scratch_folder("dequantized") if is_writer else None
         weights = {name: tensor.cpu() for name, tensor in engine.weights.base() if is_writer}
-        paths: list[str] = [""] * len(machines)
         if self._folder is not None:
             with storing(Path(self._folder.name)):
                 engine.weights.folder_parts.write_with_weights(Path(self._folder.name), weights)
-        dist.all_gather_object(paths, self._folder.name if self._folder is not None else "")
+        paths = gathered(self._folder.name if self._folder is not None else "")
         self.path = paths[machines.index(machine)]

@@ -1,11 +1,12 @@
 import json
 import os
+import re
 
 import pyarrow.parquet as pq
 import pytest
 
 from rlx.data import gsm8k
-from rlx.data.files import DataError, gsm8k_row, open_rows
+from rlx.data.files import gsm8k_row, open_rows
 
 
 def test_row():
@@ -53,10 +54,13 @@ def test_command_names_the_row_at_fault(write_jsonl, gsm8k_file, tmp_path, capsy
 def test_command_without_a_file(gsm8k_file, tmp_path, capsys):
     assert gsm8k.main(["--train", str(tmp_path / "no.jsonl"), "--test", gsm8k_file, "--out", str(tmp_path)]) == 2
     assert "no.jsonl" in capsys.readouterr().err.replace("\n", "")
-    with pytest.raises(
-        DataError, match=r"no such file, and the hub did not return it .* pass a downloaded file with --train"
-    ):
-        gsm8k.read_official("no/such/data", "train")
+    assert gsm8k.main(["--train", "no/such-data", "--test", gsm8k_file, "--out", str(tmp_path)]) == 2
+    printed = " ".join(capsys.readouterr().err.split())
+    assert re.fullmatch(
+        r"\S.*: no/such-data: no such file, and the hub did not return it .* pass a downloaded file with --train, .*",
+        printed,
+    )
+    assert "Retrying" not in printed
 
 
 @pytest.mark.skipif(

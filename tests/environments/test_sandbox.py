@@ -21,6 +21,7 @@ import pytest
 from sandbox_attacks import ATTACKS, outcomes
 
 import rlx
+from rlx.driver import main
 from rlx.environments import sandbox
 from rlx.environments.built_in_tools import PythonTool
 from rlx.environments.protocol import Turn
@@ -157,6 +158,22 @@ def test_nothing_outlives_a_program():
     assert run(marked + "time.sleep(1000)", time_s=1.375).fault.startswith("took longer")
     left = [process for process in psutil.process_iter() if '"time_s": 1.375' in " ".join(command_of(process))]
     assert not psutil.wait_procs(left, timeout=60)[1]
+
+
+def test_a_check_says_which_isolation_a_run_has_and_what_limits_processes(capsys, monkeypatch):
+    command = ["--check", "environment.name=python", "environment.kwargs={processes: 9, require_isolation: false}"]
+    command += [
+        "environment.rewards=add",
+        "actor_rollout_ref.rollout.multi_turn.max_assistant_turns=2",
+        "trainer.device=cpu",
+    ]
+    for fault, kind in (("", "in bubblewrap"), ("tried so", "without bubblewrap, behind Landlock")):
+        monkeypatch.setattr(sandbox, "isolation_fault", lambda fault=fault: fault)
+        main(command)
+        said = " ".join(capsys.readouterr().out.split())
+        assert (
+            f"python tool: programs run {kind}" in said and "RLIMIT_NPROC=9 limits their processes, no cgroup" in said
+        )
 
 
 @pytest.mark.slow

@@ -135,15 +135,20 @@ def test_the_check_finds_what_would_end_the_run_at_its_start(model, tmp_path, ca
     assert told in " ".join(capsys.readouterr().err.split())
 
 
-@pytest.mark.parametrize("path", ["builtin:tiny", "org/of-the-hub", None])
-def test_the_check_tries_every_answer_with_the_reward(model, tmp_path, capsys, path):
-    """For a folder of a model, the built-in one, and one of the hub; row 1 alone would not show it."""
+JUDGE = ("reward_model.enable=True", "reward_model.model.path=org/judge", "reward_model.rule_weight=0.5")
+
+
+@pytest.mark.parametrize(
+    ("path", "judge"), [("builtin:tiny", ()), ("builtin:tiny", JUDGE), ("org/of-the-hub", ()), (None, ())]
+)
+def test_the_check_tries_every_answer_with_the_reward(model, tmp_path, capsys, path, judge):
+    """For a folder of a model, the built-in one, and one of the hub, also as the reward model; row 1 alone would not show it."""
     truths = [*("1", "2") * 600, "N/A", ["6"], ""]
     row = {"data_source": "openai/gsm8k", "prompt": [{"role": "user", "content": "1"}]}
     rows = [row | {"reward_model": {"style": "rule", "ground_truth": truth}} for truth in truths]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))
     command = ["--check", f"{KEY}={path or model}", f"data.train_files={tmp_path}/rows.jsonl", "trainer.device=cpu"]
-    command += ["actor_rollout_ref.rollout.name=hf", "trainer.val_before_train=False", "trainer.test_freq=-1"]
+    command += ["actor_rollout_ref.rollout.name=hf", "trainer.val_before_train=False", "trainer.test_freq=-1", *judge]
     assert main(command) == 2
     told = " ".join(capsys.readouterr().err.split())
     for line, truth in zip((1201, 1202, 1203), truths[-3:], strict=True):

@@ -17,7 +17,6 @@ from rlx.trainer.progress import (
     StepTable,
     count,
     duration,
-    next_commands,
     number,
     printable,
 )
@@ -254,9 +253,6 @@ def test_no_path_is_broken_and_a_terminal_shows_those_from_the_current_folder(tm
     Progress(9).summary({}, {}, folder, folder / "report.png")
     shown = re.sub(r"\x1b\[[\d;]*m", "", sys.stdout.getvalue()).splitlines()
     assert f"report       long_name/{'x' * 150}/report.png" in shown
-    assert any(
-        line.startswith(f"python -m rlx.export long_name/{'x' * 150}/checkpoints/global_step_4 ") for line in shown
-    )
 
 
 @pytest.mark.parametrize("fault", ["no matplotlib", "a torn file"])
@@ -273,17 +269,6 @@ def test_a_picture_that_cannot_be_drawn_fails_no_run(tmp_path: Path, monkeypatch
     said = " ".join(stream.getvalue().split())
     assert picture is None and f"python -m rlx.trainer.report {tmp_path}" in said.replace("! ", "")
     assert ("matplotlib" if fault == "no matplotlib" else "line 1") in said
-
-
-def test_after_a_run_the_next_commands_are_named(tmp_path: Path):
-    assert next_commands(tmp_path) == []
-    for name in ("checkpoints/global_step_9", "checkpoints/global_step_10", "tensorboard", "transcripts"):
-        (tmp_path / name).mkdir(parents=True)
-    export, more, samples, curves = next_commands(tmp_path)
-    assert "trainer.resume_mode=auto trainer.total_training_steps=20 " in more
-    assert export.startswith(f"python -m rlx.export {tmp_path}/checkpoints/global_step_10 my-model ")
-    assert samples.startswith(f"python -m rlx.view {tmp_path} ")
-    assert curves.startswith(f"tensorboard --logdir {tmp_path} ")
 
 
 def test_the_summary_of_a_resumed_run_says_which_numbers_are_of_its_last_part(tmp_path: Path):

@@ -138,7 +138,7 @@ def test_a_line_that_is_still_being_written_is_left_out_and_a_damaged_one_is_nam
 
 def test_a_run_without_transcripts_says_how_to_get_them(tmp_path, capsys):
     assert main([str(tmp_path)]) == 2
-    assert "trainer.transcripts=True" in capsys.readouterr().err
+    assert "python -m rlx.main_ppo trainer.transcripts=True" in capsys.readouterr().err
     assert main([str(tmp_path / "nothing")]) == 2
     assert f"{tmp_path}/nothing: no such folder" in capsys.readouterr().err
 

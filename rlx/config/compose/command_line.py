@@ -29,6 +29,7 @@ from rlx.config.secrets import HIDDEN, override_without_secrets, without_secrets
 
 CONFIG_NAME = "ppo"
 DEFAULT_GROUPS = {"experiment": "arithmetic"}
+OPTIONS = ("--check", "--tree", "--on", "--help")
 MODEL_KEY = "actor_rollout_ref.model.path"
 WORD = re.compile(r"(?<![^\[,\s])(?<![^\[,]\s)[\w.+-]+(?=\s*(?:[\],]|$))")
 LOW_HIGH = re.compile(r"(?<![\w.'\"])[\d.]+(?:e[+-]?\d+)?_[\d.]+(?:e[+-]?\d+)?(?![\w'\"])", re.IGNORECASE)
@@ -91,7 +92,7 @@ def compose(overrides: Sequence[str]) -> Composed:
     values: list[Override] = []
     given: dict[str, list[str]] = {}
     known_groups = group_choices()
-    for text in _whole(overrides, faults):
+    for text in _rejoined(overrides, faults):
         parsed = _parse(text, faults)
         if parsed is not None and not isinstance(parsed.value(), dict):  # mappings are merged
             given.setdefault(parsed.key_or_group, []).append(override_without_secrets(text))
@@ -111,7 +112,7 @@ def compose(overrides: Sequence[str]) -> Composed:
     return Composed(config, set_keys, (*faults, *misfits), read, repeated)
 
 
-def _whole(overrides: Sequence[str], faults: list[Fault]) -> list[str]:
+def _rejoined(overrides: Sequence[str], faults: list[Fault]) -> list[str]:
     """Return the overrides, those joined that come in pieces; add a fault for each.
 
     Examples: an unquoted $@ makes two arguments of a list, `data.train_files=['a',` and `'b']`; `key = 4` is three; `key 4` lacks `=`.
@@ -147,20 +148,18 @@ def _goes_on(text: str, piece: str) -> bool:
 
 def _parse(text: str, faults: list[Fault]) -> Override | None:
     """Return one override as Hydra reads it. If it is invalid or of a kind that one run cannot use, add a fault; return None."""
+    if text.startswith("-"):
+        faults.append(_unknown_option(text))
+        return None
     try:
         parsed = OverridesParser.create().parse_override(_with_quoted_texts(text))
-    except HydraException as error:
+    except HydraException:
         key, equals, _ = text.partition("=")
         remedy = f"quote a value that holds special characters: \"{key}='...'\"" if equals else "write key=value"
         if any(text.count(opened) > text.count(closed) for opened, closed in ("[]", "{}")):
             remedy = f"a bracket is not closed: close it, or {remedy}"
-        if text.startswith("-"):
-            remedy = "options are --check, --tree, --on and --help; everything else is written key=value"
-            if re.match(r"--config-(path|name|dir)\b|-c[pnd]\b", text):
-                remedy = "remove it: rlx reads no YAML file of yours; write its values behind the command, as key=value"
         shown = override_without_secrets(text)
-        reason = f": {str(error).splitlines()[0]}" if shown == text else ""  # the reason quotes the value
-        faults.append(Fault(f"an override cannot be read{reason}", repr(shown), "key=value or group=file", remedy))
+        faults.append(Fault("an override cannot be read", repr(shown), "key=value or group=file", remedy))
         return None
     key, shown = parsed.key_or_group, override_without_secrets(text)
     if parsed.is_sweep_override():
@@ -177,6 +176,17 @@ def _parse(text: str, faults: list[Fault]) -> Override | None:
     else:
         return parsed
     return None
+
+
+def _unknown_option(text: str) -> Fault:
+    name = text.partition("=")[0]
+    near = get_close_matches(name.replace("_", "-"), OPTIONS, n=1)
+    remedy = f"did you mean {near[0]}?" if near else f"write a key without dashes: {name.lstrip('-')}=VALUE"
+    if re.match(r"--config-(path|name|dir)$|-c[pnd]$", name):
+        remedy = "remove it: rlx reads no YAML file of yours; write its values behind the command, as key=value"
+    return Fault(
+        f"there is no option {name}", override_without_secrets(text), ", ".join((*OPTIONS, "key=value")), remedy
+    )
 
 
 def _with_quoted_texts(text: str) -> str:

@@ -187,7 +187,7 @@ class TiledCall:
                 raise _TileRecomputedError
 
         def run() -> None:
-            with torch.enable_grad(), saved_tensors_hooks(collect, unused):
+            with torch.enable_grad(), saved_tensors_hooks(collect, never_unpacked):
                 self._tiled.forward(entry)
 
         assert self._ambient is not None
@@ -250,5 +250,5 @@ def _leaf(tensor: Tensor, requires_grad: bool) -> Tensor:
     return tensor.detach().requires_grad_(requires_grad)
 
 
-def unused(packed: None) -> Tensor:
+def never_unpacked(packed: None) -> Tensor:
     raise AssertionError("nothing runs backward through this graph")

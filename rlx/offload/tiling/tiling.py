@@ -19,7 +19,7 @@ from rlx.offload.replay.replay_mode import run_as_one_call, unrecorded
 from rlx.offload.runtime.forward_override import ForwardOverride
 from rlx.offload.runtime.layers import LayerName, find_layers, is_fsdp1
 from rlx.offload.storage.tensor_bytes import is_plain
-from rlx.offload.tiling.tiles import TiledModule, run_tiled, run_tiled_without_graph, unused
+from rlx.offload.tiling.tiles import TiledModule, never_unpacked, run_tiled, run_tiled_without_graph
 
 logger = logging.getLogger("rlx.offload")
 
@@ -221,7 +221,7 @@ def _dtype_if_position_wise(tiled: TiledModule, hidden: Tensor) -> torch.dtype |
             strays.append(stream)
 
     with unrecorded(), torch.random.fork_rng(devices, device_type=hidden.device.type):
-        with torch.enable_grad(), saved_tensors_hooks(look, unused):
+        with torch.enable_grad(), saved_tensors_hooks(look, never_unpacked):
             # * 1: the module may write to its argument, which is forbidden for a leaf.
             whole = tiled.forward(some.requires_grad_() * 1)
         with torch.no_grad():
