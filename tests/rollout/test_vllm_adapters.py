@@ -1,5 +1,6 @@
 """vLLM on two processes beside the trainer's engine: adapters on its own base, hashes of prefixes, experts."""
 
+import os
 from dataclasses import replace
 
 import pytest
@@ -53,6 +54,22 @@ def test_new_adapters_reach_both_samplers_and_old_prefixes_are_forgotten(ranks):
     for old, new in zip(probes, ranks("vllm", "probes"), strict=True):
         assert not any(torch.equal(one, other) for one, other in zip(old, new, strict=True))
     assert ranks("vllm", "files_of_adapters") == [["adapter_config.json"]] * 2, "tensors stay in memory"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not os.environ.get("RLX_NIGHTLY"), reason="four processes with vLLM, for what is no default")
+def test_adapters_reach_each_of_several_engines(vllm_ranks, folders):
+    several = {"temperature": 0.7, "engines_per_gpu": 2}
+    vllm_ranks("vllm", "start", folders["tied"], "fsdp2", LORA, several, 256)
+    for version in (0, 1):
+        vllm_ranks("vllm", "sync", version)
+        vllm_ranks("vllm", "sleep")
+        before = as_hf(vllm_ranks)
+        for said, own in vllm_ranks("vllm", "log_probs", SAMPLED):
+            torch.testing.assert_close(said, own, atol=1e-4, rtol=0)
+        vllm_ranks("vllm", "learn")
+    assert vllm_ranks("vllm", "generate", GREEDY) == before
+    vllm_ranks("vllm", "stop")
 
 
 def test_a_sampler_that_sleeps_keeps_base_and_adapters(ranks):
