@@ -56,6 +56,7 @@ PHASES = {
 PLAIN_WIDTH = 120
 HEADER_EVERY = 15
 QUIET_S, TICK_S, LONGER = 5.0, 0.5, 1.5  # without a line; between two looks; growth of the time to the next line
+MOSTLY = 0.5  # a share of truncated responses that gives a notice
 STEPS_PER_MEAN = 5  # the summary compares means over this many steps, because the reward of one batch is noise
 
 
@@ -137,10 +138,11 @@ class Progress(logging.Handler):
         self._memory = MemoryTable() if verbose else None
         self._rewards: list[float] = []
         self._steps_without_advantage = 0
+        self._has_told_of_limit = False
         self._where_answers_are = where_answers_are
         self._over = threading.Event()
         self._phase: tuple[str, float] | None = None  # the one that runs, and when it began
-        self._last_line = self._started
+        self._between = self._last_line = self._started  # end of the last phase; last line
 
     def __enter__(self) -> "Progress":
         self._bar.start()
@@ -187,18 +189,18 @@ class Progress(logging.Handler):
             self._failed_phase = self._failed_phase or name
             raise
         finally:
-            self._phase = None
+            self._phase, self._between = None, time.perf_counter()
             self._seconds[name] += time.perf_counter() - began
 
     def _break_silences(self) -> None:
-        """Without a terminal, say what runs after QUIET_S without a line; from the second step on after ever longer times."""
+        """Without a terminal, say what runs after QUIET_S without a line, and in the same phase after ever longer times."""
         quiet_s, before = QUIET_S, self._phase
         while not self._over.wait(TICK_S):
             now, phase = time.perf_counter(), self._phase
-            if self._step < 2 or phase is not before:
+            if phase is not before:
                 quiet_s, before = QUIET_S, phase
             if now - self._last_line >= quiet_s:
-                name, began = phase or ("loading" if not self._step else "between phases", self._started)
+                name, began = phase or ("loading" if not self._step else "between phases", self._between)
                 step = f"step {self._step}/{self._total_steps}: " if self._step else ""
                 self._line(f"  … {step}{name.replace('_', ' ')}, {duration(now - began)}", "dim")
                 quiet_s *= LONGER
@@ -209,6 +211,13 @@ class Progress(logging.Handler):
             self._rewards.append(metrics["reward/mean"])
             if metrics.get("train/zero_advantage_share") == 1:
                 self._without_advantage(step)
+            if metrics.get("response_length/clip_ratio", 0.0) > MOSTLY and not self._has_told_of_limit:
+                self._has_told_of_limit = True
+                self.notice(
+                    f"step {step}: {metrics['response_length/clip_ratio']:.0%} of the responses were truncated at the longest length, "
+                    "which often costs them their reward; raise data.max_response_length, or ask for shorter answers in the prompt. "
+                    "response_length/clip_ratio in the metrics has the share of each step"
+                )
             if self._table:
                 self._table_row(metrics, step)
         if "val/accuracy" in metrics:
