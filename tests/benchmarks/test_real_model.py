@@ -1,0 +1,102 @@
+"""Records of a real model, in small: their keys can run, runs go on, and intervals, table and verdict are right."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks import real_model
+from benchmarks.real_model import EVERY, RECORDS, main, wilson
+from rlx.config.check.validate import check
+from rlx.config.choices import chosen
+from rlx.config.compose.command_line import compose
+from rlx.config.machine import named_machine
+
+MODEL = "actor_rollout_ref.model.path"
+
+
+@pytest.mark.parametrize(
+    ("right", "rows", "low", "high"),
+    [(0, 10, 0.0, 0.2775), (10, 10, 0.7225, 1.0), (50, 100, 0.4038, 0.5962), (47, 500, 0.0714, 0.1228)],
+)
+def test_intervals_are_those_of_wilson(right, rows, low, high):
+    assert wilson(right, rows) == pytest.approx((low, high), abs=5e-5)
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_the_keys_of_a_record_can_run(name, untrained, tmp_path):
+    record = RECORDS[name]
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "What is 1 + 2?", "answer": "3"}\n' * 128)
+    places = (f"{MODEL}={untrained}", f"data.train_files={tmp_path}/rows.jsonl", "data.answer_key=answer")
+    machine = named_machine("2xh100")
+    for keys in record.variants.values():
+        overrides = [*EVERY, *places, *record.keys, *keys]
+        overrides += chosen(overrides, compose(overrides), machine, 128)
+        assert check(compose(overrides), machine).faults == ()
+
+
+def finished(folder: Path, accuracies, reward=0.5, **extra):
+    """Write the files of a finished run, steps of 30 s."""
+    (folder / "runs" / "1").mkdir(parents=True)
+    rows = [{"step": 10 * place, "val/accuracy": value} for place, value in enumerate(accuracies)]
+    for row in rows[1:]:
+        row |= {"reward/mean": reward, "timing_s/step": 30.0}
+    rows[0] |= extra
+    (folder / "runs" / "1" / "metrics.jsonl").write_text(
+        "".join(json.dumps({**row, "time": 1.0}) + "\n" for row in rows)
+    )
+    (folder / "finished").touch()
+
+
+def test_finished_runs_are_compared_and_not_repeated(tmp_path, capsys):
+    for variant, reward in ("offloaded", 0.5), ("kept", 0.5625):
+        finished(tmp_path / "offload" / f"{variant}-1", [0.094, 0.25, 0.368], reward, **{"val/extra/strict": 0.01})
+    assert main(["offload", "--model", "nowhere", "--out", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert "9.4 (7.1 to 12.3) → 36.8 (32.7 to 41.1)" in shown and "+27.4" in shown and "strict 1.0" in shown
+    assert "largest difference of the variants' rewards in a step: 0.0625" in shown
+    figures = json.loads((tmp_path / "offload.json").read_text())
+    assert figures["held_out_rows"] == 500 and figures["largest_difference_of_rewards"] == 0.0625
+    assert figures["runs"][0]["seconds"] == {"0": 0.0, "10": 30.0, "20": 60.0}
+    assert (tmp_path / "offload.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(
+    ("accuracies", "code"), [([0.2, 0.3], 0), ([0.5, 0.549], 1), ([0.5, 0.56], 1), ([0.3, 0.2], 1)]
+)
+def test_a_record_that_has_to_win_points_says_when_it_does_not(tmp_path, capsys, accuracies, code):
+    """50 % and 56 % of 500 rows have intervals that overlap."""
+    finished(tmp_path / "nightly" / "GRPO-1", accuracies)
+    assert main(["nightly", "--model", "nowhere", "--out", str(tmp_path)]) == code
+    assert ("TOO LITTLE" in capsys.readouterr().out) == bool(code)
+
+
+def test_rows_of_the_tool_hold_a_call_and_the_product(tmp_path):
+    train, held_out = real_model.write_data("products", tmp_path, None)
+    rows = [json.loads(line) for file in (train, held_out) for line in file.read_text().splitlines()]
+    last = rows[0]["prompt"][-1]["content"]
+    first, second = (int(word) for word in last.removeprefix("What is ").split("?")[0].split(" * "))
+    assert rows[0]["answer"] == str(first * second)
+    assert [message["role"] for message in rows[0]["prompt"]] == ["user", "assistant", "tool", "assistant", "user"]
+
+
+@pytest.mark.slow
+@pytest.mark.e2e
+def test_a_record_runs_stops_and_goes_on(untrained, tmp_path, capsys):
+    short = [
+        "trainer.total_training_steps=2",
+        "trainer.test_freq=2",
+        "data.max_response_length=4",
+        f"{real_model.ROLLOUT}.n=2",
+    ]
+    command = ["nightly", "--model", untrained, "--out", str(tmp_path), *short]
+    assert main([*command, "--minutes", "0"]) == 3
+    assert "stopped at step 0; call again" in capsys.readouterr().out
+    assert main(command) == 1, "two steps teach nothing"
+    shown = capsys.readouterr().out
+    assert "TOO LITTLE" in shown
+    (run,) = json.loads((tmp_path / "nightly.json").read_text())["runs"]
+    assert [*run["accuracy"]] == ["0", "2"] and [*run["reward"]] == ["1", "2"]
+    (tmp_path / "nightly" / "GRPO-1" / "finished").unlink()
+    with pytest.raises(SystemExit, match="a run with other keys"):
+        main([*command, "trainer.balance_batch=False"])
