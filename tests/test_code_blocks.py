@@ -86,6 +86,8 @@ def fault(words: list[str]) -> str | None:
         case (("python" | "torchrun"), *rest) if "-m" in rest:
             module, *arguments = rest[rest.index("-m") + 1 :]
             return of_module(module, arguments) if module.startswith(("rlx", "benchmarks")) else None
+        case "python", script, *_ if script.endswith(".py"):
+            return None if (ROOT / script).is_file() else f"no file {script}"
         case "pip", "install", *rest:
             return of_pip(rest)
         case "make", target, *variables:

@@ -1,0 +1,15 @@
+"""Score a response by its last number: 1 if it is the answer, else 0."""
+
+import re
+
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    numbers = re.findall(r"-?\d+", solution_str.replace(",", ""))
+    return float(numbers[-1:] == [str(ground_truth)])
+
+
+def gsm8k(data_source, solution_str, ground_truth, extra_info=None):
+    """Also report whether the number stands after ####, where GSM8K's own answers have it."""
+    marked = re.findall(r"####\s*(-?[\d,]+)", solution_str)
+    strict = [number.replace(",", "") for number in marked[-1:]] == [str(ground_truth)]
+    return {"score": compute_score(data_source, solution_str, ground_truth), "strict": float(strict)}
