@@ -50,6 +50,7 @@ TENSORS: dict[str, Column] = {
     "greedy_scores": Column("B", F32, "rewards", "score of the greedy response to the prompt, if ReMax asks for it"),
     "model_scores": Column("B", F32, "reward", "the reward model's score of each sample"),
     "old_log_probs": Column("BR", F32, "actor", "log-prob under the policy before this step's updates"),
+    "in_update": Column("B", BOOL, "trainer", "True on rows whose own update will compute old_log_probs"),
     "entropy": Column("BR", F32, "actor", "entropy of the next-token distribution"),
     # Of the token before, whose router states gave this token's distribution
     "differing_experts": Column("BR", F32, "actor", "share of layers whose router chooses others than the sampler's"),
@@ -72,6 +73,9 @@ SEQUENCE = ("input_ids", "attention_mask", "response_mask")
 
 SAMPLE_TOKENS = "sample_tokens"
 """The column that losses read in addition, if samples of the batch have several rows."""
+
+IN_UPDATE = "in_update"
+"""The column that is there until the first update has written the old log-probs of its rows."""
 
 EXPERTS = "routed_experts"
 """The column that routers of a mixture of experts read in addition, if the sampler writes it."""

@@ -3,7 +3,7 @@
 Shape letters as in `rlx/data/batch.py`: B rows, R response tokens.
 """
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -33,6 +33,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Metrics = dict[str, float]
+
+
+class Found(NamedTuple):
+    """What the forward of a micro-batch computed, see `MicroBatch`."""
+
+    rows: list[int]
+    lead: Tensor
+    figures: dict[str, Tensor]
 
 
 class Engine:
@@ -160,8 +168,12 @@ class Engine:
         for part in self.batcher.micro_batches(sequences, micro):
             # The host does not wait for the figures, so the next micro-batch's kernels are queued meanwhile.
             figures = {name: x.to("cpu", non_blocking=True) for name, x in self._forward(part, distribution).items()}
-            found.append((part.rows, part.lead, figures))
+            found.append(Found(part.rows, part.lead, figures))
         self.sharded.reshard()
+        return self._columns(found, batch)
+
+    def _columns(self, found: list[Found], batch: Batch) -> dict[str, Tensor]:
+        """Return the figures of all micro-batches of a batch as columns on CPU, 0 on padding."""
         if self.device.type != "cpu":
             torch.accelerator.synchronize(self.device)
         columns: dict[str, Tensor] = {}
@@ -170,9 +182,16 @@ class Engine:
             for name, x in figures.items():
                 column = columns.setdefault(name, torch.zeros(padding_BR.shape, dtype=x.dtype))
                 if rows:
-                    own = shifted(x, lead, batch.response_length)
+                    own = shifted(x.cpu(), lead, batch.response_length)
                     column[rows] = own.masked_fill(padding_BR[rows], 0)
         return columns
+
+    def differs_in_training(self) -> bool:
+        """Return whether the model computes other numbers in an update than in `log_probs`, as with dropout."""
+        self.memory.to_device(optimizer=False)
+        differs = self._forward.differs_in_training()
+        self.sharded.reshard()
+        return differs
 
     def update(self, batch: Batch, micro: MicroBatchRule, objective: Objective) -> Metrics:
         """Take one optimizer step over one mini-batch (`batch` is this process's share) to minimise the objective.
@@ -184,6 +203,16 @@ class Engine:
         update_share and update_length (see `update_metrics`), tokens_saved (the share of tokens that shared prompts save, if
         the model can share them), and the objective's metrics.
         """
+        return self._update(batch, micro, objective)[0]
+
+    def update_and_read(
+        self, batch: Batch, micro: MicroBatchRule, objective: Objective
+    ) -> tuple[Metrics, dict[str, Tensor]]:
+        """Do the same, and return also what the forwards computed with the weights before the step, in the form of log_probs."""
+        metrics, found = self._update(batch, micro, objective)
+        return metrics, self._columns(found, batch)
+
+    def _update(self, batch: Batch, micro: MicroBatchRule, objective: Objective) -> tuple[Metrics, list[Found]]:
         assert self.stepper is not None, "an engine without optimizer cannot be updated"
         self.memory.prepare_update()
         self.root.train()
@@ -192,7 +221,7 @@ class Engine:
         parts = list(self.batcher.micro_batches(batch, micro))
         self.memory.agree()
         with self._forward.balancing(parts, objective.distribution):
-            sums, maxima = self._passes(parts, objective, totals)
+            sums, maxima, found = self._passes(parts, objective, totals)
         counts = token_counts(batch, parts) if self.batcher.shares_prompts else {}
         sums |= {name: torch.tensor(count, device=self.device) for name, count in counts.items()}
         sums = {name: figure / self.batcher.copies for name, figure in sums.items()}
@@ -203,17 +232,23 @@ class Engine:
         moved = over_processes(probe.sums(self.device), dist.ReduceOp.SUM)
         if counts:
             metrics["tokens_saved"] = 1 - metrics.pop("tokens_computed") / max(1.0, metrics.pop("tokens"))
-        return metrics | of_step | update_metrics(moved)
+        return metrics | of_step | update_metrics(moved), found
 
     def _passes(
         self, parts: list[MicroBatch], objective: Objective, totals: Totals
-    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Run forward and backward of the micro-batches; return this process's metrics: those to sum, those to take maxima of."""
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor], list[Found]]:
+        """Run forward and backward of the micro-batches.
+
+        Return this process's metrics, those to sum and those to take maxima of, and the forwards' figures.
+        """
+        found: list[Found] = []
         sums: dict[str, Tensor] = {}
         maxima: dict[str, Tensor] = {}
         for number, part in enumerate(parts, start=1):
             with self.sharded.accumulating(last=number == len(parts)):
-                share = objective.share(self._forward(part, objective.distribution), part.batch, totals)
+                figures = self._forward(part, objective.distribution)
+                found.append(Found(part.rows, part.lead, {name: x.detach() for name, x in figures.items()}))
+                share = objective.share(figures, part.batch, totals)
                 share = share.plus("router_aux_loss", *self._forward.balance())
                 # FSDP averages gradients over the processes, but the loss needs their sum.
                 (share.loss * dist.get_world_size()).backward()
@@ -221,4 +256,4 @@ class Engine:
                 sums[name] = sums.get(name, 0.0) + figure.double()
             for name, figure in share.maxima.items():
                 maxima[name] = torch.maximum(maxima.get(name, figure), figure)
-        return sums, maxima
+        return sums, maxima, found

@@ -159,6 +159,14 @@ class Forward:
     def try_training(self) -> None:
         self._try({"input_ids": self._tokens([[0, 1]])}, training=True)
 
+    def differs_in_training(self) -> bool:
+        """Whether the model computes other numbers in training, as with dropout. Logs it."""
+        inputs = {"input_ids": self._tokens([[0, 1] * 16])}
+        differs = not torch.equal(self._try(inputs).nan_to_num(), self._try(inputs, training=True).nan_to_num())
+        if differs:
+            self._tell("old log-probs take a pass of their own", "it computes other numbers in training")
+        return differs
+
     def _placed(self, figures_K: Tensor, places: Tensor, shape: torch.Size) -> Tensor:
         """Write figures into the window, beside those of processes that share the row; 0 elsewhere.
 

@@ -5,6 +5,7 @@ by the totals of the whole mini-batch, so the engine adds shares over micro-batc
 """
 
 from collections.abc import Mapping
+from copy import copy
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from rlx.algorithms.kl import kl_estimate
 from rlx.algorithms.losses import POLICY_LOSSES, LossSettings, PolicyLoss, denominator, token_weights, value_loss
-from rlx.algorithms.rollout_correction import mismatch_sums
+from rlx.algorithms.rollout_correction import importance_weights, mismatch_sums
 from rlx.config.schema import ActorConfig, CriticConfig, PolicyLossConfig, RolloutCorrectionConfig
 from rlx.data.batch import EXPERTS, SAMPLE_TOKENS, Batch
 from rlx.engine.forward import Distribution
@@ -156,8 +157,8 @@ class PolicyObjective(Objective):
         correction: RolloutCorrectionConfig = NO_CORRECTION,
     ):
         self.actor, self.horizon, self.correction = actor, horizon, correction
-        self.loss_agg_mode = actor.loss_agg_mode
-        # Only the bonus needs entropy's graph; the pass for old_log_probs has already measured the step's entropy.
+        self.loss_agg_mode, self.is_first = actor.loss_agg_mode, False
+        # Only the bonus needs entropy's graph; what gave old_log_probs has also measured the entropy.
         self.distribution = Distribution(temperature, correction.bypass_mode or actor.entropy_coeff != 0)
         self.policy_loss = load_policy_loss(actor.policy_loss)
         self.settings = LossSettings(
@@ -175,6 +176,16 @@ class PolicyObjective(Objective):
         }
         self.columns = ("old_log_probs", "advantages", *(name for name, read in optional.items() if read))
 
+    def of_first_update(self) -> "PolicyObjective":
+        """Return this objective for an update with the weights that sampled.
+
+        The update's own forward gives the old log-probs, by which it weighs tokens if rollout_is is set, and measures the entropy.
+        """
+        first, instead = copy(self), {"old_log_probs": (), "rollout_is_weights": ("rollout_log_probs",)}
+        first.is_first, first.distribution = True, self.distribution._replace(with_entropy=True)
+        first.columns = tuple(name for column in self.columns for name in instead.get(column, (column,)))
+        return first
+
     def mask(self, batch: Batch) -> Tensor:
         return batch["loss_mask" if self.correction.rejects else "response_mask"]
 
@@ -182,11 +193,12 @@ class PolicyObjective(Objective):
         actor, mask_BR, bypass = self.actor, self.mask(batch), self.correction.bypass_mode
         log_probs, entropy = outputs["log_probs"], outputs.get("entropy")
         weights = self.weights(batch, self.horizon, log_probs.dtype, totals)
-        old_log_probs = batch["old_log_probs"]
+        # A copy, because a user's loss may write to it.
+        old_log_probs = log_probs.detach().clone() if self.is_first else batch["old_log_probs"]
         answer = self.policy_loss(log_probs, old_log_probs, batch["advantages"], mask_BR, self.settings)
         loss_BR, stats = _checked(answer, mask_BR, actor.policy_loss)
         if self.correction.rollout_is is not None:
-            loss_BR = loss_BR * batch["rollout_is_weights"]
+            loss_BR = loss_BR * self._rollout_is_weights(log_probs, batch, self.correction.rollout_is)
         loss = (weights * loss_BR).sum()
         metrics = {"pg_loss": loss.detach()}
         if actor.use_kl_loss:
@@ -204,6 +216,12 @@ class PolicyObjective(Objective):
             sums, maxima["mismatch/largest"] = mismatch_sums(log_probs, old_log_probs, mask_BR)
             metrics |= {f"mismatch/{name}": total for name, total in sums.items()}
         return Share(loss, _per_token(figures, mask_BR, totals.tokens) | metrics, maxima)
+
+    def _rollout_is_weights(self, log_probs: Tensor, batch: Batch, level: str) -> Tensor:
+        if not self.is_first:
+            return batch["rollout_is_weights"]
+        compared = log_probs, batch["rollout_log_probs"], batch["response_mask"]
+        return importance_weights(*compared, level, *self.correction.weight_bounds, normalize=False)
 
 
 class ValueObjective(Objective):

@@ -6,6 +6,7 @@ Shape letters as in `rlx/data/batch.py`.
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -15,9 +16,8 @@ from rlx.algorithms.kl import KLController, kl_estimate
 from rlx.algorithms.rollout_correction import accepted, importance_weights, not_vetoed
 from rlx.cluster.placement import share_ranges
 from rlx.config.schema import ActorConfig, AlgorithmConfig, CriticConfig, RolloutCorrectionConfig, rejections
-from rlx.config.schema.keys import read_bounds
-from rlx.config.schema.roles import has_reference, has_reference_model
-from rlx.data.batch import EXPERTS, SAMPLE_TOKENS, SEQUENCE, Batch, partition
+from rlx.config.schema.roles import has_reference, has_reference_model, log_prob_pass
+from rlx.data.batch import EXPERTS, IN_UPDATE, SAMPLE_TOKENS, SEQUENCE, Batch, concat, partition
 from rlx.data.seeding import seed_for
 from rlx.errors import ExplainedError
 from rlx.trainer import step_metrics
@@ -27,10 +27,7 @@ from rlx.trainer.step_metrics import finite_mean, masked_mean
 
 Metrics = dict[str, float]
 
-ACTOR_UPDATE = (*SEQUENCE, "old_log_probs", "advantages")
 CRITIC_UPDATE = (*SEQUENCE, "values", "returns")
-LOSS_COLUMNS = ("rollout_is_weights", "loss_mask")
-"""The columns that `correct` may write for the policy's loss."""
 
 
 class Learner:
@@ -46,15 +43,37 @@ class Learner:
         models = {"actor": run.config.actor_rollout_ref.model, "critic": run.config.critic.model}
         self._least_gain = {role: model.least_gain for role, model in models.items()}
 
-    def log_probs(self, batch: Batch) -> Batch:
-        """Write old_log_probs unless the samples have them, and what else the estimator, a reward or a loss reads."""
+    def log_probs(self, batch: Batch, step: int) -> Batch:
+        """Write what the estimator, a reward or a loss reads, and old_log_probs unless the samples have them.
+
+        Rows whose first update will compute them are marked by `in_update`, and have none so far, or NaN.
+        """
         if "old_log_probs" not in batch:
-            with self._run.progress.phase("old_log_prob"):
-                batch = self._extend(batch, "actor", "log_probs", EXPERTS)
+            is_first = torch.zeros(len(batch), dtype=torch.bool)
+            is_first[self._rows_without_pass(batch, step)] = True
+            others = (~is_first).nonzero().flatten().tolist()
+            if others:
+                with self._run.progress.phase("old_log_prob"):
+                    if is_first.any() and self._config.trainer.balance_batch:
+                        others = self._balanced("actor", batch, others)
+                    batch = written(batch, others, self._asked(batch.rows(others), "actor", "log_probs", EXPERTS))
+            if is_first.any():
+                batch = batch.with_(in_update=is_first)
         for phase, (role, method) in self._others.items():
             with self._run.progress.phase(phase):
-                batch = self._extend(batch, role, method)
+                batch = batch.with_(**self._asked(batch, role, method).tensors)
         return batch
+
+    def _rows_without_pass(self, batch: Batch, step: int) -> list[int]:
+        """Return the rows of the first mini-batch if its update can compute their old log-probs, else none."""
+        if log_prob_pass(self._config, step).prompts == self._config.data.train_batch_size or self._differs_in_training:
+            return []
+        rows = next(self._cut("actor", self._config.actor_rollout_ref.actor, batch, step))
+        return rows if batch["response_mask"][rows].any() else []  # without a token there is no update
+
+    @cached_property
+    def _differs_in_training(self) -> bool:
+        return any(self._workers.call("actor", "differs_in_training"))
 
     def advantages(self, batch: Batch) -> tuple[Batch, Metrics]:
         """Write rewards, advantages, returns if there is a critic, and what corrects the sampler's log-probs; return the metrics.
@@ -64,64 +83,97 @@ class Learner:
         algorithm = self._config.algorithm
         with self._run.progress.phase("advantages"):
             whole, apart = joined(batch)
-            compared: Metrics = {}
-            if not algorithm.rollout_correction.bypass_mode:
-                compared = step_metrics.mismatch(whole)
-                whole, corrected = correct(whole, algorithm.rollout_correction)
-                compared |= corrected
+            whole, compared = (whole, Metrics()) if IN_UPDATE in batch else self._compared(whole)
             whole, rewarded = add_rewards(whole, algorithm, self._run.kl_controller)
             whole = whole.with_(**ESTIMATORS[algorithm.adv_estimator](whole, algorithm))
             return apart(whole), step_metrics.describe(batch, whole) | compared | rewarded
 
-    def update(self, batch: Batch, step: int) -> Metrics:
+    def _compared(self, whole: Batch) -> tuple[Batch, Metrics]:
+        """Write what corrects the sampler's log-probs; return all metrics that old_log_probs and entropy give.
+
+        The batch has a row for each conversation.
+        """
+        correction, metrics = self._config.algorithm.rollout_correction, step_metrics.describe_policy(whole)
+        if correction.bypass_mode:
+            return whole, metrics
+        metrics |= step_metrics.mismatch(whole)
+        whole, corrected = correct(whole, correction)
+        return whole, metrics | corrected
+
+    def update(self, batch: Batch, step: int) -> tuple[Batch, Metrics]:
         """Take one optimizer step per mini-batch and epoch: the critic's if there is one, the actor's after the critic's warm-up.
 
-        Return the mean metrics of each and the number of skipped steps, whose metrics are not finite and do not enter the means.
+        Return the batch with all old_log_probs; and the mean metrics of each role, with the number of skipped steps, whose metrics
+        are not finite and do not enter the means. Beside them metrics that a first update gave, see `log_probs`.
         """
         metrics: Metrics = {}
-        for role, settings, columns in self._due(batch, step):
+        for role, settings in self._due(batch, step):
             each: list[Metrics] = []
+            counted = "loss_mask" if role == "actor" and "loss_mask" in batch else "response_mask"
+            batch = with_sample_tokens(batch, counted)
             with self._run.progress.phase(f"update_{role}"):
-                for part in self._mini_batches(role, settings, batch, columns, step):
-                    each.append(self._workers.call(role, "update", batch=part)[0])
+                for rows in self._mini_batches(role, settings, batch, counted, step):
+                    sent = batch.rows(rows).select(*self._columns(role, batch))
+                    if role == "actor" and IN_UPDATE in batch:
+                        answers = self._workers.call(role, "first_update", batch=sent)
+                        each.append(answers[0][0])
+                        found = concat([columns for _, columns in answers])
+                        whole, apart = joined(written(batch, rows, found).drop(IN_UPDATE))
+                        whole, compared = self._compared(whole)
+                        batch, metrics = apart(whole), metrics | compared
+                    else:
+                        each.append(self._workers.call(role, "update", batch=sent)[0])
             metrics |= _joined(role, each)
-        return metrics
+        return batch, metrics
 
-    def _due(self, batch: Batch, step: int) -> Iterator[tuple[str, ActorConfig | CriticConfig, tuple[str, ...]]]:
-        """Yield the roles to update, with their settings and the columns that their losses read."""
+    def _due(self, batch: Batch, step: int) -> Iterator[tuple[str, ActorConfig | CriticConfig]]:
+        """Yield the roles to update, with their settings."""
         if "values" in batch:
-            yield "critic", self._config.critic, CRITIC_UPDATE
+            yield "critic", self._config.critic
         if step > self._config.trainer.critic_warmup:
-            actor = self._config.actor_rollout_ref.actor
-            optional = (
-                *(["ref_log_probs"] if actor.use_kl_loss else []),
-                *LOSS_COLUMNS,
-                *([EXPERTS] if actor.router_replay.mode == "R3" else []),
-            )
-            yield "actor", actor, (*ACTOR_UPDATE, *(name for name in optional if name in batch))
+            yield "actor", self._config.actor_rollout_ref.actor
+
+    def _columns(self, role: str, batch: Batch) -> tuple[str, ...]:
+        """Return the columns that a role's loss reads."""
+        of_samples = [SAMPLE_TOKENS] if SAMPLE_TOKENS in batch else []
+        if role == "critic":
+            return (*CRITIC_UPDATE, *of_samples)
+        actor, correction = self._config.actor_rollout_ref.actor, self._config.algorithm.rollout_correction
+        is_first, weighs = IN_UPDATE in batch, correction.rollout_is is not None
+        read = {
+            "old_log_probs": not is_first,
+            "ref_log_probs": actor.use_kl_loss,
+            "rollout_log_probs": is_first and weighs,
+            "rollout_is_weights": weighs and not is_first,
+            "loss_mask": correction.rejects,
+            EXPERTS: actor.router_replay.mode == "R3",
+        }
+        return (*SEQUENCE, "advantages", *(name for name, is_read in read.items() if is_read), *of_samples)
+
+    def _cut(self, role: str, settings: ActorConfig | CriticConfig, batch: Batch, step: int) -> Iterator[list[int]]:
+        """Yield the rows of each mini-batch of all epochs."""
+        assert settings.ppo_mini_batch_size is not None and settings.ppo_epochs is not None
+        seed = seed_for(self._run.seed, "mini-batches", role, step) if settings.shuffle else None
+        return mini_batches(batch, settings.ppo_mini_batch_size, settings.ppo_epochs, seed)
+
+    def _balanced(self, role: str, batch: Batch, rows: list[int]) -> list[int]:
+        order = balanced(batch.rows(rows), self._workers.mesh(role).shares, self._least_gain[role])
+        return [rows[row] for row in order]
 
     def _mini_batches(
-        self, role: str, settings: ActorConfig | CriticConfig, batch: Batch, columns: tuple[str, ...], step: int
-    ) -> Iterator[Batch]:
-        """Yield the columns of the mini-batches with a token in the loss, and tell of the others.
+        self, role: str, settings: ActorConfig | CriticConfig, batch: Batch, counted: str, step: int
+    ) -> Iterator[list[int]]:
+        """Yield the rows of mini-batches with a token in the loss, of which the mask is `counted`, and tell of the others.
 
         These get no step, because weight decay and momentum would still move the weights.
         """
-        assert settings.ppo_mini_batch_size is not None and settings.ppo_epochs is not None
-        counted = "loss_mask" if "loss_mask" in columns else "response_mask"
-        batch = with_sample_tokens(batch, counted)
-        columns = (*columns, *([SAMPLE_TOKENS] if SAMPLE_TOKENS in batch else []))
-        seed = seed_for(self._run.seed, "mini-batches", role, step) if settings.shuffle else None
         total, unused = 0, Counter[str]()
-        cut = mini_batches(batch, settings.ppo_mini_batch_size, settings.ppo_epochs, seed)
-        for part in cut:
+        for rows in self._cut(role, settings, batch, step):
             total += 1
-            if self._config.trainer.balance_batch:
-                part = balance(part, self._workers.mesh(role).shares, self._least_gain[role])
-            if part[counted].any():
-                yield part.select(*columns)
+            if batch[counted][rows].any():
+                yield self._balanced(role, batch, rows) if self._config.trainer.balance_batch else rows
             else:
-                is_empty = not part["response_mask"].any()
+                is_empty = not batch["response_mask"][rows].any()
                 why = "no response has any token in" if is_empty else "rollout_correction rejected every token of"
                 unused[why] += 1
         for why, count in unused.items():
@@ -159,10 +211,10 @@ class Learner:
         """Return the memory before and after a phase that has just ended outside a step."""
         return step_metrics.memory_of(self._workers.call("process", "usage"), [phase])
 
-    def _extend(self, batch: Batch, role: str, method: str, *optional: str) -> Batch:
-        """Return the batch with the columns that the role computes from the sequences, and from optional columns."""
+    def _asked(self, batch: Batch, role: str, method: str, *optional: str) -> Batch:
+        """Return the columns that the role computes from the sequences, and from optional columns."""
         sent = batch.select(*SEQUENCE, *(name for name in optional if name in batch))
-        return batch.with_(**self._workers.split(role, method, sent).tensors)
+        return self._workers.split(role, method, sent)
 
 
 def _joined(role: str, each: list[Metrics]) -> Metrics:
@@ -175,8 +227,18 @@ def _joined(role: str, each: list[Metrics]) -> Metrics:
     return means | measured
 
 
-def mini_batches(batch: Batch, prompts: int, epochs: int, seed: int | None) -> Iterator[Batch]:
-    """Yield the batch (with group_id) cut by whole prompts, once per epoch.
+def written(batch: Batch, rows: Sequence[int], found: Batch) -> Batch:
+    """Write the columns of `found` into these rows; in a new column the other rows are NaN."""
+    columns = {}
+    for name, column in found.tensors.items():
+        whole = batch[name].clone() if name in batch else column.new_full((len(batch), *column.shape[1:]), math.nan)
+        whole[list(rows)] = column
+        columns[name] = whole
+    return batch.with_(**columns)
+
+
+def mini_batches(batch: Batch, prompts: int, epochs: int, seed: int | None) -> Iterator[list[int]]:
+    """Yield the rows of the batch (with group_id) cut by whole prompts, once per epoch.
 
     `prompts`, those of a mini-batch, divides the number of prompts in the batch. A seed shuffles the prompts in every epoch.
     """
@@ -190,7 +252,7 @@ def mini_batches(batch: Batch, prompts: int, epochs: int, seed: int | None) -> I
             shuffler = torch.Generator().manual_seed(seed_for(seed, epoch))
             order = [groups[i] for i in torch.randperm(len(groups), generator=shuffler).tolist()]
         for first in range(0, len(order), prompts):
-            yield batch.rows([row for group in order[first : first + prompts] for row in members[group]])
+            yield [row for group in order[first : first + prompts] for row in members[group]]
 
 
 def add_rewards(batch: Batch, algorithm: AlgorithmConfig, controller: KLController) -> tuple[Batch, Metrics]:
@@ -226,9 +288,8 @@ def correct(batch: Batch, correction: RolloutCorrectionConfig) -> tuple[Batch, M
     compared = (batch["old_log_probs"], batch["rollout_log_probs"], mask_BR)
     metrics: Metrics = {}
     if correction.rollout_is is not None:
-        bounds = read_bounds(correction.rollout_is_threshold)
-        normalize = correction.rollout_is_batch_normalize
-        weights_BR = importance_weights(*compared, correction.rollout_is, *bounds, normalize)
+        how = *correction.weight_bounds, correction.rollout_is_batch_normalize
+        weights_BR = importance_weights(*compared, correction.rollout_is, *how)
         batch = batch.with_(rollout_is_weights=weights_BR)
         metrics |= {
             "correction/weight_mean": masked_mean(weights_BR, mask_BR),
@@ -268,7 +329,11 @@ class RowTokens(NamedTuple):
 
 
 def balance(batch: Batch, parts: int, least_gain: float) -> Batch:
-    """Reorder rows so that contiguous shares take about the same time; each share keeps the row count of a plain cut.
+    return batch.rows(balanced(batch, parts, least_gain))
+
+
+def balanced(batch: Batch, parts: int, least_gain: float) -> list[int]:
+    """Return the rows in an order so that contiguous shares take about the same time; each share keeps the row count of a plain cut.
 
     A row of L tokens costs L * (1 + L / QUADRATIC_TOKENS). If prompts are shared, a process computes one once for all its rows
     of a group. Then groups stay whole, or are halved as often as it takes to come within `MOST_UNBALANCE` of the best.
@@ -284,7 +349,7 @@ def balance(batch: Batch, parts: int, least_gain: float) -> Batch:
     dearest = [max(cost([rows[i] for i in share]) for share in shares) for shares in deals]
     # Deals come from whole groups to single rows.
     chosen = next(i for i, each in enumerate(dearest) if each <= min(dearest) * (1 + MOST_UNBALANCE))
-    return batch.rows([row for share in deals[chosen] for row in share])
+    return [row for share in deals[chosen] for row in share]
 
 
 def rows_of(batch: Batch, least_gain: float) -> list[RowTokens]:

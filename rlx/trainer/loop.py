@@ -30,11 +30,11 @@ class Trainer:
         """Generate samples for a batch of prompts, take the optimizer steps on them, and return the step's metrics."""
         samples = self.samples.generate(step)
         batch, scored = self.samples.score(step, samples)
-        batch = self.learner.log_probs(batch)
+        batch = self.learner.log_probs(batch, step)
         batch, judged = self.learner.advantages(batch)
+        batch, updated = self.learner.update(batch, step)
         if self.keeps_transcripts:
             transcripts.write(self.run, step, batch)
-        updated = self.learner.update(batch, step)
         self.learner.sync(step)
         return judged | scored | updated | self.learner.account(step, batch, updated)
 

@@ -72,16 +72,22 @@ def describe(rows: Batch, batch: Batch) -> dict[str, float]:
         "train/zero_advantage_share": zero_advantage_share(batch),
         "advantages/abs_mean": masked_mean(batch["advantages"].abs(), mask),
     }
-    if "entropy" in batch:
-        numbers["actor/entropy"] = masked_mean(batch["entropy"], mask)
-    if "ref_log_probs" in batch:
-        k3 = kl_estimate(batch["old_log_probs"], batch["ref_log_probs"], "k3")
-        numbers["actor/kl_ref"] = masked_mean(k3, mask)
     if "values" in batch:
         numbers["critic/values_mean"] = masked_mean(batch["values"], mask)
         left, total = (masked_variance(x, mask) for x in (batch["returns"] - batch["values"], batch["returns"]))
         numbers["critic/explained_variance"] = 1 - left / total if total > 0 else math.nan
     return numbers | environment_rows.describe(rows)
+
+
+def describe_policy(batch: Batch) -> dict[str, float]:
+    """Return the metrics of the policy with the weights that sampled, which `old_log_probs` and `entropy` give."""
+    mask, numbers = batch["response_mask"], {}
+    if "entropy" in batch:
+        numbers["actor/entropy"] = masked_mean(batch["entropy"], mask)
+    if "ref_log_probs" in batch:
+        k3 = kl_estimate(batch["old_log_probs"], batch["ref_log_probs"], "k3")
+        numbers["actor/kl_ref"] = masked_mean(k3, mask)
+    return numbers
 
 
 def resource_use(usage: Sequence[Mapping[str, float]]) -> dict[str, float]:

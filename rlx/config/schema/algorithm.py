@@ -74,6 +74,10 @@ class RolloutCorrectionConfig:
     )
 
     @property
+    def weight_bounds(self) -> Bounds:
+        return read_bounds(self.rollout_is_threshold)
+
+    @property
     def rejects(self) -> bool:
         return bool(self.rollout_rs) or self.rollout_token_veto_threshold is not None
 

@@ -218,6 +218,43 @@ def sharded_roles(config: PPOConfig) -> list[ModelRole]:
     return [*trained_roles(config), *reference, *judge]
 
 
+class LogProbPass(NamedTuple):
+    """The samples of a step whose old log-probs take a forward of their own before the updates."""
+
+    prompts: int  # the samples of so many prompts
+    why: str
+
+
+def log_prob_pass(config: PPOConfig, step: int = 1) -> LogProbPass:
+    """Return which samples of a step need the pass, and why they or no others do.
+
+    The first update of a step has the weights that sampled. Its forward therefore gives the old log-probs of its mini-batch, unless
+    their numbers are needed before.
+    """
+    algorithm, policy, size = config.algorithm, config.actor_rollout_ref, config.data.train_batch_size
+    correction, key = algorithm.rollout_correction, "algorithm.rollout_correction"
+    if correction.bypass_mode:
+        return LogProbPass(0, f"{key}.bypass_mode takes the sampler's")
+    forks = has_environment(config) and policy.rollout.multi_turn.on_rewritten_history == "fork"
+    needed_first = {
+        "algorithm.use_kl_in_reward reads them": algorithm.use_kl_in_reward,
+        f"{key} rejects tokens of whole mini-batches": correction.rejects,
+        f"{key}.rollout_is_batch_normalize divides by their mean": (
+            correction.rollout_is is not None and correction.rollout_is_batch_normalize
+        ),
+        f"{key}.rollout_is=sequence weighs all rows of a conversation": correction.rollout_is == "sequence" and forks,
+        "rollout.enable_rollout_routing_replay compares experts": policy.rollout.enable_rollout_routing_replay,
+        "the actor is not updated in the critic's warm-up": has_critic(config) and step <= config.trainer.critic_warmup,
+    }
+    for why, is_needed in needed_first.items():
+        if is_needed:
+            return LogProbPass(size, why)
+    later = size - policy.actor.ppo_mini_batch_size
+    return LogProbPass(
+        later, "only the first mini-batch meets the weights that sampled" if later else "one update a batch"
+    )
+
+
 def prompts_at_once(config: PPOConfig) -> int:
     """Return the number of prompts per generation in training; 1 for a validation, which may have few training prompts."""
     if config.trainer.val_only:

@@ -9,7 +9,7 @@ WATCHES_ROUTERS = (
     needs("routers cannot be watched in compiled layers", "actor_rollout_ref.actor.use_torch_compile", False),
     needs("routers see parts of shared sequences", "actor_rollout_ref.actor.ulysses_sequence_parallel_size", 1),
 )
-NO_OLD_LOG_PROBS = while_is("algorithm.rollout_correction.bypass_mode", True)
+NO_OLD_LOG_PROBS = in_state("no pass for old log-probs")
 
 
 TOOL_FORMATS = ("tags", "hermes", "llama3_json", "mistral", "qwen3_coder")

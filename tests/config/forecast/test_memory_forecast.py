@@ -97,7 +97,10 @@ def test_the_optimizers_step_is_the_peak_only_where_its_state_comes_for_it(forec
 
 
 def test_log_probs_hold_no_gradients(forecast):
-    phase = forecast().phase("old_log_prob")
+    found = forecast(f"{ACTOR}.ppo_mini_batch_size=4")
+    phase = found.phase("old_log_prob")
+    assert found.names == ["rollout", "old_log_prob", "update_actor", "sync"]
+    assert "old_log_prob" not in forecast().names, "one update a batch"
     assert parts(phase) == {
         "others": 2 * N,
         "weights": 4 * N,
@@ -245,7 +248,7 @@ def test_adapters_on_bf16_are_fp32_and_their_reference_is_the_actor(forecast):
     update, ref = found.phase("update_actor"), found.phase("ref")
     expected = [2 * N + 4 * adapters, 4 * adapters, 8 * adapters]
     assert [update.parts[name] for name in ("weights", "gradients", "optimizer")] == expected
-    assert found.names == ["rollout", "old_log_prob", "ref", "update_actor", "sync"]
+    assert found.names == ["rollout", "ref", "update_actor", "sync"]
     assert ref.parts["others"] == found.phase("old_log_prob").parts["others"], "no second model"
     assert ref.peak == found.phase("old_log_prob").peak
 
@@ -276,7 +279,7 @@ def test_recorded_experts_of_the_batch_are_on_the_host(forecast, experts, nbytes
 
 def test_a_critic_has_no_head(forecast):
     found = forecast("algorithm.adv_estimator=gae")
-    assert found.names == ["rollout", "old_log_prob", "values", "update_critic", "update_actor", "sync"]
+    assert found.names == ["rollout", "values", "update_critic", "update_actor", "sync"]
     critic = found.phase("update_critic")
     assert critic.parts["weights"] == 4 * (N - 100 * 64)
     assert critic.parts["others"] == 14 * N
@@ -285,7 +288,7 @@ def test_a_critic_has_no_head(forecast):
 
 def test_a_reference_has_weights_alone(forecast):
     found = forecast(KL, f"{REF}.log_prob_micro_batch_size_per_gpu=2")
-    assert found.names == ["rollout", "old_log_prob", "ref", "update_actor", "sync"]
+    assert found.names == ["rollout", "ref", "update_actor", "sync"]
     ref = parts(found.phase("ref"))
     assert (ref["weights"], ref["others"]) == (4 * N, 14 * N)
     assert "gradients" not in ref and "optimizer" not in ref
@@ -486,7 +489,7 @@ def test_the_memory_of_a_cluster_is_not_known(forecast):
     assert found.on_device
     assert found.phase("update_actor").parts["weights"] == 4 * N / 16
     assert all(phase.fits() for phase in found.phases())
-    assert [line.split()[-2:] for line in short_text(found).splitlines()[1:5]] == [["?", "?"]] * 4
+    assert [line.split()[-2:] for line in short_text(found).splitlines()[1:4]] == [["?", "?"]] * 3
 
 
 # In words
@@ -509,10 +512,13 @@ def test_the_long_text_has_the_parts(forecast):
     lines = long_text(found).splitlines()
     parts = ["others", "weights", "gradients", "optimizer", "gathered", "working", "sampler"]
     assert lines[0].split() == ["parts", "in", "GB", *parts] and max(map(len, lines[: lines.index("")])) <= 100
-    assert lines[3].split()[0] == "update_actor" and lines[3].split()[5] != "-"
+    assert lines[2].split()[0] == "update_actor" and lines[2].split()[5] != "-"
     peaks = lines[lines.index("") + 1 :]
-    assert peaks[0].split()[-2:] == ["peak", "in"] and peaks[3].split()[0] == "update_actor"
-    assert peaks[3].split()[-1] == "backward" and peaks[3].split()[4] == "device"
+    assert peaks[0].split()[-2:] == ["peak", "in"] and peaks[2].split()[0] == "update_actor"
+    assert peaks[2].split()[-1] == "backward" and peaks[2].split()[4] == "device"
+    assert lines[-1] == "old log-probs take no pass of their own: one update a batch"
+    halves = long_text(forecast(f"{ACTOR}.ppo_mini_batch_size=2")).splitlines()[-1]
+    assert halves.startswith("old log-probs of 6 of 8 prompts take a pass of their own: only the first mini-batch ")
 
 
 def of_7b(forecast, state: object, device_gb: float, host_gb: float = 300, response: int = 8192) -> MemoryForecast:

@@ -9,7 +9,8 @@ from rlx.config.schema import (
     RefConfig,
     RolloutConfig,
 )
-from rlx.config.schema.roles import critic_role, critic_settings, log_prob_size, reference_role
+from rlx.config.schema.roles import critic_role, critic_settings, log_prob_pass, log_prob_size, reference_role
+from rlx.config.schema.tree import with_value
 
 ACTOR = ActorConfig(
     strategy="fsdp",
@@ -90,3 +91,31 @@ def test_log_probs_are_cut_by_their_own_size_else_by_the_actors():
         tokens = kind(log_prob_use_dynamic_bsz=True, log_prob_max_token_len_per_gpu=11)
         assert log_prob_size(tokens, ACTOR) == (None, 11)
     assert reference_role(tree(by_tokens)).micro == (None, 77)
+
+
+def test_old_log_probs_take_a_pass_where_their_numbers_are_needed_first():
+    """Of 8 prompts in mini-batches of 2 all but the first, of one mini-batch none, and all where the reason says so."""
+
+    def found(size=2, step=5, **changes):
+        config = with_value(tree(ActorConfig(ppo_mini_batch_size=size)), "data.train_batch_size", 8)
+        for key, value in {"algorithm.adv_estimator": "grpo", **changes}.items():
+            config = with_value(config, key, value)
+        return log_prob_pass(config, step).prompts
+
+    correction, rollout = "algorithm.rollout_correction", "actor_rollout_ref.rollout"
+    by_sequence = {f"{correction}.rollout_is": "sequence"}
+    forks = {"environment.name": "guessing", f"{rollout}.multi_turn.on_rewritten_history": "fork"}
+    warm_up = {"trainer.critic_warmup": 5}
+    assert (found(), found(8), found(**by_sequence), found(**forks), found(**warm_up)) == (6, 0, 6, 6, 6)
+    assert found(**{f"{correction}.bypass_mode": True}) == 0
+    every = (
+        {"algorithm.use_kl_in_reward": True},
+        {f"{correction}.rollout_rs": ("token_k1",)},
+        {f"{correction}.rollout_token_veto_threshold": 1e-4},
+        {f"{correction}.rollout_is": "token", f"{correction}.rollout_is_batch_normalize": True},
+        by_sequence | forks,
+        {f"{rollout}.enable_rollout_routing_replay": True},
+        warm_up | {"algorithm.adv_estimator": "gae"},
+    )
+    assert [found(8, **changes) for changes in every] == [8] * len(every)
+    assert found(8, 6, **every[-1]) == 0, "after the warm-up"
