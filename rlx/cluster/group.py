@@ -4,7 +4,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from math import inf
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,10 @@ COLLECTIVE_GRACE_S = 20.0  # after a collective's error: time for Ray to notice 
 LOOK_S = 15.0  # between two looks at ranks that work
 SLOW_START_S = 30.0  # processes that start longer than that get a line
 ANSWER_S = 5.0  # for the answer where a rank stands
+FETCH_S = 0.25  # between two looks at what a call has finished
+
+Meanwhile = Callable[[list[Any], float], bool]
+"""Works on what a call has finished since the last time, at most this long; returns False at once if there is nothing to do."""
 
 logger = logging.getLogger(__name__)
 
@@ -149,10 +153,13 @@ class WorkerGroup:
         """Return the distribution of batches over the ranks for this role."""
         return self._meshes.get(role, self._default_mesh)
 
-    def call(self, role: str, method: str, *args: Any, batch: "Batch | None" = None) -> list[Any]:
+    def call(
+        self, role: str, method: str, *args: Any, batch: "Batch | None" = None, meanwhile: Meanwhile | None = None
+    ) -> list[Any]:
         """Call all ranks with the same arguments and return their results in the order of ranks.
 
-        With a batch each rank gets its share of the rows as the first argument, and there is one result per share.
+        With a batch each rank gets its share of the rows as the first argument, and there is one result per share. `meanwhile`
+        gets what the worker's `finished(role)` returns while the ranks are at work.
         """
         if not self._open:
             raise RuntimeError(f"{role}.{method} called on a worker group that is closed or has failed")
@@ -167,14 +174,15 @@ class WorkerGroup:
             process.call.remote(role, method, rank in answering, *sent[rank])
             for rank, process in enumerate(self._processes)
         ]
-        results = self._collect(calls, role, method)
+        stream = meanwhile and _Stream([self._processes[rank] for rank in answering], role, meanwhile)
+        results = self._collect(calls, role, method, stream)
         return [results[rank] for rank in answering]
 
-    def split(self, role: str, method: str, batch: "Batch", *args: Any) -> "Batch":
-        """Send each share of the rows to its ranks; join the results, one row per row sent, in order."""
+    def split(self, role: str, method: str, batch: "Batch", *args: Any, meanwhile: Meanwhile | None = None) -> "Batch":
+        """Send each share of the rows to its ranks; join the results, one row per row sent, in order. See `call`."""
         from rlx.data.batch import concat  # imports torch, and the workers start before this process has it
 
-        answers = self.call(role, method, *args, batch=batch)
+        answers = self.call(role, method, *args, batch=batch, meanwhile=meanwhile)
         for rows, answer in zip(share_ranges(len(batch), len(answers)), answers, strict=True):
             if len(answer) != len(rows):
                 raise ValueError(f"{role}.{method} answered {len(answer)} rows for {len(rows)}; expected one for each")
@@ -188,7 +196,7 @@ class WorkerGroup:
                 ray.kill(process)
             self._placement.release()
 
-    def _collect(self, calls: list[Any], role: str, method: str) -> list[Any]:
+    def _collect(self, calls: list[Any], role: str, method: str, stream: "_Stream | None" = None) -> list[Any]:
         """Return the ranks' results. After a failure wait a little for its cause, end the group and raise that."""
         rank_of = {call: rank for rank, call in enumerate(calls)}
         results: dict[int, Any] = {}
@@ -199,7 +207,7 @@ class WorkerGroup:
         look_s = min(LOOK_S, SLOW_START_S, self._hang_timeout_s / 4)
         give_up_s = inf
         while rank_of and (left_s := give_up_s - time.monotonic()) > 0:
-            done, _ = ray.wait(list(rank_of), num_returns=1, timeout=min(left_s, look_s))
+            done = (stream.wait if stream else _wait)(list(rank_of), min(left_s, look_s))
             for call in done:
                 rank = rank_of.pop(call)
                 result = _receive(call, rank, self._locations.get(rank))
@@ -237,6 +245,42 @@ class WorkerGroup:
             with contextlib.suppress(RayError):  # the process has died; its call will say so
                 found[asked[answer]] = ray.get(answer)
         return found
+
+
+class _Stream:
+    """Fetches what the ranks' call has finished so far, and lets `meanwhile` work on it."""
+
+    def __init__(self, processes: list[Any], role: str, meanwhile: Meanwhile) -> None:
+        self._role, self._meanwhile = role, meanwhile
+        self._asked = {process.finished.remote(role): process for process in processes}
+        self._next_s = time.monotonic() + FETCH_S
+
+    def wait(self, calls: list[Any], timeout_s: float) -> list[Any]:
+        """Return the first call that has ended, as `_wait`."""
+        until_s = time.monotonic() + timeout_s
+        while (left_s := until_s - time.monotonic()) > 0:
+            is_busy = self._meanwhile(self._fetched(), min(FETCH_S, left_s))
+            if done := _wait(calls, 0.0 if is_busy else min(FETCH_S, left_s)):
+                return done
+        return []
+
+    def _fetched(self) -> list[Any]:
+        """Return what has arrived, and ask again, if it is time."""
+        if not self._asked or time.monotonic() < self._next_s:
+            return []
+        self._next_s = time.monotonic() + FETCH_S
+        found: list[Any] = []
+        for answer in _wait(list(self._asked), 0.0, len(self._asked)):
+            process = self._asked.pop(answer)
+            with contextlib.suppress(RayError):  # the process has died; its call will say so
+                found += ray.get(answer)
+                self._asked[process.finished.remote(self._role)] = process
+        return found
+
+
+def _wait(calls: list[Any], timeout_s: float, most: int = 1) -> list[Any]:
+    """Return calls that have ended, after the first of them or this time."""
+    return ray.wait(calls, num_returns=most, timeout=timeout_s)[0]  # type: ignore[no-any-return]
 
 
 def _receive(call: Any, rank: int, location: WorkerLocation | None = None) -> Any:

@@ -23,7 +23,7 @@ from rlx.cluster.errors import RankFault, WorkerLocation, fault_of
 from rlx.heartbeat import beats
 
 WATCH = "watch"
-"""Ray's concurrency group of `standing`. Each group has a thread of its own; all other methods share another one."""
+"""Ray's concurrency group of `standing` and `finished`. Each group has a thread of its own; all other methods share another one."""
 
 LOOPBACK = "127.0.0.1"
 COLLECTIVES = "torch/distributed/"
@@ -92,7 +92,7 @@ class WorkerProcess:
         self._rank = rank
         self._worker_class: Any = None
         self._worker: Any = None
-        self._thread = 0  # of all calls but `standing`
+        self._thread = 0  # of all calls but those of WATCH
         self._beats_before = 0  # the call that runs
         self._log = queue.SimpleQueue[logging.LogRecord]()  # until the next reply takes it to the driver
         logger = logging.getLogger("rlx")
@@ -168,6 +168,11 @@ class WorkerProcess:
     def standing(self) -> Standing:
         """Return where the call that runs stands, also when it is stuck."""
         return standing_of(self._thread, beats() - self._beats_before)
+
+    @ray.method(concurrency_group=WATCH)
+    def finished(self, role: str) -> list[Any]:
+        """Return what the role's call that runs has finished since the last time."""
+        return self._worker.finished(role)  # type: ignore[no-any-return]
 
     def _reply(self, value: Any, fault: RankFault | None = None) -> WorkerReply:
         records = [self._log.get() for _ in range(self._log.qsize())]

@@ -127,6 +127,13 @@ class RewardFailure(NamedTuple):
 Report = Numbers | RewardFailure
 
 
+class Begun(NamedTuple):
+    """A call that began while others were sampled."""
+
+    response: str
+    number: int  # of the call in the pool
+
+
 class RewardManager:
     """Scores samples with the reward function of each data source. A context that ends the reward processes.
 
@@ -134,16 +141,25 @@ class RewardManager:
         reward: options of the built-in functions and of the processes.
         custom: if it has a path, its function scores every sample, or those of its `data_sources`.
         model: a model that scores, too.
+        sampler_cores: cores of this machine that the sampler takes.
 
     Raises:
         UserCodeError: the user's function cannot be loaded.
     """
 
-    def __init__(self, reward: RewardConfig, custom: CustomRewardConfig, model: RewardModel | None = None):
+    def __init__(
+        self,
+        reward: RewardConfig,
+        custom: CustomRewardConfig,
+        model: RewardModel | None = None,
+        sampler_cores: int = 0,
+    ):
         self._config, self._custom, self._model = reward, custom, model
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         size = reward.num_workers or min(MOST_WORKERS, cores)
+        self._beside_sampler = reward.num_workers or max(1, min(size, cores - sampler_cores))
         self._pool = ScoringPool(size, reward.memory_limit_gb, reward.max_concurrent)
+        self._begun: dict[int, Begun] = {}  # by the seed of the sample
         limit_s, options = reward.timeout_s, {"format_score": reward.format_score}
         grade_number = Function("rlx.rewards.gsm8k", "compute_score", limit_s, options=options)
         grade_maths = Function(
@@ -211,6 +227,36 @@ class RewardManager:
         self._taken.clear()
         return dict(sorted(faults.items()))
 
+    def scores_early(self, rows: Batch) -> bool:
+        """Whether `begin` can do anything for samples of these rows."""
+        return self._calls_functions and any(map(self._called_early, set(rows.info["data_source"])))
+
+    def begin(self, batch: Batch) -> None:
+        """Begin to score finished samples, with info as for `score` and the column seed, by which `score` finds them."""
+        for seed, sample in zip(batch["seed"].tolist(), _samples(batch), strict=True):
+            function = self._called_early(sample["data_source"])
+            if function is not None:
+                number = self._number_of(RewardCall(function, sample), seed)
+                self._begun[seed] = Begun(sample["solution_str"], number)
+
+    def work(self, wait_s: float) -> bool:
+        """Score what has begun until this time has passed or a call has ended; return False at once if there is nothing to do."""
+        return self._pool.work(self._beside_sampler, wait_s)
+
+    def _called_early(self, source: str) -> Function | None:
+        """Return the function that scores single samples of a source in processes."""
+        function = self._all or self._known.get(source)
+        return None if function is None or function.batched or function in self._here else function
+
+    def _number_of(self, call: RewardCall, seed: int | None) -> int:
+        """Return the number of a call in the pool; add it unless it has begun."""
+        begun = None if seed is None else self._begun.pop(seed, None)
+        if begun is not None:
+            if begun.response == call.arguments["solution_str"]:
+                return begun.number
+            self._pool.forget(begun.number)  # the sampler failed, and sampled another response after its restart
+        return self._pool.add(call)
+
     def sequences(self, batch: Batch) -> Batch:
         """Return the reward model's input for the batch. Raises ConversationError."""
         assert self._model is not None, "only called with a reward model"
@@ -250,11 +296,11 @@ class RewardManager:
         return Scores(model_scores + weight * rule.scores, extra)
 
     def _by_function(self, batch: Batch, dump_dir: Path) -> Scores:
-        columns = [batch.info[name] for name in SCORED_INFO]
-        samples: list[Sample] = [dict(zip(SINGLE, values, strict=True)) for values in zip(*columns, strict=True)]
+        samples = _samples(batch)
         sources = batch.info["data_source"]
         self.check_sources(sources)
-        reports = self._ask(samples, [self._all or self._known[source] for source in sources])
+        seeds = batch["seed"].tolist() if "seed" in batch else None
+        reports = self._ask(samples, [self._all or self._known[source] for source in sources], seeds)
         if self._form is not None:
             forms = self._ask(samples, [self._form] * len(samples))
             reports = [self._with_form(report, form) for report, form in zip(reports, forms, strict=True)]
@@ -275,40 +321,45 @@ class RewardManager:
         taken, self._taken = self._taken, Counter()
         return {f"reward/{name}": float(taken[name]) for name in POOL_FIGURES}
 
-    def _ask(self, samples: list[Sample], functions: list[Function]) -> list[Report]:
+    def _ask(self, samples: list[Sample], functions: list[Function], seeds: list[int] | None = None) -> list[Report]:
         rows_of: dict[Function, list[int]] = {}
         for row, function in enumerate(functions):
             rows_of.setdefault(function, []).append(row)
         reports: dict[int, Report] = {}
-        calls: list[tuple[list[int], RewardCall]] = []
+        calls: dict[int, tuple[list[int], RewardCall]] = {}
         for function, rows in rows_of.items():
             if function in self._here:
                 reports |= {row: self._call_here(function, samples[row]) for row in rows}
             elif function.batched:
                 lists = {name: [samples[row][one] for row in rows] for one, name in zip(SINGLE, BATCHED, strict=True)}
-                calls.append((rows, RewardCall(function, lists, len(rows))))
+                call = RewardCall(function, lists, len(rows))
+                calls[self._pool.add(call)] = rows, call
             else:
-                calls += [([row], RewardCall(function, samples[row])) for row in rows]
+                for row in rows:
+                    call = RewardCall(function, samples[row])
+                    calls[self._number_of(call, seeds[row] if seeds else None)] = [row], call
         reports |= self._reports_of(calls)
         return [reports[row] for row in range(len(samples))]
 
-    def _reports_of(self, calls: list[tuple[list[int], RewardCall]]) -> dict[int, Report]:
+    def _reports_of(self, calls: dict[int, tuple[list[int], RewardCall]]) -> dict[int, Report]:
         """Return the reports of calls by row. Divide a failing list in halves if failures score 0."""
         reports: dict[int, Report] = {}
         answered: set[Function] = set()  # functions that answered at least a part of their lists
-        smallest = {call.function: len(rows) // SMALLEST_PART for rows, call in calls}
+        smallest = {call.function: len(rows) // SMALLEST_PART for rows, call in calls.values()}
         while calls:
-            asked, calls = calls, []
-            outcomes, counts = self._pool.run([call for _, call in asked])
+            outcomes, counts = self._pool.take(calls)
             self._taken.update(counts._asdict())
-            answered |= {call.function for (_, call), outcome in zip(asked, outcomes, strict=True) if not outcome.kind}
-            for (rows, call), outcome in zip(asked, outcomes, strict=True):
+            answered |= {call.function for number, (_, call) in calls.items() if not outcomes[number].kind}
+            asked, calls = calls, {}
+            for number, (rows, call) in asked.items():
+                outcome = outcomes[number]
                 may_be_cut = call.function in answered or len(rows) > smallest[call.function]
                 if outcome.kind and len(rows) > 1 and may_be_cut and not self._stops_at(outcome.kind):
                     middle = len(rows) // 2
                     for part in (slice(None, middle), slice(middle, None)):
                         lists = {name: values[part] for name, values in call.arguments.items()}
-                        calls.append((rows[part], RewardCall(call.function, lists, len(rows[part]))))
+                        half = RewardCall(call.function, lists, len(rows[part]))
+                        calls[self._pool.add(half)] = rows[part], half
                 else:
                     reports |= dict(zip(rows, _reports(call.function, outcome, len(rows)), strict=True))
             self._taken["retries"] += len(calls)
@@ -357,6 +408,11 @@ class RewardManager:
         plural = {"error": "errors", "timeout": "timeouts", "crash": "crashes"}
         self._taken.update(plural[each.kind] for each in failures.values())
         logger.warning("%d of %d samples score 0: %s", len(failures), len(samples), what)
+
+
+def _samples(batch: Batch) -> list[Sample]:
+    columns = [batch.info[name] for name in SCORED_INFO]
+    return [dict(zip(SINGLE, values, strict=True)) for values in zip(*columns, strict=True)]
 
 
 def _reports(function: Function, outcome: Outcome, samples: int) -> list[Report]:

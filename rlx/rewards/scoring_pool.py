@@ -12,8 +12,9 @@ was at work, as when a thread crashes, each is sent again alone.
 import base64
 import math
 import pickle
-from collections import deque
-from collections.abc import Sequence
+from collections import Counter, deque
+from collections.abc import Collection, Sequence
+from itertools import count
 from typing import Any, NamedTuple, get_args
 
 from rlx.errors import ExplainedError
@@ -60,8 +61,20 @@ class ScoringPool(WorkerPool):
     def __init__(self, size: int, memory_limit_gb: float | None, at_once: int):
         module, memory_key = "rlx.rewards.scoring_process", "reward.memory_limit_gb"
         super().__init__(module, memory_limit_gb, memory_key, SLACK_S, to_outcome, (at_once,))
-        self.size = size
+        self.size, self._at_once = size, at_once
         self._async: set[Loadable] = set()
+        # By number: calls that are not taken yet, and their outcomes. Those without one are in a process or in one of the three
+        # queues: new ones, parts to send again, and those that wait for `take`.
+        self._numbers = count(1)
+        self._calls: dict[int, RewardCall] = {}
+        self._outcomes: dict[int, Outcome] = {}
+        self._waiting: dict[Function, deque[int]] = {}
+        self._again: deque[list[int]] = deque()
+        self._put_off: list[int] = []
+        self._busy: set[IsolatedProcess] = set()
+        self._ended_with: Counter[int] = Counter()
+        self._counts: Counter[str] = Counter()
+        self._answered = False
 
     def check(self, function: Loadable) -> None:
         """Load a function, or other user code, in one process before the first call. Raises UserCodeError."""
@@ -77,97 +90,158 @@ class ScoringPool(WorkerPool):
 
     def run(self, calls: Sequence[RewardCall]) -> tuple[list[Outcome], Counts]:
         """Return the outcome of each call, in order, see Note [once more]. Raises NotSendable if pickle rejects arguments."""
-        places: dict[Function, list[int]] = {}
-        for place, call in enumerate(calls):
-            places.setdefault(call.function, []).append(place)
-        parts: deque[list[int]] = deque()  # indices of calls that are sent together
-        for function, own in places.items():
-            # Concurrent calls of an async function must be in one message.
-            messages = self.size * (1 if function in self._async else MESSAGES_PER_PROCESS)
-            length = -(-len(own) // messages)
-            parts += [own[first : first + length] for first in range(0, len(own), length)]
-        run = _Run(self, calls, parts)
+        numbers = [self.add(call) for call in calls]
+        outcomes, counts = self.take(numbers)
+        return [outcomes[number] for number in numbers], counts
+
+    def add(self, call: RewardCall) -> int:
+        """Let a call wait for a process; return its number."""
+        number = next(self._numbers)
+        self._calls[number] = call
+        self._waiting.setdefault(call.function, deque()).append(number)
+        return number
+
+    def work(self, most: int, wait_s: float) -> bool:
+        """Work on the calls, in at most `most` processes, until one ends or this time has passed.
+
+        For a machine that is busy with something else: `take` repeats a call that took too long or cannot be sent.
+
+        Returns:
+            False at once if there is nothing to wait for.
+        """
+        return self._advance(most, wait_s, puts_off=True)
+
+    def take(self, numbers: Collection[int]) -> tuple[dict[int, Outcome], Counts]:
+        """Wait for calls; return their outcomes by number, and what all calls have cost since the last time. Raises as `run`."""
+        self._again.extend([number] for number in self._put_off)
+        self._put_off.clear()
         try:
-            run.to_the_end()
+            for number in numbers:
+                while number not in self._outcomes:
+                    self._advance(self.size, math.inf)
+            outcomes = {number: self._outcomes[number] for number in numbers}
+        except BaseException:
+            numbers = list(self._calls)
+            raise
         finally:
-            for worker in run.busy & self.workers:
+            for number in numbers:
+                self.forget(number)
+            for worker in [each for each in self._busy if not any(map(self._is_open, each.open))]:
+                self._busy.remove(worker)
                 self.stop(worker)
-        return [run.outcomes[place] for place in range(len(calls))], Counts(run.retries, run.processes)
+            self._answered &= bool(self._calls)
+        counts, self._counts = Counts(self._counts["retries"], self._counts["processes"]), Counter()
+        return outcomes, counts
 
+    def forget(self, number: int) -> None:
+        """Drop a call."""
+        del self._calls[number]
+        self._outcomes.pop(number, None)
+        self._ended_with.pop(number, None)
 
-class _Run:
-    """The calls of one batch: waiting ones, those in processes, and outcomes by index. A request's number is its index + 1."""
+    def _is_open(self, number: int) -> bool:
+        return number in self._calls and number not in self._outcomes
 
-    def __init__(self, pool: ScoringPool, calls: Sequence[RewardCall], waiting: deque[list[int]]):
-        self._pool, self._calls, self._waiting = pool, calls, waiting
-        self.busy: set[IsolatedProcess] = set()
-        self.outcomes: dict[int, Outcome] = {}
-        self.retries = self.processes = 0
-        self._ended_with = [0] * len(calls)
-        self._answered = False
+    def _advance(self, most: int, wait_s: float, puts_off: bool = False) -> bool:
+        """Start what can be started, and wait for the first event; return whether there was anything to wait for."""
+        if not self._answered and len(self._outcomes) >= HOPELESS * self.size:
+            example = next(iter(self._outcomes.values()))
+            self._outcomes = dict.fromkeys(self._calls, example) | self._outcomes
+            return False
+        while (free := most - len(self._busy)) > 0 and (numbers := self._next_part(free)):
+            self._start(numbers, puts_off)
+        if not self._busy:
+            return False
+        for worker, asked, what in self.exchange(wait_s):
+            if worker in self._busy:
+                self._note(worker, asked, what, puts_off)
+        self._busy = {worker for worker in self._busy if worker.open}
+        return True
 
-    def to_the_end(self) -> None:
-        """Run until each call has its outcome."""
-        while self._waiting or self.busy:
-            while self._waiting and len(self.busy) < self._pool.size:
-                self._start(self._waiting.popleft())
-            for worker, asked, what in self._pool.exchange():
-                if worker in self.busy:
-                    self._take(worker, asked, what)
-            self.busy = {worker for worker in self.busy if worker.open}
-            if not self._answered and len(self.outcomes) >= HOPELESS * self._pool.size:
-                example = next(iter(self.outcomes.values()))
-                self.outcomes = dict.fromkeys(range(len(self._calls)), example) | self.outcomes
-                return
+    def _next_part(self, free: int) -> list[int]:
+        """Return the calls to send next, all of one function; [] if none waits. `free` processes can take some."""
+        while self._again:
+            if part := [*filter(self._is_open, self._again.popleft())]:
+                return part
+        for function, waiting in self._waiting.items():
+            messages = self.size * MESSAGES_PER_PROCESS
+            longest = -(-len(waiting) // messages)
+            if function in self._async:  # concurrent calls must be in one message
+                longest = max(-(-len(waiting) // self.size), min(self._at_once, -(-len(waiting) // free)))
+            part = []
+            while waiting and len(part) < longest:
+                if self._is_open(number := waiting.popleft()):
+                    part.append(number)
+            if part:
+                return part
+        return []
 
-    def _start(self, places: list[int]) -> None:
-        chosen = [self._calls[place] for place in places]
+    def _start(self, numbers: list[int], puts_off: bool) -> None:
+        chosen = [self._calls[number] for number in numbers]
         try:
             content = pickle.dumps([call.arguments for call in chosen], pickle.HIGHEST_PROTOCOL)
         except (TypeError, AttributeError, pickle.PicklingError) as fault:
+            if puts_off:
+                self._put_off += numbers
+                return
             raise NotSendable(
                 f"ground_truth or extra_info of a sample cannot be sent to the reward processes ({fault}); keep numbers, "
                 "text, lists and dicts in them"
             ) from fault
-        worker = next(iter(self._pool.workers - self.busy), None) or self._pool.start()
-        self.busy.add(worker)
-        numbers, samples = [place + 1 for place in places], [call.samples for call in chosen]
-        asked = {number: (number - 1, count) for number, count in zip(numbers, samples, strict=True)}
-        number = worker.load(chosen[0].function)
-        request = ["call", number, numbers, samples, base64.b64encode(content).decode()]
+        worker = next(iter(self.workers - self._busy), None) or self.start()
+        self._busy.add(worker)
+        samples = [call.samples for call in chosen]
+        asked = {number: (number, each) for number, each in zip(numbers, samples, strict=True)}
+        code = worker.load(chosen[0].function)
+        request = ["call", code, numbers, samples, base64.b64encode(content).decode()]
         worker.ask(asked, request, chosen[0].function.limit_s)
 
-    def _take(self, worker: IsolatedProcess, asked: tuple[int, int], what: Outcome | Loaded | Lost) -> None:
+    def _note(
+        self, worker: IsolatedProcess, asked: tuple[int, int], what: Outcome | Loaded | Lost, puts_off: bool
+    ) -> None:
         if isinstance(what, Outcome):
-            self.outcomes[asked[0]] = what
-            self._answered |= what.kind in ("", "error")
+            number = asked[0]
+            if not self._is_open(number):
+                return
+            # A limit in processor time does not depend on how busy the machine is.
+            if what.kind == "timeout" and puts_off and not self._calls[number].function.cpu_limit_s:
+                self._repeat(number)
+            else:
+                self._outcomes[number] = what
+                self._answered |= what.kind in ("", "error")
         elif isinstance(what, Lost):
-            self.busy.remove(worker)
-            self._lose(worker, what)
+            self._busy.remove(worker)
+            self._lose(worker, what, puts_off)
         elif what.fault is not None:
             failed = Outcome([], "error", str(what.fault), str(what.fault.__cause__ or "").lstrip())
-            self.outcomes |= {place: failed for place, _ in worker.open.values()}
+            self._outcomes |= dict.fromkeys(filter(self._is_open, worker.open), failed)
             self._answered = True
             worker.open.clear()
-            self._pool.stop(worker)
+            self.stop(worker)
 
-    def _lose(self, worker: IsolatedProcess, lost: Lost) -> None:
+    def _lose(self, worker: IsolatedProcess, lost: Lost, puts_off: bool) -> None:
         """Handle the end of a process, see Note [once more]."""
-        self.processes += 1
+        self._counts["processes"] += 1
         kind = "timeout" if lost.kind == "timeout" else "crash"
-        places = sorted(place for place, _ in worker.open.values())
-        blamed = [place for place in places if place == lost.at_work - 1 or len(places) == 1]
-        again = [[place for place in places if place not in blamed]] if blamed else [[place] for place in places]
-        for place in blamed or places:
-            self._ended_with[place] += 1
-        for place in blamed:
-            if kind == "timeout" or self._ended_with[place] > 1:
-                self.outcomes[place] = Outcome([], kind, "" if kind == "timeout" else lost.how)
+        numbers = sorted(filter(self._is_open, worker.open))
+        blamed = [number for number in numbers if number == lost.at_work or len(worker.open) == 1]
+        again = [[number for number in numbers if number not in blamed]] if blamed else [[number] for number in numbers]
+        self._ended_with.update(blamed or numbers)
+        for number in blamed:
+            if kind == "timeout" and puts_off:
+                self._repeat(number)
+            elif kind == "timeout" or self._ended_with[number] > 1:
+                self._outcomes[number] = Outcome([], kind, "" if kind == "timeout" else lost.how)
             else:
-                again.append([place])
+                again.append([number])
         for part in filter(None, again):
-            self.retries += len(part)
-            self._waiting.appendleft(part)
+            self._counts["retries"] += len(part)
+            self._again.appendleft(part)
+
+    def _repeat(self, number: int) -> None:
+        """Let `take` make a call again that took too long."""
+        self._counts["retries"] += 1
+        self._put_off.append(number)
 
 
 def to_outcome(message: Any, asked: dict[int, tuple[int, int]]) -> tuple[int, Outcome]:

@@ -137,6 +137,13 @@ class Completion(NamedTuple):
     stop_string: str | None = None
 
 
+class Finished(NamedTuple):
+    """A sample that is finished while others are not."""
+
+    seed: int  # of its row
+    token_ids: list[int]  # of its response
+
+
 class Rollout(ABC):
     """A sampler with its own copy of the weights, and the requests that it works on.
 
@@ -222,8 +229,12 @@ class Rollout(ABC):
             del self._requests[number]
         self._load.note(self.running)
 
-    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+    def generate(
+        self, requests: Sequence[Request], finished: Callable[[Request, Completion], None] | None = None
+    ) -> list[Completion]:
         """Complete every request and return completions in the order given: `add_request` and `step` until none runs.
+
+        Each completion goes to `finished` as soon as it is there.
 
         Raises:
             ValueError: there are no weights, a request cannot be completed, or others are in flight.
@@ -237,8 +248,12 @@ class Rollout(ABC):
         completions: dict[int, Completion] = {}
         with aborting(self):
             numbers = [self._add(request) for request in requests]
+            request_of = dict(zip(numbers, requests, strict=True))
             while self._requests:
-                completions.update(self.step())
+                for number, completion in self.step():
+                    completions[number] = completion
+                    if finished is not None:
+                        finished(request_of[number], completion)
         return [completions[number] for number in numbers]
 
     def take_load(self) -> dict[str, float]:

@@ -1,7 +1,7 @@
 """Build a worker's sampler, complete batches with it, and check that new weights reach it."""
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -86,7 +86,12 @@ def sampler_dtype(rollout: RolloutConfig, device: torch.device) -> torch.dtype:
 
 
 def generate_batch(
-    rollout: Rollout, batch: Batch, sampling: Sampling, pad_token_id: int, response_length: int
+    rollout: Rollout,
+    batch: Batch,
+    sampling: Sampling,
+    pad_token_id: int,
+    response_length: int,
+    finished: Callable[[Request, Completion], None] | None = None,
 ) -> Batch:
     """Complete each row once.
 
@@ -96,6 +101,7 @@ def generate_batch(
         sampling: the same for every row.
         pad_token_id: fills responses on the right.
         response_length: R, the width of the response columns [tokens], at least `max_tokens`.
+        finished: gets each row's request and completion as soon as it is there.
 
     Returns:
         The batch with input_ids, attention_mask, response_mask, policy_version and, if `sampling` asks for them,
@@ -119,7 +125,7 @@ def generate_batch(
         Request(tuple(ids[start:]), seed, sampling)
         for ids, start, seed in zip(prompts.tolist(), starts, seeds.tolist(), strict=True)
     ]
-    completions = rollout.generate(requests)
+    completions = rollout.generate(requests, finished)
     responses, response_mask = _padded(completions, pad_token_id, response_length)
     samples = batch.drop("prompt_ids", "prompt_mask").with_(
         input_ids=torch.cat([prompts, responses], dim=1),

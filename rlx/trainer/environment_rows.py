@@ -38,11 +38,10 @@ def received(rows: Batch, written: Batch, tokenizer: PreTrainedTokenizerBase, ro
     response_text is that of all tokens behind the prompt, an environment's included; of a response without an environment up to its
     stop string. With environments prompt_text is that of the first prompt that they gave. A conversation that forked has its turns one after the other.
     """
-    texts = {"response_text": _decoded(written.response_tokens(), tokenizer)}
     if CONVERSATION not in written.info:
-        ended = Sampling(1, stop=rollout.stop, include_stop_str_in_output=rollout.include_stop_str_in_output)
-        texts["response_text"] = [*map(ended.shown, texts["response_text"])]
+        texts = {"response_text": texts_of(written.response_tokens(), tokenizer, rollout)}
     else:
+        texts = {"response_text": _decoded(written.response_tokens(), tokenizer)}
         prompts = written.prompt_tokens()
         for row, earlier in enumerate(written.info[EARLIER]):
             if earlier is not None:
@@ -51,6 +50,12 @@ def received(rows: Batch, written: Batch, tokenizer: PreTrainedTokenizerBase, ro
         texts["prompt_text"] = tokenizer.batch_decode(prompts, clean_up_tokenization_spaces=False)
     batch = Batch(written.tensors, {**rows.info, **written.info, **texts})
     return batch.with_(group_id=rows["group_id"])
+
+
+def texts_of(rows: list[list[int]], tokenizer: PreTrainedTokenizerBase, rollout: RolloutConfig) -> list[str]:
+    """Return the texts of responses without an environment, each up to its stop string."""
+    ended = Sampling(1, stop=rollout.stop, include_stop_str_in_output=rollout.include_stop_str_in_output)
+    return [*map(ended.shown, _decoded(rows, tokenizer))]
 
 
 def _decoded(rows: list[list[int]], tokenizer: PreTrainedTokenizerBase) -> list[str]:

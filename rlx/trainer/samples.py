@@ -14,14 +14,16 @@ from typing import Any, NamedTuple
 import torch
 
 from rlx.algorithms.advantages import ESTIMATORS, overlong_penalty
+from rlx.cluster.group import Meanwhile
 from rlx.config.schema import OverlongBufferConfig
 from rlx.config.schema.roles import has_environment, has_reward_model
 from rlx.data.batch import Batch, concat
 from rlx.data.seeding import seed_for
 from rlx.errors import ExplainedError, storing
 from rlx.rewards.manager import Scores
+from rlx.rollout.protocol import Finished
 from rlx.trainer import environment_rows
-from rlx.trainer.environment_rows import FailedConversations, all_rows, written_tokens
+from rlx.trainer.environment_rows import FailedConversations, all_rows, texts_of, written_tokens
 from rlx.trainer.learning import balance
 from rlx.trainer.run_state import Run
 
@@ -83,9 +85,25 @@ class SampleSource:
         rows = spread(prompts, samples, self._run.seed, purpose, step, first)
         sent = rows.select("prompt_ids", "prompt_mask", "seed")
         sent = sent.with_(rows.info) if self._has_environment else sent
-        written = self._run.workers.split("rollout", "generate", sent, purpose)
+        scores_early = not self._has_environment and self._run.rewards.scores_early(rows)
+        meanwhile = self._scoring(rows) if scores_early else None
+        written = self._run.workers.split("rollout", "generate", sent, purpose, meanwhile=meanwhile)
         self._failed.judge(written)
         return environment_rows.received(rows, written, self._run.tokenizer, self._config.actor_rollout_ref.rollout)
+
+    def _scoring(self, rows: Batch) -> Meanwhile:
+        """Return what scores the samples that are finished while others of these rows are generated."""
+        run, rollout = self._run, self._config.actor_rollout_ref.rollout
+        row_of = {seed: row for row, seed in enumerate(rows["seed"].tolist())}
+
+        def score(finished: list[Finished], wait_s: float) -> bool:
+            if known := [each for each in finished if each.seed in row_of]:  # the others are of the call before
+                texts = texts_of([each.token_ids for each in known], run.tokenizer, rollout)
+                part = rows.rows([row_of[each.seed] for each in known])
+                run.rewards.begin(part.with_({"response_text": texts}))
+            return run.rewards.work(wait_s)
+
+        return score
 
     def scores_of(self, batch: Batch) -> Scores:
         """Score each response with the reward functions, a reward model, its environment, or several of them."""

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 
 HEADS: dict[str, Head] = {"actor": "lm", "critic": "value", "reward": "score"}
 """The heads of the roles' models; the reference has the actor's."""
+CORES_PER_SAMPLER = 2  # its scheduler in Python, and a thread that prepares, copies or launches
 CHECKED_ROWS = 100_000  # the first of a split, by `rlx check`; the start of the run reads them all
 T = TypeVar("T")
 
@@ -288,7 +289,8 @@ def _rewards(config: PPOConfig, policy: "PreTrainedTokenizerBase", has_judge: bo
     if has_judge:
         own = load_tokenizer(model.path or "", model.trust_remote_code)
         judge = RewardModel(Conversations(policy, own), config.reward_model.rule_weight)
-    return RewardManager(config.reward, config.custom_reward_function, judge)
+    sampler_cores = CORES_PER_SAMPLER * config.trainer.n_gpus_per_node
+    return RewardManager(config.reward, config.custom_reward_function, judge, sampler_cores)
 
 
 def _faults_of_models(config: PPOConfig, judged: Iterable[ModelRole]) -> Iterator[str]:

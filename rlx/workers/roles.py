@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
@@ -35,7 +36,7 @@ from rlx.errors import storing
 from rlx.identity import machine_identity
 from rlx.models.lora import adapters_off
 from rlx.rollout.engines import EngineProcess
-from rlx.rollout.protocol import EngineError, Sampling, joined_loads
+from rlx.rollout.protocol import Completion, EngineError, Finished, Request, Sampling, joined_loads
 from rlx.rollout.sampler import ChangeCheck, build_rollout, generate_batch, sampler_dtype
 from rlx.scratch import scratch_folder
 
@@ -248,6 +249,7 @@ class RolloutRole:
         self._pad_token_id = int(tokenizer.pad_token_id)
         stops = stop_tokens(tokenizer, actor.engine)
         self._conversations = ConversationSampler(config, tokenizer) if has_environment(config) else None
+        self._finished = SimpleQueue[Finished]()  # those of `generate` that `finished` has not returned
         self.sampling: dict[Purpose, Sampling] = {p: sampling_for(config, p, stops) for p in get_args(Purpose)}
 
     def rest(self) -> None:
@@ -263,6 +265,7 @@ class RolloutRole:
             EngineError: the sampler failed a second time.
             EnvironmentFailed: an environment failed, and the run is to end then.
         """
+        self._finished = SimpleQueue()
         if self.sampler.version is None and self._synced is not None:
             self.sync(self._synced)  # the sampler slept and lost its weights
         samples, error = self._attempt(batch, purpose)
@@ -282,6 +285,14 @@ class RolloutRole:
         if purpose == "train":
             self._loads.append(load)
         return samples if self._conversations is None else samples.with_prompts(_largest(samples.prompt_length))
+
+    def finished(self) -> list[Finished]:
+        """Return the samples that `generate` has finished since the last call, from another thread too; of conversations none.
+
+        After a failure of the sampler the same samples come again, maybe with other tokens.
+        """
+        queue = self._finished
+        return [queue.get() for _ in range(queue.qsize())]
 
     def take_load(self) -> dict[str, float]:
         """Return how busy the sampler was with samples for training since the last call, see `rlx.rollout.protocol.SamplerLoad`.
@@ -321,7 +332,11 @@ class RolloutRole:
         try:
             if self._conversations is not None:
                 return self._conversations.generate(self.sampler, batch, sampling), None
-            return generate_batch(self.sampler, batch, sampling, self._pad_token_id, self._length), None
+
+            def finished(request: Request, completion: Completion) -> None:
+                self._finished.put(Finished(request.seed, completion.token_ids))
+
+            return generate_batch(self.sampler, batch, sampling, self._pad_token_id, self._length, finished), None
         except EngineError as error:
             _clear_frames(error)
             return None, error

@@ -14,8 +14,10 @@ def worker_class():
             if name == "fails":
                 raise ValueError("the constructor\ndoes not like this")
             import logging
+            import queue
             import sys
 
+            self.rows = queue.SimpleQueue()
             self.torch_came_early = "torch" in sys.modules
             logging.getLogger("rlx.tests").info("built %s", name)
             logging.getLogger("rlx.tests").warning("rank %s speaks", os.environ["RANK"])
@@ -38,6 +40,22 @@ def worker_class():
 
         def shorter(self, role, batch):
             return batch.rows([])
+
+        def show(self, role, batch, seen):
+            """Finish row after row, each after the driver has seen the one before."""
+            import time
+
+            for seed in batch["seed"].tolist():
+                self.rows.put(seed)
+                until_s = time.monotonic() + 60
+                while not (seen / str(seed)).exists():
+                    if time.monotonic() > until_s:
+                        raise TimeoutError(f"row {seed} was not seen")
+                    time.sleep(0.02)
+            return batch
+
+        def finished(self, role):
+            return [self.rows.get() for _ in range(self.rows.qsize())]
 
         def facts(self, role, batch, factor):
             return {"rank": int(os.environ["RANK"]), "rows": len(batch), "sum": factor * int(batch["seed"].sum())}

@@ -81,6 +81,20 @@ def test_a_call_with_a_batch_deals_its_shares_and_has_a_result_for_each(group):
     assert group.call("pair", "facts", 1, batch=batch(5)) == [{"rank": 0, "rows": 5, "sum": 10}]
 
 
+@pytest.mark.parametrize("role", ["each", "pair"])
+def test_what_a_call_has_finished_arrives_while_it_runs(group, role, tmp_path):
+    seen, sent = [], batch(4)
+
+    def see(finished, wait_s):
+        seen.extend(finished)
+        for row in finished:
+            (tmp_path / str(row)).touch()
+        return False
+
+    got = group.split(role, "show", sent, tmp_path, meanwhile=see)
+    assert got.info == sent.info and sorted(seen) == [0, 1, 2, 3], "once, also of ranks with the same rows"
+
+
 def test_a_call_returns_results_by_rank(group):
     assert group.call("any", "add", 2, 3) == [(0, 5), (1, 5)]
 

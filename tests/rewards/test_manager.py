@@ -85,6 +85,50 @@ def test_a_function_of_ones_own_scores_every_source_and_its_other_numbers_are_co
     assert math.isnan(scores.extra["length"][0]) and scores.extra["length"][1] == 3.5
 
 
+COUNTED = """
+from pathlib import Path
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    with open(Path(__file__).with_name("calls"), "a") as calls:
+        print(solution_str, file=calls)
+    if solution_str == "bad":
+        raise KeyError("bad")
+    return {"score": len(solution_str) + ground_truth, "index": extra_info["index"]}
+"""
+
+
+def test_samples_that_are_scored_early_have_the_same_scores_and_faults_and_no_second_call(
+    manager, make_batch, write_module, tmp_path
+):
+    path = write_module(COUNTED)
+    batch = make_batch(["a", "bb", "ccc", "dd"], [0.5, 0, 1, 2], "my/data").with_(seed=torch.tensor([7, 2**62, 3, 5]))
+    rewards = manager(path, on_error="stop")
+    assert rewards.scores_early(batch)
+    rewards.begin(batch.rows([2, 0]))
+    rewards.begin(batch.rows([1, 0]).with_({"response_text": ["another", "a"]}))  # from a sampler that failed later
+    while rewards.work(1.0):
+        pass
+    assert sorted((tmp_path / "calls").read_text().split()) == ["a", "another", "ccc"]
+    early = rewards.score(batch, tmp_path)
+    assert sorted((tmp_path / "calls").read_text().split()) == ["a", "another", "bb", "ccc", "dd"]
+    assert early.scores.tolist() == [1.5, 2, 4, 4] and early.extra == {"index": [100, 101, 102, 103]}
+    assert rewards.score(batch, tmp_path).extra == early.extra, "the next batch is scored anew"
+    assert len((tmp_path / "calls").read_text().split()) == 9
+
+    bad, messages = batch.with_({"response_text": ["a", "bad", "ccc", "bad"]}), []
+    for rows in ([], [3, 2, 1, 0]):
+        rewards.begin(bad.rows(rows))
+        while rewards.work(1.0):
+            pass
+        with pytest.raises(RewardError) as caught:
+            rewards.score(bad, tmp_path / f"early{len(rows)}")
+        messages.append((str(caught.value).replace("early4", "early0"), str(caught.value.__cause__)))
+    assert messages[0] == messages[1] and "sample 101" in messages[0][0]
+    assert not manager(path, custom={"data_sources": ("other",)}).scores_early(make_batch(["a"], ["1"]))
+    batched = RewardManagerConfig(name="batch")
+    assert not manager(write_module("def compute_score(**all): pass"), reward_manager=batched).scores_early(batch)
+
+
 @pytest.mark.parametrize(
     "body, what",
     [

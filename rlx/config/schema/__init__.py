@@ -160,7 +160,9 @@ class RewardConfig:
         None, "Form that earns format_weight: tags, hashes, boxed or a regular expression.", *NOT_CALLED
     )
     format_weight: float = key(0.1, "Bonus for a response of that form.", *NOT_CALLED, without("format"), minimum=0)
-    num_workers: int | None = key(None, "Their processes; null: one per core, at most 16.", *NOT_CALLED, minimum=1)
+    num_workers: int | None = key(
+        None, "Their processes; null: one per core, at most 16, and fewer beside the sampler.", *NOT_CALLED, minimum=1
+    )
     timeout_s: float = key(60.0, "Longest call of a reward function [seconds].", *NOT_CALLED, above=0)
     max_concurrent: int = key(
         64,
