@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from rlx.cluster.runtime import check_options
 from rlx.config.check.folders import is_url
 from rlx.config.faults import Fault
+from rlx.config.forecast.engine_count import CORES
 from rlx.config.machine import processes
 from rlx.config.schema import ARITHMETIC, PPOConfig
 from rlx.config.schema.roles import (
@@ -45,7 +46,6 @@ if TYPE_CHECKING:
 
 HEADS: dict[str, Head] = {"actor": "lm", "critic": "value", "reward": "score"}
 """The heads of the roles' models; the reference has the actor's."""
-CORES_PER_SAMPLER = 2  # its scheduler in Python, and a thread that prepares, copies or launches
 CHECKED_ROWS = 100_000  # the first of a split, by `rlx check`; the start of the run reads them all
 T = TypeVar("T")
 
@@ -289,7 +289,8 @@ def _rewards(config: PPOConfig, policy: "PreTrainedTokenizerBase", has_judge: bo
     if has_judge:
         own = load_tokenizer(model.path or "", model.trust_remote_code)
         judge = RewardModel(Conversations(policy, own), config.reward_model.rule_weight)
-    sampler_cores = CORES_PER_SAMPLER * config.trainer.n_gpus_per_node
+    engines = config.actor_rollout_ref.rollout.engines_per_gpu
+    sampler_cores = CORES * config.trainer.n_gpus_per_node * (1 if engines == "auto" else int(engines))
     return RewardManager(config.reward, config.custom_reward_function, judge, sampler_cores)
 
 
