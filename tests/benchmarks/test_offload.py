@@ -1,6 +1,5 @@
 """The benchmark's command: what it measures, writes and refuses. Figures are checked against each other, not for size."""
 
-import contextlib
 import gc
 import json
 import statistics
@@ -12,7 +11,7 @@ from transformers import GPT2Config
 from benchmarks.offload import modes
 from benchmarks.offload.__main__ import main
 from benchmarks.offload.models import Case, build, read_shape
-from benchmarks.offload.modes import MODE_DESCRIPTIONS, EnabledMode, Mode, parse_mode
+from benchmarks.offload.modes import MODE_DESCRIPTIONS, Mode, parse_mode
 from rlx.offload import OffloadOptions
 
 CPU = torch.device("cpu")
@@ -26,20 +25,6 @@ def run_benchmark(tmp_path, capsys):
     def run(*arguments):
         assert main([*arguments, "--out", str(tmp_path / "out")]) == 0
         return capsys.readouterr().out, json.loads((tmp_path / "out" / "results.json").read_text())
-
-    return run
-
-
-@pytest.fixture
-def refusal(tmp_path, capsys, monkeypatch):
-    """`refusal(*arguments)`: the message with which the command ends before it measures anything."""
-    monkeypatch.setattr("benchmarks.offload.measure.CaseRun", None)
-
-    def run(*arguments):
-        with pytest.raises(SystemExit) as ended:
-            main(["--device", "cpu", "--out", str(tmp_path), *arguments])
-        assert ended.value.code == 2
-        return capsys.readouterr().err.splitlines()[-1]
 
     return run
 
@@ -64,13 +49,6 @@ def test_frozen_weights_stream_beside_resident_ones(run_benchmark):
     # q, k, v, o and three maps of the MLP, in two of three layers.
     assert rows["boundary:resident=1"]["streamed_bytes"] == 2 * 4 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128)
     assert "streamed GB" in printed
-
-
-def test_streaming_needs_frozen_weights_and_a_number(refusal):
-    assert "quantised weights cannot be trained" in refusal("--quantization", "nf4")
-    assert "resident= and axolotl stream frozen weights" in refusal("--modes", "boundary:resident=0")
-    assert "resident= and axolotl stream frozen weights" in refusal("--modes", "axolotl")
-    assert "got resident=x" in refusal("--frozen", "--modes", "boundary:resident=x")
 
 
 def test_a_run_writes_table_figures_and_picture(run_benchmark, tmp_path):
@@ -101,46 +79,6 @@ def test_a_run_writes_table_figures_and_picture(run_benchmark, tmp_path):
     assert str(tmp_path / "out" / "16x3.png") in printed.splitlines()[-1]
 
 
-def test_plain_with_fewer_layers_is_scaled_and_says_so(run_benchmark, tmp_path):
-    printed, results = run_benchmark(
-        *TINY, "--case", "8x2", "--case", "4", "--modes", "plain,boundary", "--plain-layers", "2", "--no-picture"
-    )
-    assert [(case["tokens"], case["layers"]) for case in results["cases"]] == [(16, 3), (8, 2), (4, 8)]
-    first, second = (rows_of(results, number)["plain"] for number in (0, 1))
-    assert (first["layers"], first["note"]) == (2, "scaled from 2 layers")
-    assert (second["layers"], second["note"]) == (2, None)
-    assert "plain: scaled from 2 layers" in printed
-    assert not list((tmp_path / "out").glob("*.png"))
-
-
-def test_a_peer_that_fails_is_a_row(run_benchmark, monkeypatch):
-    class Failing:
-        """Raises in the step with that number."""
-
-        def __init__(self, number):
-            self.left = number
-
-        def __call__(self, model):
-            return EnabledMode(around_step=self.around)
-
-        @contextlib.contextmanager
-        def around(self):
-            self.left -= 1
-            if self.left < 0:
-                raise RuntimeError("device on fire\nand more")
-            yield
-
-    monkeypatch.setitem(modes.PEERS, "trl", Failing(0))
-    monkeypatch.setitem(modes.PEERS, "trl-all", Failing(3))
-    printed, results = run_benchmark(*TINY, "--modes", "trl,plain,trl-all", "--no-picture")
-    rows = rows_of(results)
-    for name in ("trl", "trl-all"):
-        assert rows[name]["note"] == "failed: RuntimeError: device on fire"
-        assert rows[name]["median_s"] is None and rows[name]["ratio_to_plain"] is None
-        assert f"{name}: failed: RuntimeError: device on fire\n" in printed
-    assert len(rows["plain"]["step_s"]) == 3
-
-
 @pytest.mark.slow
 def test_processes_share_the_layers_with_fsdp2(run_benchmark):
     _, results = run_benchmark(*TINY, "--modes", "checkpointing,boundary", "--gpus", "2")
@@ -149,17 +87,6 @@ def test_processes_share_the_layers_with_fsdp2(run_benchmark):
     assert rows["boundary"]["note"] is None and len(rows["boundary"]["step_s"]) == 3
     # Each process has a sequence of its own; the figures are the first one's.
     assert rows["boundary"]["held_bytes"] == 3 * 16 * 64 * 4
-
-
-def test_the_disk_tier(run_benchmark, tmp_path):
-    printed, results = run_benchmark(
-        *TINY, "--modes", "checkpointing,boundary", "--tier", "disk", "--directory", str(tmp_path), "--no-picture"
-    )
-    boundary = rows_of(results)["boundary"]
-    assert boundary["note"] is None and boundary["disk_gb_per_s"] > 0
-    assert results["cases"][0]["host"]["disk_reserved_bytes"] >= boundary["held_bytes"] == 3 * 16 * 64 * 4
-    assert " GB on disk reserved" in printed
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 # Models and modes
@@ -204,39 +131,6 @@ def test_a_mode_takes_options_of_its_own():
     streamed = parse_mode("boundary:tile=9:resident=2:weights_in=/disk", {})
     assert (streamed.tile, streamed.resident, streamed.weights_in) == (9, 2, "/disk")
     assert set(MODE_DESCRIPTIONS) == {*modes.OWN_MODES, *modes.PEERS}
-
-
-# What is refused
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("--model", "qwen9"), "'qwen9' is neither a named shape nor a local configuration; choose one of tiny, qwen2"),
-        (("--case", "8192x0"), "got '8192x0', expected TOKENSxLAYERS, such as 8192x28, or TOKENS"),
-        (("--overhead", "--model", "tiny"), "--overhead has a model and modes of its own, but got --device, --model"),
-        (("--modes", "plain,boundry"), "mode 'boundry' does not exist; choose from plain, checkpointing, selective"),
-        (("--modes", "plain:min_bytes=1"), "only boundary, attention, auto, all take options"),
-        (("--modes", "plain:tile=0"), "got tile=0, expected auto or tokens, at least 1"),
-        (("--modes", "boundary:min_byte=1"), "got 'min_byte=1', expected option=value with an option of Offload"),
-        (("--modes", "boundary:min_bytes=many"), "OffloadOptions.min_bytes: got 'many'"),
-        (("--modes", "all:prefetch_layers=-1"), "OffloadOptions.prefetch_layers: got -1, expected an integer >= 0"),
-        (("--tier", "disk"), "have no usable folder: got directory=None"),
-        (("--tier", "disk", "--directory", "/no/such/folder"), "cannot use the directory (No such file or directory)"),
-        (("--rounds", "0"), "got '0', expected a whole number of at least 1"),
-        (("--out", "/dev/null/folder"), "the folder /dev/null/folder cannot be made"),
-    ],
-)
-def test_bad_arguments_end_the_command_at_once(refusal, arguments, message):
-    assert message in refusal(*arguments)
-
-
-def test_a_file_that_is_no_configuration(refusal, tmp_path):
-    file = tmp_path / "some.json"
-    file.write_text("[1]")
-    assert "it has no 'model_type'" in refusal("--model", str(file))
-    file.write_text("{")
-    assert "is not JSON" in refusal("--model", str(file))
 
 
 # On a GPU

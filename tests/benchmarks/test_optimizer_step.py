@@ -1,14 +1,12 @@
 """The benchmark of whole steps; device memory itself is measured on a GPU alone."""
 
 import os
-import sys
 
 import pytest
 import torch
 
-from benchmarks import optimizer_step
 from benchmarks.common import write_random_model
-from benchmarks.optimizer_step import PROGRESS, STEP_PHASES, TIMES, header, in_own_process, line, parts
+from benchmarks.optimizer_step import STEP_PHASES, TIMES, header, in_own_process, line, parts
 
 FIGURES = {
     "seconds": 2.0,
@@ -38,6 +36,7 @@ def test_a_step_of_each_kind_is_watched_from_forward_to_optimizer(model_folder, 
     assert theirs["host_bytes"] is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("first_tokens", "expected"), [(16, [16, 64, 64]), (100, [64] * 3)])
 def test_the_step_before_the_measured_ones_may_be_shorter(first_tokens, expected, model_folder, one_rank):
     (seen,) = one_rank("step", "tokens_by_step", model_folder, "rlx", first_tokens)
@@ -53,14 +52,6 @@ def test_two_processes_share_a_sequence_and_the_state(model_folder):
         assert shared["static"][part] == alone["static"][part] / 2
 
 
-@pytest.mark.parametrize(("options", "said"), [(["--gpus=2"], "set --modes rlx"), (["--modes=x"], "got x")])
-def test_options_without_effect_are_refused(options, said, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["optimizer_step", *options])
-    with pytest.raises(SystemExit):
-        optimizer_step.main()
-    assert said in capsys.readouterr().err
-
-
 def test_the_rest_is_what_the_dearest_phase_takes_beside_what_stays():
     assert parts(FIGURES) == {"weights": 15.0, "gradients": 15.0, "optimizer": 30.0, "rest": 40.0}
     seconds, of_parts = "2.000 0.500 0.250 1.000 0.062 0.125 -", "15.00 15.00 30.00 40.00"
@@ -69,39 +60,6 @@ def test_the_rest_is_what_the_dearest_phase_takes_beside_what_stays():
     assert header().count(" s ") == len(TIMES) + 1
     assert len(header()) == len(line("rlx", 524288, FIGURES)), "each figure stands under its name"
     assert line("plain", 8, {"error": "out of device memory"}).split()[1:] == ["8", "out", "of", "device", "memory"]
-
-
-@pytest.mark.parametrize(
-    ("printed", "said"),
-    [
-        ("torch.OutOfMemoryError: CUDA out of memory", "out of device memory"),
-        ("ValueError: no such file", "no such file"),
-    ],
-)
-def test_a_child_that_fails_says_why_and_how_far_it_was(printed, said, monkeypatch, tmp_path, capfd):
-    child, progress = tmp_path / "python", f"{PROGRESS} rlx: step 1 of 2, 64 tokens"
-    child.write_text(f"#!/bin/sh\necho '{progress}' >&2\necho '{printed}' >&2\nexit 1\n")
-    child.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(child))
-    assert said in in_own_process(["--modes=rlx"])["error"]
-    assert capfd.readouterr().err == f"{progress}\n"
-
-
-def test_longer_sequences_than_one_that_failed_are_not_tried(monkeypatch, tmp_path, capsys):
-    tried = []
-
-    def child(arguments):
-        tried.append(arguments[:2])
-        assert "--first-tokens=32" in arguments
-        return FIGURES if "--modes=rlx" in arguments else {"error": "out of device memory"}
-
-    monkeypatch.setattr(optimizer_step, "in_own_process", child)
-    options = ["--shape=tiny", "--tokens=128,64", "--modes=rlx,checkpointing", "--first-tokens=32", f"--out={tmp_path}"]
-    monkeypatch.setattr(sys, "argv", ["optimizer_step", *options])
-    assert optimizer_step.main() == 0
-    asked = [(mode, tokens) for mode in ("rlx", "checkpointing") for tokens in (64, 128)][:3]
-    assert tried == [[f"--modes={mode}", f"--tokens={tokens}"] for mode, tokens in asked]
-    assert "out of device memory" in capsys.readouterr().out and (tmp_path / "results.json").exists()
 
 
 @pytest.mark.parametrize("save", ["boundary", "attention"])

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks.common import random_model
-from benchmarks.race.__main__ import figures, main, racers, run, shared_keys, trl_racer, verl_racer
+from benchmarks.race.__main__ import figures, main, shared_keys, trl_racer, verl_racer
 from benchmarks.race.inputs import MARGIN, byte_tokenizer, forbid
 
 WORK = {"shape": "tiny", "prompts": 2, "samples": 4, "prompt": 40, "response": 8, "steps": 3}
@@ -48,12 +48,6 @@ def options_of(**changes):
     return Namespace(**WORK, **fields | {"frameworks": ["rlx", "verl"]} | changes)
 
 
-def test_what_is_not_installed_is_named(tmp_path, capsys):
-    found = list(racers(tmp_path, options_of(each="data.seed=1,2"), [], []))
-    assert [racer.name for racer in found] == ["rlx 1", "rlx 2"] and found[1].command.count("data.seed=2") == 1
-    assert "verl is not installed" in capsys.readouterr().out
-
-
 def test_verl_runs_with_its_own_packages_first_and_its_rows_are_read(tmp_path):
     options = options_of(site=[f"verl={tmp_path / 'old'}", "TRL=/elsewhere"])
     racer = verl_racer(tmp_path, options, [*shared_keys(options), "custom_reward_function.name=score"])
@@ -66,21 +60,6 @@ def test_verl_runs_with_its_own_packages_first_and_its_rows_are_read(tmp_path):
     rows = [{"step": 1, "data": {"timing_s/step": 5.0}}, {"step": 1, "data": {"val/x": 1.0}}]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)) + '\n{"step": 2, "da')
     assert racer.steps() == {1: {"timing_s/step": 5.0}}
-
-
-@pytest.mark.slow
-def test_a_run_that_takes_too_long_is_ended_and_its_steps_count(tmp_path, capsys):
-    racer = trl_racer(tmp_path / "run", options_of())
-    code = f'import time, pathlib; pathlib.Path({str(tmp_path / "run" / "rows.jsonl")!r}).write_text(\'{{"step": 1, "timing_s/step": 2}}\\n\'); time.sleep(99)'
-    steps, _ = run(racer._replace(command=["python3", "-c", code]), limit=6)
-    assert steps == {1: {"timing_s/step": 2}} and "exit code -15" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("site", ["trl=/", "verl=no/such/folder", "rlx=/"])
-def test_a_site_that_would_not_be_used_is_refused(site, capsys):
-    with pytest.raises(SystemExit):
-        main(["--site", site])
-    assert f"got --site {site}, expected TRL=FOLDER" in capsys.readouterr().err
 
 
 @pytest.mark.slow

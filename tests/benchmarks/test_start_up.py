@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from benchmarks.start_up import Round, main, show, timed
+from benchmarks.start_up import main, timed
 
 SPEAKS = """
 import os, time
@@ -26,25 +26,6 @@ def test_lines_have_the_seconds_at_which_they_came():
     # The lines may be read a second late.
     assert 0 < started < started + 0.2 <= found.first_row_s, "a validation is no step"
     assert found.end_s >= 0.2
-
-
-@pytest.mark.parametrize("program", ["print('1/1 row'); raise SystemExit(3)", "print('nothing')"])
-def test_a_run_that_fails_or_trains_nothing_is_an_error(program):
-    with pytest.raises(RuntimeError, match="ended with exit code"):
-        timed([sys.executable, "-c", program], {})
-
-
-def test_the_middle_round_is_shown_up_to_its_first_row(capsys):
-    def lines(first):
-        return Round([(1.0, "starting Ray"), (first, " 1/2  0.5"), (first + 1, " 2/2  0.5")], first + 3)
-
-    show([lines(9.0), lines(7.0), lines(8.0)])
-    assert capsys.readouterr().out.splitlines() == [
-        "    1.0 s  starting Ray",
-        "    8.0 s   1/2  0.5",
-        "first row: median 8.0 s of 9.0, 7.0, 8.0",
-        "end after the last row: median 2.0 s of 2.0, 2.0, 2.0",
-    ]
 
 
 @pytest.mark.slow

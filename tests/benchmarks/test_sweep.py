@@ -53,6 +53,7 @@ def test_vllm_samples_beside_the_trainer(cpu_vllm, row, status, said):
     assert found.status == status and re.search(said, found.note)
 
 
+@pytest.mark.slow
 def test_outcomes_tell_what_happened():
     found = outcomes_of("bert: no decoder", ["packed"])["packed"]
     assert found.status == "refused" and "is_decoder=true" in found.note
