@@ -10,6 +10,7 @@ the last message.
 """
 
 import faulthandler
+import gc
 import os
 import pickle
 import queue
@@ -112,6 +113,8 @@ class EngineHost:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         rollout, model, *others = arguments
         self._sampler = sampler = build_rollout(rollout, model, device, *others)
+        gc.collect()
+        gc.freeze()  # later collections, in which the GPU waits, need not look at vLLM's million objects
         self._bucket, handle = (wire.shared_bucket(self._shared), None) if on_cpu else wire.exported_bucket(device)
         return wire.Answer((sampler.engine.max_model_len, sampler.has_seeds, handle))
 
