@@ -1,11 +1,9 @@
 """The harness of the nightly runs: that plans repeat, that moments come, and that a difference is found."""
 
-import json
 import os
 import random
 import subprocess
 import sys
-import time
 from collections import Counter
 from pathlib import Path
 
@@ -13,7 +11,7 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).parent))
 from faults import FAULTS, MOMENTS, Run, plans, wait_for
-from outcome import Clock, Trajectory, differences, end_what_is_left, new_mark
+from outcome import Trajectory, differences, end_what_is_left, new_mark
 
 UNBROKEN = Trajectory([{"step": 1, "reward/mean": 0.5}, {"step": 2, "reward/mean": 0.6}], "abc", {"2.jsonl": "def"})
 
@@ -44,36 +42,6 @@ def test_a_moment_comes_when_the_run_is_so_far_and_never_after_its_end(tmp_path:
     assert wait_for("rollout", own, random.Random(0), steps=12)
     gone = max(psutil.pids()) + 1000
     assert not wait_for("inside a save", own._replace(supervisor=gone), random.Random(0), steps=12)
-
-
-def test_the_clock_measures_from_the_first_notice_to_the_next_row(tmp_path: Path):
-    (tmp_path / "a").mkdir()
-    log, rows = tmp_path / "log", tmp_path / "a/metrics.jsonl"
-    clock = Clock(tmp_path, log)
-
-    def say(text: str) -> None:
-        with log.open("a") as file:
-            file.write(text)
-        clock.look()
-
-    def row(after_s: float) -> None:
-        with rows.open("a") as file:
-            file.write(json.dumps({"step": 1, "time": time.time() + after_s}) + "\n")
-        clock.look()
-
-    began_s = time.time()
-    say("starting\nrlx rest")
-    row(-1.0)
-    assert clock.lost_s == []
-    say("art 1 of 3: a worker died\n")
-    say("rlx restart 2 of 3: a worker died\n")
-    assert clock.lost_s == []
-    row(5.0)
-    row(9.0)
-    say("rlx restart 1 was because a worker died\n")
-    row(12.0)
-    (lost_s,) = clock.lost_s
-    assert 5 <= lost_s <= 5 + time.time() - began_s
 
 
 def test_a_process_that_a_run_left_is_found_by_its_mark_and_ended():
