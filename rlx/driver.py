@@ -239,8 +239,8 @@ def next_commands(folder: Path, overrides: Sequence[str]) -> list[str]:
         lines.append(f"{program('export')} {shlex.quote(str(saved))} my-model   # the policy as a Hugging Face folder")
         more = continuing(saved, overrides, f"trainer.total_training_steps={2 * step}")
         lines.append(f"{more}   # continues from step {step} to {2 * step}")
-    if (folder / "transcripts").exists():
-        lines.append(f"{program('view')} {shown}   # the samples, as a page for a browser")
+    if (folder / "transcripts").exists() or (folder / "timeline.json").exists():
+        lines.append(f"{program('view')} {shown}   # samples and timelines, as a page for a browser")
     if (folder / "tensorboard").exists():
         lines.append(f"tensorboard --logdir {shown}   # the curves")
     return lines

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import count
@@ -27,7 +28,7 @@ from rlx.config.vllm_range import ENGINE_BYTES
 from rlx.heartbeat import beat
 from rlx.models.loading import load_skeleton
 from rlx.rollout import wire
-from rlx.rollout.protocol import Completion, EngineError, Request, Rollout
+from rlx.rollout.protocol import Completion, EngineError, EngineLoad, Request, Rollout
 from rlx.rollout.vllm_support import DeviceMemory, request_fault
 
 if TYPE_CHECKING:
@@ -248,6 +249,13 @@ class EngineRollout(Rollout):
             self._leave(list(requests))  # all are lost, also those of the other engines
             raise
         return [(number, each) for number, each in found if self._forget(number)]
+
+    def engine_loads(self) -> list[EngineLoad]:
+        """See Rollout. Requests that no engine has count as waiting for all alike."""
+        held = Counter(engine for engine, _ in self._shares.values())
+        each, rest = divmod(len(self._pending), len(self._loads))
+        loads = (EngineLoad.of(held[engine], self._places) for engine in range(len(self._loads)))
+        return [load._replace(waiting=load.waiting + each + (engine < rest)) for engine, load in enumerate(loads)]
 
     def _leave(self, numbers: Sequence[int]) -> None:
         ended = [number for number in numbers if self._pending.pop(number, None) is None and self._forget(number)]

@@ -24,7 +24,7 @@ from rlx.rollout.hf_decoder import (
     inputs_of,
     request_uniforms,
 )
-from rlx.rollout.protocol import Completion, Request, Rollout, evenly_spaced, on_cpu
+from rlx.rollout.protocol import Completion, EngineLoad, Request, Rollout, evenly_spaced, on_cpu
 
 # Finished sequences leave the batch once they are this share of it, because removing them copies the KV cache.
 COMPACT_SHARE = 1 / 8
@@ -67,6 +67,7 @@ class HFRollout(Rollout):
         self._routing = ExpertRouting(self._model, self._read_five, tokens=5) if with_experts else None
         self._tokenizer: Any = tokenizer  # `_fault` asks for one where a request needs it
         self._adapters: dict[str, Adapter] = {}
+        self._unfinished = 0, 0  # of the requests that are decoded now, and all of those
 
     def add_adapters(self, config: ModelConfig) -> None:
         """Load the base of a model with adapters; from now on `update_weights` takes the adapters alone. Raises ModelError."""
@@ -142,7 +143,14 @@ class HFRollout(Rollout):
         Equal prompts share one prefill. Except for rounding, a completion does not depend on the other requests.
         """
         numbers = self._batch(requests)
-        return list(zip(numbers, self._decode([requests[number] for number in numbers]), strict=True))
+        self._unfinished = len(numbers), len(numbers)
+        completions = self._decode([requests[number] for number in numbers])
+        self._unfinished = 0, 0
+        return list(zip(numbers, completions, strict=True))
+
+    def engine_loads(self) -> list[EngineLoad]:
+        running, decoded = self._unfinished
+        return [EngineLoad(min(running, self.running), max(0, self.running - decoded))]  # a failed batch leaves its own
 
     def _batch(self, requests: Mapping[int, Request]) -> list[int]:
         """Return the numbers of requests to decode together.
@@ -202,6 +210,7 @@ class HFRollout(Rollout):
             stopped[rows[ends]] = True
             running &= lengths[rows] > step + 1
             count = int(running.sum())
+            self._unfinished = count, len(batch)
             if count == 0:
                 break
             # A row at its own limit leaves at once: the model may have no position for a token more.

@@ -144,6 +144,17 @@ class Finished(NamedTuple):
     token_ids: list[int]  # of its response
 
 
+class EngineLoad(NamedTuple):
+    """How many requests an engine works on now, and how many wait for a place."""
+
+    running: int
+    waiting: int
+
+    @classmethod
+    def of(cls, requests: int, places: int) -> "EngineLoad":
+        return cls(min(requests, places), max(0, requests - places))
+
+
 class Rollout(ABC):
     """A sampler with its own copy of the weights, and the requests that it works on.
 
@@ -165,11 +176,13 @@ class Rollout(ABC):
 
     Attributes:
         version: of the weights in use; None until a complete set has arrived, and after a `sleep` that loses them.
+        tokens: of all completions so far.
     """
 
     def __init__(self, max_num_seqs: int) -> None:
         self.max_num_seqs = max_num_seqs
         self.version: int | None = None
+        self.tokens = 0
         self._requests: dict[int, Request] = {}  # those in flight by number, oldest first
         self._numbers = count()
         self._load = SamplerLoad(max_num_seqs)
@@ -206,8 +219,9 @@ class Rollout(ABC):
         except EngineError:
             self._requests.clear()  # the failed engine has lost them
             raise
-        for number, _ in stopped:
+        for number, completion in stopped:
             del self._requests[number]
+            self.tokens += len(completion.token_ids)
         self._load.note(self.running, has_stopped=bool(stopped))
         return stopped
 
@@ -261,6 +275,10 @@ class Rollout(ABC):
         load, self._load = self._load, SamplerLoad(self.max_num_seqs)
         self._load.note(self.running)
         return load.figures()
+
+    def engine_loads(self) -> list[EngineLoad]:
+        """Return the load of each engine now, in a fixed order; may be called during a `step`."""
+        return [EngineLoad.of(self.running, self.max_num_seqs)]
 
     @abstractmethod
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:

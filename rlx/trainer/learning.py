@@ -7,7 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -204,12 +204,17 @@ class Learner:
             "train/skipped_steps": float(self._run.skipped_steps),
             "train/policy_version": float(self._run.policy_version),
             "perf/tokens": float(batch["attention_mask"].sum()),
-            **step_metrics.resource_use(self._workers.call("process", "usage")),
+            **step_metrics.resource_use(self._usage()),
         }
 
     def memory_of(self, phase: str) -> Metrics:
         """Return the memory before and after a phase that has just ended outside a step."""
-        return step_metrics.memory_of(self._workers.call("process", "usage"), [phase])
+        return step_metrics.memory_of(self._usage(), [phase])
+
+    def _usage(self) -> list[dict[str, Any]]:
+        usage = self._workers.call("process", "usage")
+        self._run.timeline.read([each.pop("readings") for each in usage])
+        return usage
 
     def _asked(self, batch: Batch, role: str, method: str, *optional: str) -> Batch:
         """Return the columns that the role computes from the sequences, and from optional columns."""

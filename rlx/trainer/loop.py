@@ -63,16 +63,19 @@ class Trainer:
                         self.saver.begin(run.of_driver())
                     metrics |= self.learner.memory_of("checkpoint")
             self.report(metrics | timings | step_metrics.rates(metrics, timings))
+            run.timeline.end(run.finished_steps, run.progress.step_began, run.progress.spans, metrics | timings)
             self.skipped.judge(run.finished_steps, metrics)
             self.saver.settle()  # after the row, so that a whole checkpoint never lacks one
             if stopping is not None and (left_s := stopping.left_s) is not None:
                 self.end_early(left_s)
         self.skipped.end()
+        run.timeline.write()
         self.saver.close(None if trainer.val_only else run.of_driver())
 
     def end_early(self, left_s: float) -> NoReturn:
         """Save and copy, if there is time, and raise Terminated; StorageError if the save or a copy failed."""
         end_s = time.monotonic() + left_s
+        self.run.timeline.write()
         if left_s > 0 and (saved := self.saver.save_now(self.run.of_driver(), left_s)):
             tell(saved=str(saved))
             self.saver.wait_for_copies(max(0.0, end_s - time.monotonic()))

@@ -12,7 +12,7 @@ import sys
 import textwrap
 import threading
 import time
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from functools import partial
@@ -52,6 +52,15 @@ PHASES = {
     "checkpoint": StepPhase("save", "#52606d", ("actor.begin_save", "critic.begin_save")),
 }
 """In the order of a step; the last two follow only some steps."""
+
+
+class Span(NamedTuple):
+    """A phase on the driver, by `time.perf_counter`."""
+
+    name: str
+    start: float
+    end: float
+
 
 PLAIN_WIDTH = 120
 HEADER_EVERY = 15
@@ -131,7 +140,8 @@ class Progress(logging.Handler):
         self._first_step: int | None = None
         self._first_step_began = 0.0
         self._step = 0
-        self._seconds: defaultdict[str, float] = defaultdict(float)
+        self.spans: list[Span] = []  # of the step's phases
+        self.step_began = 0.0
         self._failed_phase: str | None = None
         self._rows = 0
         self._optional: set[str] = set()  # columns of ONLY_WITH that have had a value
@@ -162,6 +172,11 @@ class Progress(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         (self.notice if record.levelno >= logging.WARNING else self.remark)(record.getMessage())
 
+    @property
+    def start_s(self) -> float:
+        """Seconds from the beginning to the first step."""
+        return max(0.0, self._first_step_began - self._started)
+
     @contextmanager
     def step(self, number: int) -> Iterator[dict[str, float]]:
         """Time one step, counted from 1; the dict gets `timing_s/<phase>` and `timing_s/step` [s] at its end."""
@@ -169,12 +184,15 @@ class Progress(logging.Handler):
             self._first_step, self._first_step_began = number, time.perf_counter()
             self._bar.reset(self._task, completed=number - 1)
         self._step = number
-        self._seconds.clear()
+        self.spans.clear()
         timings: dict[str, float] = {}
-        began = time.perf_counter()
+        self.step_began = time.perf_counter()
         yield timings
-        timings |= {f"timing_s/{name}": spent for name, spent in self._seconds.items()}
-        timings["timing_s/step"] = time.perf_counter() - began
+        seconds = Counter[str]()
+        for name, start, end in self.spans:
+            seconds[name] += end - start
+        timings |= {f"timing_s/{name}": spent for name, spent in seconds.items()}
+        timings["timing_s/step"] = time.perf_counter() - self.step_began
         self._bar.update(self._task, completed=number)
 
     @contextmanager
@@ -190,7 +208,7 @@ class Progress(logging.Handler):
             raise
         finally:
             self._phase, self._between = None, time.perf_counter()
-            self._seconds[name] += time.perf_counter() - began
+            self.spans.append(Span(name, began, self._between))
 
     def _break_silences(self) -> None:
         """Without a terminal, say what runs after QUIET_S without a line, and in the same phase after ever longer times."""
@@ -273,11 +291,13 @@ class Progress(logging.Handler):
         folder: Path,
         picture: Path | None,
         restarts: Sequence[str] = (),
+        costliest: str = "",
     ) -> None:
         """Show the closing panel with results and duration, and below it the folders of run and report.
 
         Validations are metrics with `val/accuracy` and their `step`, which checkpoints of older versions lack: one object after a
-        single validation, empty after none. `restarts` are the reasons of the restarts in order.
+        single validation, empty after none. `restarts` are the reasons of the restarts in order. `costliest` says
+        what took the most time.
         """
         facts: dict[str, str] = {}
         is_resumed = self._first_step is not None and self._first_step > 1
@@ -292,6 +312,8 @@ class Progress(logging.Handler):
         if self._steps_without_advantage:
             facts["all advantages zero"] = f"in {self._steps_without_advantage} of {len(self._rewards)} steps{part}"
         facts |= {f"restart {number}": reason for number, reason in enumerate(restarts, start=1)}
+        if costliest:
+            facts["most time"] = costliest
         facts["wall time"] = duration(time.perf_counter() - self._started) + part
         self._panel(facts, "summary")
         # Below the box, which would break long paths.

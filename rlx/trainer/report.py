@@ -1,5 +1,7 @@
 """Draw `report.png` from `metrics.jsonl`: reward, accuracy, KL and entropy, phase times, gradient norm, response length.
 
+Below them is what happened when in the last and in the slowest step, from `timeline.json`.
+
 `python -m rlx.trainer.report RUN_DIR` draws it again, also during the run.
 """
 
@@ -18,6 +20,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 
 from rlx.program import program
 from rlx.trainer.progress import PHASES, held_out, reward_change
+from rlx.trainer.timeline import TIMELINE_FILE, StepPicture, pictures, read_timeline
 from rlx.trainer.tracking import METRICS_FILE, TrackingError, read_metrics
 
 INK, GREY, GRID = "#1f2933", "#7b8794", "#e4e7eb"
@@ -25,6 +28,7 @@ BLUE, ORANGE, GREEN, RED = "#2563eb", "#ea7317", "#16966b", "#c8324a"
 SMOOTH_FROM_STEPS = 24  # with fewer steps a smoothed line adds nothing to the points
 MOST_BARS = 120  # with more steps bars cannot be told apart, so means are drawn
 DPI = 130
+MOST_LANES = 14  # of a step; `rlx view` shows all
 LEGEND: dict[str, Any] = {"frameon": False, "fontsize": 8.5, "labelcolor": GREY}
 
 Series = tuple[list[int], list[float]]
@@ -34,21 +38,27 @@ Metrics = Mapping[int, Mapping[str, float]]
 def write_report(metrics_jsonl: Path, out_png: Path) -> Path:
     """Draw the picture of a run and return `out_png`, which is replaced if it exists. Panels without numbers say so.
 
-    The title is the last two parts of the run's folder. Raises TrackingError if a line of the file is no metrics.
+    The title is the last two parts of the run's folder. Raises TrackingError if a line of the file is no metrics, or
+    `timeline.json` no timeline.
     """
     metrics = read_metrics(metrics_jsonl)
-    title = " / ".join(metrics_jsonl.resolve().parent.parts[-2:])
-    figure = Figure(figsize=(13.5, 7.6), facecolor="white")
-    FigureCanvasAgg(figure)
+    steps = pictures(read_timeline(metrics_jsonl.parent / TIMELINE_FILE))
+    name = " / ".join(metrics_jsonl.resolve().parent.parts[-2:])
+    heights = [7.6, *(0.9 + 0.24 * min(len(step.lanes), MOST_LANES) for step in steps)]
+    whole = Figure(figsize=(13.5, sum(heights)), facecolor="white")
+    FigureCanvasAgg(whole)
+    figure, *below = whole.subfigures(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
+    for part, step in zip(below, steps, strict=True):
+        _timeline(part.add_axes((0.24, 0.24, 0.715, 0.62)), step)
     grid = figure.add_gridspec(2, 3, left=0.05, right=0.955, top=0.84, bottom=0.075, hspace=0.38, wspace=0.3)
     panels = [figure.add_subplot(grid[row, column]) for row in range(2) for column in range(3)]
-    for axes, (name, draw) in zip(panels, PANELS.items(), strict=True):
+    for axes, (panel, draw) in zip(panels, PANELS.items(), strict=True):
         style(axes)
-        axes.set_title(name, loc="left", fontsize=11.5, color=INK, fontweight="bold", pad=10)
+        axes.set_title(panel, loc="left", fontsize=11.5, color=INK, fontweight="bold", pad=10)
         draw(axes, metrics)
-    figure.text(0.05, 0.955, title, fontsize=16, fontweight="bold", color=INK, va="center")
+    figure.text(0.05, 0.955, name, fontsize=16, fontweight="bold", color=INK, va="center")
     figure.text(0.05, 0.912, _headline(metrics), fontsize=11.5, color=GREY, va="center")
-    figure.savefig(out_png, dpi=DPI)
+    whole.savefig(out_png, dpi=DPI)
     return out_png
 
 
@@ -206,6 +216,29 @@ def _response_length(axes: Axes, metrics: Metrics) -> None:
         right.yaxis.set_major_formatter(PercentFormatter(1.0))
         right.set_ylim(0, min(1.05, 1.3 * max(cut)))
     _legend(axes, *others)
+
+
+def _timeline(axes: Axes, step: StepPicture) -> None:
+    """Draw the lanes of a step, the first on top."""
+    style(axes)
+    axes.grid(visible=False)
+    shown, names = step.lanes[:MOST_LANES], dict[str, Any]()
+    for lane, base in zip(shown, range(len(shown) - 1, -1, -1), strict=True):
+        for start, end, color, name in lane.bars:
+            bars = axes.broken_barh([(start, end - start)], (base, 0.8), color=color, linewidth=0)
+            if lane is shown[0]:
+                names.setdefault(name, bars)
+        times, tops = [*lane.times, step.seconds], [base + 0.8 * height for height in (*lane.heights, 0.0)]
+        axes.fill_between(times[: len(tops)], tops, base, step="post", color=lane.color or None, linewidth=0)
+    axes.set_yticks([base + 0.4 for base in range(len(shown))], [lane.label for lane in reversed(shown)])
+    axes.set_xlim(0, step.seconds or 1.0)
+    axes.set_ylim(-0.2, len(shown))
+    axes.set_xlabel("seconds", color=GREY, fontsize=9)
+    hidden = len(step.lanes) - len(shown)
+    more = f"; {hidden} more lanes in `{program('view')}`" if hidden else ""
+    axes.set_title(step.title + more, loc="left", fontsize=11.5, color=INK, fontweight="bold", pad=10)
+    place: dict[str, Any] = {"loc": "lower right", "bbox_to_anchor": (1.0, 1.0), "ncols": len(names) or 1}
+    axes.legend(names.values(), names, handlelength=0.9, columnspacing=1.2, **place, **LEGEND)
 
 
 PANELS = {

@@ -66,7 +66,9 @@ def run(config: PPOConfig, yaml: str, workers: WorkerGroup) -> Path:
         if (remote := RemoteRun.of(config, folder)) is not None:  # the picture was not there at the last copy
             remote.send(None, [])
             remote.wait()
-        progress.summary(trained.run.first_validation, trained.validation.last, folder, picture, link.restarts())
+        validations = trained.run.first_validation, trained.validation.last
+        costliest = trained.run.timeline.costliest(config, progress.start_s)
+        progress.summary(*validations, folder, picture, link.restarts(), costliest)
     return folder
 
 

@@ -21,6 +21,7 @@ from rlx.trainer.checkpoints import (
 )
 from rlx.trainer.progress import Progress
 from rlx.trainer.saver import Saver
+from rlx.trainer.timeline import Timeline
 from rlx.trainer.tracking import Tracker
 
 Metrics = dict[str, float]
@@ -51,6 +52,7 @@ class Run:
         self.kl_controller = KLController(control.kl_coef, target, control.horizon)
         self.seed = self.config.trainer.seed
         self.last_step = self.config.trainer.total_training_steps or 0
+        self.timeline = Timeline(self.folder)
 
     def load(self, checkpoint: Path, saver: Saver, falls_back: bool = False) -> None:
         """Continue from a checkpoint that `Saver` wrote; a run that does so equals one that never stopped.
@@ -64,6 +66,8 @@ class Run:
             notice(line)
         step = require_step(whole) if whole else 0
         self.tracker.rewind(step if whole else -1)
+        if fault := self.timeline.rewind(step):
+            notice(fault)
         if not trainer.val_only and (later := set_aside_later(checkpoint.parent, step)):
             notice(f"checkpoints of later steps are now in {checkpoint.parent / SUPERSEDED}: {', '.join(later)}")
         if whole is None:

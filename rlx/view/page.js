@@ -19,6 +19,15 @@ function make(kind, className, text) {
   return made;
 }
 
+function shape(kind, attributes, text = "") {
+  const made = document.createElementNS("http://www.w3.org/2000/svg", kind);
+  for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
+  made.textContent = text;
+  return made;
+}
+
+const swatch = (background) => { const made = make("span", "swatch"); made.style.backgroundColor = background; return made; };
+
 // Characters that would not be seen or would turn the text around, and halves of characters, are written as their numbers.
 const HIDDEN = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u00ad\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff]|[\ud800-\udbff](?![\udc00-\udfff])|(?<![\ud800-\udbff])[\udc00-\udfff]/g;
 const visible = (text) => String(text).replace(HIDDEN, (c) => "\\u" + c.charCodeAt(0).toString(16).padStart(4, "0"));
@@ -156,7 +165,6 @@ const COLOURS = {
 function paint() {
   const colour = COLOURS[chosen.colour], legend = byId("legend");
   if (current) for (const piece of byId("sample").querySelectorAll("[data-token]")) piece.style.backgroundColor = colour(Number(piece.dataset.token));
-  const swatch = (background) => { const made = make("span", "swatch"); made.style.backgroundColor = background; return made; };
   if (chosen.colour === "mask") legend.replaceChildren(swatch("rgba(var(--green), 0.35)"), "in the loss");
   else {
     const scale = index.scale[chosen.colour], what = chosen.colour === "gap" ? " nats (trainer − sampler)" : "";
@@ -179,15 +187,13 @@ function chart() {
   const xs = points.map((p) => p[0]), ys = points.map((p) => p[1]);
   const low = [Math.min(...xs), Math.min(...ys)], high = [Math.max(...xs), Math.max(...ys)];
   const place = ([x, y]) => [4 + (312 * (x - low[0])) / (high[0] - low[0] || 1), 44 - (40 * (y - low[1])) / (high[1] - low[1] || 1)];
-  const svg = byId("chart"), line = document.createElementNS("http://www.w3.org/2000/svg", "polyline");
+  const svg = byId("chart");
   svg.setAttribute("viewBox", "0 0 320 48");
-  line.setAttribute("points", points.map((p) => place(p).map((v) => v.toFixed(1)).join(",")).join(" "));
-  svg.replaceChildren(line);
+  svg.replaceChildren(shape("polyline", { points: points.map((p) => place(p).map((v) => v.toFixed(1)).join(",")).join(" ") }));
   const step = byId("step").value, now = points.find((p) => String(p[0]) === step) || points[points.length - 1];
   if (now) {
-    const dot = document.createElementNS("http://www.w3.org/2000/svg", "circle"), [x, y] = place(now);
-    for (const [key, value] of [["cx", x], ["cy", y], ["r", 3]]) dot.setAttribute(key, value);
-    svg.append(dot);
+    const [cx, cy] = place(now);
+    svg.append(shape("circle", { cx, cy, r: 3 }));
   }
   byId("metric-now").textContent = now ? `step ${now[0]}: ${now[1]}` : "";
   svg.onclick = (event) => {
@@ -197,6 +203,30 @@ function chart() {
     byId("step").value = nearest.value;
     changed();
   };
+}
+
+// Timeline ---------------------------------------------------------------------------------------------------------
+
+function lane(own, seconds) {
+  const row = make("div", "lane"), svg = shape("svg", { viewBox: `0 0 ${seconds || 1} 1`, preserveAspectRatio: "none" });
+  for (const [start, end, fill, name] of own.bars) {
+    const bar = shape("rect", { x: start, y: 0, width: Math.max(0, end - start), height: 1, fill });
+    bar.append(shape("title", {}, visible(`${name}, ${start} to ${end} s`)));
+    svg.append(bar);
+  }
+  const [first] = own.times, steps = own.heights.map((height, k) => `V${1 - height}H${own.times[k + 1] ?? seconds}`);
+  if (steps.length) svg.append(shape("path", { d: `M${first} 1${steps.join("")}V1Z`, fill: own.color }));
+  row.append(make("span", "", visible(own.label)), svg);
+  return row;
+}
+
+function timeline() {
+  const step = index.timeline[byId("timeline-step").value], axis = make("div", "lane"), ends = make("div");
+  const phases = new Map(step.lanes[0].bars.map(([, , color, name]) => [name, color]));
+  byId("timeline-legend").replaceChildren(...[...phases].flatMap(([name, color]) => [swatch(color), visible(name)]));
+  ends.append(make("span", "", "0"), make("span", "", `${step.seconds} s`));
+  axis.append(make("span"), ends);
+  byId("timeline").replaceChildren(...step.lanes.map((own) => lane(own, step.seconds)), axis);
 }
 
 // State in the address, so that a view can be kept: #step=3&sample=17&colour=gap -----------------------------------
@@ -227,8 +257,13 @@ async function start() {
   byId("metric").append(...names.map((n) => new Option(n, n)));
   if (names.includes("reward/mean")) byId("metric").value = "reward/mean";
   byId("chart-box").hidden = names.length === 0;
+  byId("timeline-box").hidden = index.timeline.length === 0;
+  byId("timeline-box").open = all.step.length === 0;
+  byId("timeline-step").append(...index.timeline.map((step, k) => new Option(step.title, k)));
+  byId("timeline-step").addEventListener("input", timeline);
+  if (index.timeline.length) timeline();
   const without = index.left_out ? ` ${plural(index.left_out, "sample")} ${index.left_out === 1 ? "is" : "are"} listed without tokens, because the page would be too large.` : "";
-  byId("note").textContent = `${plural(steps.length, "step")}, ${plural(all.step.length, "sample")}.${without}`;
+  byId("note").textContent = `${plural(steps.length, "step")}, ${plural(all.step.length, "sample")}.${without}${all.step.length ? "" : " Set trainer.transcripts=True to keep samples."}`;
   if (asked.get("colour") in COLOURS) chosen.colour = asked.get("colour");
   document.querySelector(`[name=colour][value=${chosen.colour}]`).checked = true;
   for (const id of ["step", "sort", "find"]) byId(id).addEventListener("input", changed);

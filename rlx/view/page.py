@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from rlx.checkpoint.folders import replacing_file
 from rlx.errors import storing
+from rlx.trainer.timeline import TIMELINE_FILE, pictures, read_timeline
 from rlx.trainer.tracking import METRICS_FILE, read_metrics
 from rlx.view.transcripts import Sample, ViewError, samples_of, transcript_files
 
@@ -50,10 +51,11 @@ def write_page(
         most_bytes: of all samples' tokens in the page. Each step has an equal share of it. Samples beyond it are listed without
             their tokens, and the page says so.
 
-    Raises ViewError: there is nothing to show, or a line of a transcript cannot be read. TrackingError: a line of the metrics
-    cannot be read.
+    Raises ViewError: there is nothing to show, or a line of a transcript cannot be read. TrackingError: a line of the metrics, or
+    the timeline, cannot be read.
     """
-    chosen = transcript_files(run, first, last)
+    timeline = read_timeline(run / TIMELINE_FILE)
+    chosen = transcript_files(run, first, last, may_lack=bool(timeline))
     packed = _Packed(most_bytes)
     for done, file in enumerate(chosen.values(), 1):
         packed.begin_step(most_bytes * done // len(chosen))
@@ -72,6 +74,9 @@ def write_page(
         "scale": {"advantage": packed.largest_advantage or 1.0, "gap": min(packed.largest_gap, LARGEST_GAP) or 1.0},
         "metrics": {step: {name: _short(value) for name, value in row.items()} for step, row in metrics.items()},
         "left_out": packed.left_out,
+        "timeline": [
+            {**step._asdict(), "lanes": [lane._asdict() for lane in step.lanes]} for step in pictures(timeline)
+        ],
     }
     name = printable(" / ".join(run.resolve().parts[-2:]))
     if os.path.lexists(out) and not (out.is_symlink() or out.is_file()):

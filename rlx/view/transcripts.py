@@ -18,12 +18,17 @@ class ViewError(ExplainedError, ValueError):
     """A run has nothing to show, or a file of it cannot be read."""
 
 
-def transcript_files(run: Path, first: int | None, last: int | None) -> dict[int, Path]:
-    """Return the files of steps from `first` to `last`, both included, in order; raise ViewError if there are none."""
+def transcript_files(run: Path, first: int | None, last: int | None, may_lack: bool = False) -> dict[int, Path]:
+    """Return the files of steps from `first` to `last`, both included, in order; raise ViewError if there are none.
+
+    A run `may_lack` transcripts altogether if there is something else to show.
+    """
     folder = run / "transcripts"
     if not run.is_dir():
         raise ViewError(f"{run}: no such folder; name that of a run, which the run's first lines show")
     found = {int(match[1]): file for file in folder.glob("*.jsonl") if (match := _NAME.fullmatch(file.name))}
+    if not found and may_lack:
+        return {}
     if not found:
         raise ViewError(
             f"{folder}: got no step_*.jsonl, expected one per step. A run with an environment writes them, others with "

@@ -1,11 +1,13 @@
 """One process of a run: joins the process group and hosts roles by name."""
 
+import math
 import os
 import resource
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from rlx.checkpoint.manifest import damaged_chunks
 from rlx.config.host_memory import host_memory
 from rlx.config.schema import PPOConfig
 from rlx.engine.host_offload import HostRelief, host_use
+from rlx.heartbeat import at_beat
 from rlx.models.loading import load_tokenizer
 from rlx.rollout.engines import start_engines
 from rlx.workers.roles import ActorRole, CriticRole, EngineRole, RefRole, RewardRole, RolloutRole, TrainedRole
@@ -66,6 +69,8 @@ class Worker:
         # Last, because vLLM takes a share of the memory that is free now.
         if "rollout" in roles:
             self._add("rollout", RolloutRole(config, self.device, tokenizer, actor, engines))
+        self._readings = ReadingLog(self.device, self.roles.get("rollout"))
+        at_beat(self._readings.look)
 
     def _add(self, name: str, role: Role) -> None:
         role.rest()
@@ -100,8 +105,11 @@ class Worker:
                     # After the rest, because parameters and optimizer states take room that activations left in the arena.
                     self._relief.relieve(host_memory())
             self._active = chosen
+        self._readings.begin()
         with self._memory.around(f"{role}.{method}"):
             yield getattr(chosen, method)
+        if isinstance(chosen, RolloutRole):
+            self._readings.read()  # that it has ended
 
     def finished(self, role: str) -> list[Any]:
         """Return what the call that runs has finished since the last time, see `RolloutRole.finished`."""
@@ -113,7 +121,7 @@ class Worker:
         """Return the damaged parts of a checkpoint's files, among this process's share; raises as `damaged_chunks`."""
         return damaged_chunks(Path(checkpoint), dist.get_rank(), dist.get_world_size())
 
-    def usage(self) -> dict[str, float]:
+    def usage(self) -> dict[str, Any]:
         """Return the memory and time that the process used since the last call.
 
         Returns:
@@ -123,6 +131,7 @@ class Worker:
             `memory/host_<user>_gb`: offloaded bytes in host memory now, and those reserved for them, see `host_use`.
             peak_memory_gb: largest allocated device memory [10^9 bytes]; on CPU the largest resident size of the process since
             it started.
+            readings: see `ReadingLog.take`.
         """
         figures = {
             f"{name}/{figure}": value
@@ -140,7 +149,7 @@ class Worker:
         else:
             peak = torch.accelerator.max_memory_allocated(self.device)
             torch.accelerator.reset_peak_memory_stats(self.device)
-        return {**figures, "peak_memory_gb": peak / 1e9}
+        return {**figures, "peak_memory_gb": peak / 1e9, "readings": self._readings.take()}
 
 
 def join_process_group(choice: str, timeout_s: float = 1800.0) -> torch.device:
@@ -215,3 +224,78 @@ class MemoryLog:
     def _note(self, moment: str) -> None:
         for figure, value in memory_in_use(self._device).items():
             self._figures[f"{moment}_{figure}"] = value
+
+
+READ_S, READ_SHARE, MOST_READINGS = 0.25, 1e-3, 500
+"""Seconds between two readings; the largest share of time that reading the GPU may take; the most readings that are kept."""
+
+
+class ReadingLog:
+    """Records when a process and the engines of its sampler were busy, for `rlx.trainer.timeline`.
+
+    It looks at the clock at each beat, between the steps of samplers and of models, so no thread polls. Of a long step it keeps
+    every second reading, and again if need be.
+    """
+
+    def __init__(self, device: torch.device, rollout: Role | None) -> None:
+        self._device, self._rollout = device, rollout
+        self._rows: list[dict[str, float]] = []
+        self._every_s, self._due_s, self._gpu_due_s = READ_S, 0.0, 0.0
+        self._gpu_busy = 0.0
+        self.read()  # NVML's start takes long
+
+    def begin(self) -> None:
+        """Read now, and again at the next beat, when what begins is at work."""
+        self.read()
+        self._due_s = 0.0
+
+    def look(self) -> None:
+        """Read if it is time."""
+        if time.monotonic() >= self._due_s:
+            self.read()
+
+    def read(self) -> None:
+        row = {"age": time.monotonic()}
+        if isinstance(self._rollout, RolloutRole):
+            for number, load in enumerate(self._rollout.sampler.engine_loads(), 1):
+                row |= {f"engine {number} {name}": requests for name, requests in load._asdict().items()}
+            row["tokens"] = self._rollout.sampler.tokens
+        self._rows.append(row | self._busy())
+        if len(self._rows) > MOST_READINGS:
+            del self._rows[1::2]
+            self._every_s *= 2
+        self._due_s = row["age"] + self._every_s
+
+    def _busy(self) -> dict[str, float]:
+        """Return the CPU time of this process so far, or the share of the last moment in which its GPU ran a kernel."""
+        now = time.monotonic()
+        if self._device.type == "cpu":
+            return {"CPU busy": time.process_time() / torch.get_num_threads()}
+        if now >= self._gpu_due_s:
+            try:
+                self._gpu_busy = torch.cuda.utilization(self._device) / 100
+                self._gpu_due_s = time.monotonic() + (time.monotonic() - now) / READ_SHARE
+            except Exception:  # nvidia-ml-py is not installed, or the device is a part of a card, which does not tell
+                self._gpu_due_s = math.inf
+        return {"GPU busy": self._gpu_busy} if self._gpu_due_s < math.inf else {}
+
+    def take(self) -> dict[str, list[float]]:
+        """Return the readings since the last call, a list for each figure.
+
+        Returns:
+            age: seconds from each reading to now; CPU busy or GPU busy: the share of the time to the next reading, of the process's
+            threads or of the GPU, if that is known; tokens: of the sampler's completions so far; and of each engine of the sampler
+            requests: engine 1 running, engine 1 waiting.
+        """
+        self.read()
+        rows, self._rows, self._every_s = self._rows, self._rows[-1:], READ_S
+        columns = {name: [row.get(name, 0.0) for row in rows] for name in rows[-1]}
+        ages = columns["age"] = [rows[-1]["age"] - at for at in columns["age"]]
+        if (spent := columns.get("CPU busy")) is not None:
+            parts = zip(pairwise(spent), pairwise(ages), strict=True)
+            columns["CPU busy"] = [
+                min(1.0, (new - old) / max(1e-9, since - to)) for (old, new), (since, to) in parts
+            ] + [0.0]
+        if "GPU busy" in columns:
+            columns["GPU busy"] = [*columns["GPU busy"][1:], 0.0]
+        return columns

@@ -132,7 +132,10 @@ def test_an_aborted_request_gets_no_completion_and_the_others_go_on(one_and_two)
     one, two = one_and_two
     whole, numbers = one.generate(requests()), [two.add_request(each) for each in requests()]
     two.abort(numbers[:2])
+    assert two.engine_loads() == [(0, two.running // 2)] * 2, "none is with an engine yet"
     two.step()
+    loads = two.engine_loads()
+    assert sum(map(sum, loads)) == two.running and all(load.running for load in loads)
     running = [number for number in numbers[2:] if number in two._requests]
     two.abort(running[:3])
     for refused in (two.sleep, lambda: two.update_weights([], 2), lambda: two.generate(requests())):

@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from rlx.heartbeat import at_beat
 from rlx.rollout.protocol import Request, Sampling
 
 GREEDY = Sampling(max_tokens=12, temperature=0.0)
@@ -17,7 +18,13 @@ def test_a_completion_does_not_depend_on_its_batch(name, make_model, make_rollou
     sampling = Sampling(max_tokens=16, stop_token_ids=(1, 2, 3, 4))
     requests = requests_of(prompts, sampling, per_prompt=3)
     together = make_rollout(model).generate(requests)
-    small_batches = make_rollout(model, max_num_seqs=5).generate(requests)
+    in_waves, loads = make_rollout(model, max_num_seqs=5), []
+    at_beat(lambda: loads.extend(in_waves.engine_loads()))
+    small_batches = in_waves.generate(requests)
+    at_beat(lambda: None)
+    assert loads[0] == (5, len(requests) - 5) and max(load.running for load in loads) == 5 and loads[-1].waiting == 0
+    assert in_waves.tokens == sum(len(completion.token_ids) for completion in small_batches)
+    assert in_waves.engine_loads() == [(0, 0)]
     alone = [make_rollout(model).generate([request])[0] for request in requests]
     backwards = make_rollout(model).generate(requests[::-1])[::-1]
     assert len({len(completion.token_ids) for completion in together}) > 3  # rows left the batch at different times

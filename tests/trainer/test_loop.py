@@ -126,7 +126,7 @@ class Skipping:
         return Mesh.of(1)
 
     def call(self, role, method, batch=None):
-        return [next(self.metrics) if batch else {"peak_memory_gb": 2.0}]
+        return [next(self.metrics) if batch else {"peak_memory_gb": 2.0, "readings": {}}]
 
 
 def test_a_skipped_step_and_equal_rewards_are_counted_and_shown(tmp_path):

@@ -24,6 +24,7 @@ from transformers import (
 from rlx.checkpoint import manifest
 from rlx.driver import main
 from rlx.export import main as export_main
+from rlx.trainer.timeline import read_timeline
 
 pytestmark = pytest.mark.e2e
 
@@ -98,13 +99,16 @@ def test_ppo_on_two_processes_resumes_and_its_critic_offloads(train, custom, cap
         assert unbroken[3][f"perf/offload/{role}/offloaded_bytes"] > 0 == unbroken[3][f"perf/offload/{role}/held_bytes"]
     assert unbroken[3]["perf/offload/critic/disk_bytes"] > 0 == unbroken[3]["perf/offload/actor/disk_bytes"]
     assert 0 < unbroken[3]["perf/stall_share"] < 1 and not list(disk.iterdir())
+    last = read_timeline(folder / "timeline.json")["last"]
+    assert (last["step"], len(last["processes"]), set(last["copies"])) == (3, 2, {"actor", "critic"})
+    assert {"rollout", "values", "update_critic", "update_actor", "sync"} <= {name for name, *_ in last["phases"]}
     # Resumed without offloading: what it changed, and what the checkpoint left out, would both show.
     no_offload = (f"{role}.model.enable_activation_offload=False" for role in ("actor_rollout_ref", "critic"))
     again, resumed = train(*options, *resume_from(folder, 2), *no_offload)
     assert again == folder
     printed = capfd.readouterr()
     assert f"resuming from step 2: {folder}" in printed.out + printed.err
-    assert resumed[3]["perf/offloaded_mb"] == 0
+    assert resumed[3]["perf/offloaded_mb"] == 0 and read_timeline(folder / "timeline.json")["last"]["copies"] == {}
     assert results(resumed[3]) == results(unbroken[3])
 
 

@@ -46,6 +46,27 @@ def sample(step, group, number, tokens=24, seed=0):
     }
 
 
+def timeline(step, seconds=10.0, first=False, processes=None):
+    """A step of timeline.json: of ten seconds eight are rollout, two of them a tail; two engines of one process."""
+    of_engines = {
+        "at": [0.0, 1.0, 6.0, 8.0],
+        "engine 1 running": [0, 8, 1, 0],
+        "engine 1 waiting": [0, 4, 0, 0],
+        "engine 2 running": [0, 8, 2, 0],
+        "engine 2 waiting": [0, 0, 0, 0],
+        "tokens": [100, 100, 400, 500],
+        "GPU busy": [0.0, 0.5, 0.25, 1.0],
+    }
+    return {
+        "step": step,
+        "seconds": seconds,
+        "is_first": first,
+        "phases": [["rollout", 0.0, 8.0], ["<b>", 8.0, 8.5], ["update_actor", 8.5, 10.0]],
+        "processes": [of_engines] if processes is None else processes,
+        "copies": {"actor": {"offloaded_bytes": 2e6, "copied_bytes": 5e6, "disk_bytes": 0.0, "stall_ms": 500.0}},
+    }
+
+
 @pytest.fixture(scope="session")
 def make_run(tmp_path_factory):
     """Folder of a run with so many steps, groups, samples of a group and tokens of a sample."""
@@ -62,6 +83,8 @@ def make_run(tmp_path_factory):
                 json.dumps({"step": s, "reward/mean": s / 10, "actor/grad_norm": 2.0**-s}) + "\n"
                 for s in range(steps + 1)
             )
+        kept = {"last": timeline(steps), "slowest": timeline(1, seconds=20.0)}
+        (folder / "timeline.json").write_text(json.dumps(kept))
         return folder
 
     return make

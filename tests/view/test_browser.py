@@ -74,7 +74,7 @@ def test_a_sample_is_shown_as_it_was_written_and_hostile_text_stays_text(make_ru
     write_page(run, run / "view.html")
     line = json.loads((run / "transcripts" / "step_000002.jsonl").read_text().splitlines()[5])
     made = look(run / "view.html", "step=2&sample=21&colour=advantage")
-    assert made.texts["<h1>"][0].endswith("/ seven<b>") and made.texts["<title>"] == made.texts["<h1>"]
+    assert made.texts["<h1>"][0].endswith("/ seven<b>") and made.texts["<title>"][:1] == made.texts["<h1>"]
     assert [tag for tag, _ in made.tags].count("script") == 5, (
         "the index, a block for each of three steps, and the code"
     )
@@ -146,6 +146,17 @@ def test_ten_thousand_samples_are_listed_without_drawing_them_all(make_run, look
     assert "10,000 samples" in made.texts["note"][0] and len(made.tokens) == 16
     assert 5 < len(made.texts["row"]) < 60 and len(made.texts["chosen"]) == 1, "the list shows the sample's row"
     assert "Step 20, group 49, sample 9" in made.texts["sample"][0]
+
+
+def test_the_timeline_is_drawn_with_names_as_text(make_run, look):
+    run = make_run(steps=1, groups=1, samples=1)
+    write_page(run, run / "view.html")
+    made = look(run / "view.html")
+    assert made.texts["timeline-legend"] == ["rollout<b>update actor"] and len(made.texts["lane"]) == 8
+    drawn = [attributes["d"] for tag, attributes in made.tags if tag == "path"]
+    assert drawn[0] == "M0 1V1H1V0H6V0.875H8V1H10V1Z", "eight of eight requests from 1 s, one from 6 s, none from 8 s"
+    bars = [attributes for tag, attributes in made.tags if tag == "rect"]
+    assert [(bar["x"], bar["width"]) for bar in bars] == [("0", "8"), ("8", "0.5"), ("8.5", "1.5"), ("8.5", "0.5")]
 
 
 def test_a_sample_without_tokens_says_where_they_are(make_run, look):

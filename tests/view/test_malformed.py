@@ -49,6 +49,17 @@ def instead(name, make):
     return harm
 
 
+def kept(**changes):
+    """Change entries of the last step of the timeline; `...` removes one."""
+
+    def harm(run):
+        whole = json.loads((run / "timeline.json").read_text())
+        last = {name: value for name, value in {**whole["last"], **changes}.items() if value is not ...}
+        (run / "timeline.json").write_text(json.dumps(whole | {"last": last}))
+
+    return harm
+
+
 DEEP = "[" * 100_000 + "]" * 100_000
 HUGE = 10**400
 FAULTS = {
@@ -91,6 +102,24 @@ FAULTS = {
     "metrics without bound": metrics('{"step": 1, "reward/mean": ' + "9" * 400 + "}"),
     "metrics nested too deep": metrics(DEEP),
     "metrics of bytes": line(b"\xff\xfe{}\n", "metrics.jsonl"),
+    # Timeline
+    "timeline that is cut short": line('{"last": {"step"', "timeline.json"),
+    "timeline that is a list": line("[]", "timeline.json"),
+    "timeline of bytes": line(b"\xff\xfe{}", "timeline.json"),
+    "timeline nested too deep": line(DEEP, "timeline.json"),
+    "timeline whose step is a list": line('{"last": []}', "timeline.json"),
+    "timeline without phases": kept(phases=...),
+    "timeline with a text for a step": kept(step="1"),
+    "timeline with a number below 0": kept(seconds=-1),
+    "timeline with a number without bound": kept(seconds=HUGE),
+    "timeline with a phase that is a number": kept(phases=[[1, 0, 1]]),
+    "timeline with a phase without an end": kept(phases=[["rollout", 0]]),
+    "timeline with lists of two lengths": kept(processes=[{"at": [0, 1], "tokens": [0]}]),
+    "timeline with a text for a reading": kept(processes=[{"at": [0], "tokens": ["1"]}]),
+    "timeline with a text for readings": kept(processes=[{"at": "", "tokens": ""}]),
+    "timeline with copies of nobody": kept(copies={"actor": None}),
+    "a pipe for a timeline": instead("timeline.json", os.mkfifo),
+    "a folder for a timeline": instead("timeline.json", Path.mkdir),
     # No files
     "a pipe for a step": instead(STEP, os.mkfifo),
     "a folder for a step": instead(STEP, Path.mkdir),
@@ -117,6 +146,7 @@ def test_a_malformed_file_is_named(fault, make_run, capsys):
         assert code == 0 and (run / "view.html").is_file() and Path("/dev/null").is_char_device()
         return
     name = "view.html" if "the page" in fault else "metrics.jsonl" if "metrics" in fault else STEP
+    name = "timeline.json" if "timeline" in fault else name
     assert code == 2 and name in said and said.count("\n") == 1 and len(said) < 600, said
 
 

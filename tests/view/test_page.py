@@ -4,6 +4,7 @@ import base64
 import gzip
 import hashlib
 import json
+import shutil
 from html.parser import HTMLParser
 
 import pytest
@@ -77,6 +78,25 @@ def test_rows_of_a_conversation_that_forked_are_told_apart(make_run):
     write_page(run, page)
     samples = Parsed(page).unpacked("index")["samples"]
     assert samples["branch"] == [0, 1, 2] and samples["sample"] == [0, 0, 0]
+
+
+def test_the_timelines_of_the_last_and_the_slowest_step_are_there_also_without_samples(make_run):
+    run = make_run(steps=3, groups=1, samples=1)
+    shutil.rmtree(run / "transcripts")
+    assert write_page(run, run / "view.html") == (0, 0, 0)
+    last, slowest = Parsed(run / "view.html").unpacked("index")["timeline"]
+    assert (last["title"], slowest["title"], slowest["seconds"]) == ("Last step 3", "Slowest step 1", 20.0)
+    rows = {lane["label"]: lane for lane in last["lanes"]}
+    assert list(rows) == [
+        "phases", "process 1, engine 1 running (max 8)", "process 1, engine 1 waiting (max 4)",
+        "process 1, engine 2 running (max 8)", "process 1, tokens (max 400)", "process 1, GPU busy",
+        "actor waits for copies: 2 MB out, 3 in",
+    ]  # fmt: skip
+    assert rows["phases"]["bars"][2] == [8.5, 10.0, "#16966b", "update actor"]
+    assert rows["process 1, engine 2 running (max 8)"]["heights"] == [0.0, 1.0, 0.25, 0.0]
+    assert rows["process 1, tokens (max 400)"]["heights"] == [0.0, 0.0, 0.75, 1.0]
+    assert rows["process 1, GPU busy"]["heights"] == [0.0, 0.5, 0.25, 1.0]
+    assert rows["actor waits for copies: 2 MB out, 3 in"]["bars"][0][:2] == [8.5, 9.0]
 
 
 def test_nothing_that_was_written_by_a_model_is_html_and_no_other_script_may_run(make_run):

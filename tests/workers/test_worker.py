@@ -77,6 +77,19 @@ def test_a_step_fills_every_column(stepped, prompts):
     assert metrics["actor/skipped"] == 0 and metrics["actor/kl_loss"] == 0
 
 
+def test_readings_show_when_the_sampler_worked(stepped):
+    batch, _, usage, _ = stepped
+    readings = [each["readings"] for each in usage]
+    for each in readings:
+        assert {len(values) for values in each.values()} == {len(each["age"])}
+        assert each["age"] == sorted(each["age"], reverse=True) and each["age"][-1] == 0
+        assert set(each) == {"age", "engine 1 running", "engine 1 waiting", "tokens", "CPU busy"}
+        running = each["engine 1 running"]
+        assert running[0] == running[-1] == 0 and max(each["CPU busy"]) <= 1 and sum(each["CPU busy"]) > 0
+    assert sum(max(each["engine 1 running"]) for each in readings) == len(batch)
+    assert sum(each["tokens"][-1] for each in readings) == batch["response_mask"].sum()
+
+
 def test_the_sampler_has_the_updated_weights(workers, stepped, prompts):
     before = stepped[0]
     batch = workers.split("rollout", "generate", prompts, "train")

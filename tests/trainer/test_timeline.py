@@ -1,0 +1,128 @@
+"""When a step did what: what is kept of a run, what it cost, and what the console says of that."""
+
+import json
+import time
+
+import pytest
+from matplotlib.image import imread
+
+from rlx.config.schema import ActorRolloutRefConfig, EnvironmentConfig, PPOConfig, RolloutConfig
+from rlx.trainer.bottleneck import costliest
+from rlx.trainer.progress import Span
+from rlx.trainer.report import write_report
+from rlx.trainer.timeline import MOST_READINGS, TIMELINE_FILE, Timeline, costs, read_timeline
+from rlx.trainer.tracking import TrackingError
+
+READINGS = {
+    "age": [9.0, 8.0, 3.0, 1.0],
+    "engine 1 running": [0, 8, 1, 0],
+    "engine 1 waiting": [0, 4, 0, 0],
+    "tokens": [0, 0, 400, 500],
+    "GPU busy": [0.0, 0.5, 0.25, 1.0],
+}
+OFFLOADED = {"offloaded_bytes": 2e6, "copied_bytes": 4e6, "disk_bytes": 0.0, "stall_ms": 500.0, "overlap": 0.5}
+METRICS = {"timing_s/step": 10.0, **{f"perf/offload/actor/{name}": value for name, value in OFFLOADED.items()}}
+
+
+def take(timeline, step, seconds=10.0, validate_s=0.0, readings=READINGS):
+    """A step that began ten seconds ago: eight of rollout, two of update."""
+    began = time.perf_counter() - 10.0
+    spans = [Span("rollout", began + 1, began + 9), Span("update_actor", began + 9, began + 10)]
+    spans += [Span("validate", began + 10, began + 10 + validate_s)] if validate_s else []
+    timeline.read([readings, readings])
+    timeline.end(step, began, spans, METRICS | {"timing_s/step": seconds + validate_s})
+
+
+def test_the_last_and_the_slowest_step_are_kept_and_a_resumed_run_continues_them(tmp_path):
+    timeline, file = Timeline(tmp_path), tmp_path / TIMELINE_FILE
+    timeline.write()
+    assert not file.exists() and read_timeline(file) == {}, "no step, no file"
+    for step, seconds, validate_s in ((1, 99.0, 0), (2, 11.0, 0), (3, 12.0, 0), (4, 10.0, 30)):
+        take(timeline, step, seconds, validate_s)
+    timeline.write()
+    kept = read_timeline(file)
+    assert (kept["last"]["step"], kept["slowest"]["step"]) == (4, 3), "neither start nor validation make a step slow"
+    last = kept["last"]
+    assert [phase[0] for phase in last["phases"]] == ["rollout", "update_actor", "validate"] and len(
+        last["processes"]
+    ) == 2
+    assert last["processes"][1]["engine 1 running"] == [0, 8, 1, 0] and last["copies"]["actor"]["stall_ms"] == 500.0
+    assert last["processes"][0]["at"] == pytest.approx([1, 2, 7, 9], abs=0.1)
+    resumed = Timeline(tmp_path)
+    assert resumed.rewind(3) is None
+    take(resumed, 4, 50.0)
+    resumed.write()
+    kept = read_timeline(file)
+    assert (kept["last"]["step"], kept["slowest"]["step"]) == (4, 3), "the first step of a process counts as a start"
+    assert Timeline(tmp_path).rewind(2) is None
+    file.write_text(json.dumps({"last": {**last, "phases": 1}}))
+    assert str(file) in (Timeline(tmp_path).rewind(9) or "")
+
+
+def test_many_readings_are_thinned_and_those_before_the_step_are_left_out(tmp_path):
+    timeline = Timeline(tmp_path)
+    ages = [11.0 - index * 11 / (2 * MOST_READINGS) for index in range(2 * MOST_READINGS)]
+    take(timeline, 1, readings={"age": ages, "tokens": [1.0] * len(ages)})
+    timeline.write()
+    for process in read_timeline(tmp_path / TIMELINE_FILE)["last"]["processes"]:
+        assert 0.4 * MOST_READINGS > len(process["at"]) == len(process["tokens"]) > 0.3 * MOST_READINGS
+        assert min(process["at"]) >= 0
+
+
+def test_the_costs_of_a_step_are_those_of_its_readings(tmp_path):
+    timeline = Timeline(tmp_path)
+    take(timeline, 1)
+    timeline.write()
+    found = costs(read_timeline(tmp_path / TIMELINE_FILE)["last"])
+    assert {name: round(value, 1) for name, value in found.items()} == {
+        "step": 10.0, "rollout": 8.0, "update_actor": 1.0, "stall/actor": 0.5, "cpu": 0,
+        "tail": 2.0, "waiting": 5.0, "idle": 0.0, "busy": 2.5, "known": 5.0,
+    }  # fmt: skip
+    assert "rollout" in timeline.costliest(PPOConfig(), start_s=9.0)
+    assert timeline.costliest(PPOConfig(), start_s=11.0).startswith("start-up, 11.0s")
+    assert Timeline(tmp_path).costliest(PPOConfig(), start_s=11.0) == ""
+
+
+SAMPLING = {"step": 10.0, "rollout": 6.0, "update_actor": 3.0}
+
+
+@pytest.mark.parametrize(
+    ("sampler", "spent", "said"),
+    [
+        ("vllm", {}, "rollout, 6.0s of 10.0s a step (60%)"),
+        ("vllm", {"tail": 3.0}, "50% of it waits for the last few answers; lower data.max_response_length"),
+        ("vllm", {"idle": 3.0}, "raise environment.processes"),
+        ("vllm", {"busy": 1.0, "known": 4.0}, "the GPU is busy in 25% of it"),
+        ("vllm", {"waiting": 5.0}, "raise actor_rollout_ref.rollout.max_num_seqs"),
+        ("hf", {}, "actor_rollout_ref.rollout.name=vllm"),
+        ("hf", {"cpu": 1, "reward": 7.0}, "reward.num_workers"),
+        ("hf", {"old_log_prob": 7.0}, "algorithm.rollout_correction.bypass_mode=True"),
+        ("hf", {"update_actor": 7.0, "stall/actor": 3.5}, "50% of it; actor_rollout_ref.model.activation_offload.save"),
+        ("hf", {"update_critic": 7.0, "stall/critic": 3.5}, "critic.model.activation_offload.save=auto"),
+        ("hf", {"validate": 7.0}, "trainer.test_freq"),
+        ("hf", {"checkpoint": 7.0}, "trainer.save_freq"),
+    ],
+)
+def test_the_costliest_phase_is_named_with_its_key(sampler, spent, said):
+    policy, tools = ActorRolloutRefConfig(rollout=RolloutConfig(name=sampler)), EnvironmentConfig(name="calculator")
+    config = PPOConfig(actor_rollout_ref=policy, environment=tools)
+    text = costliest({name: 2 * value for name, value in (SAMPLING | spent).items()}, 2, config)
+    assert said in text, text
+
+
+def test_the_report_draws_both_steps_and_names_a_damaged_timeline(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.5}\n')
+    write_report(tmp_path / "metrics.jsonl", tmp_path / "report.png")
+    without = imread(tmp_path / "report.png").shape[0]
+    timeline = Timeline(tmp_path)
+    for step in (1, 2, 3):
+        take(timeline, step, seconds=13.0 - step)
+    timeline.write()
+    write_report(tmp_path / "metrics.jsonl", tmp_path / "report.png")
+    added = imread(tmp_path / "report.png")[without:, :, :3]
+    blue, green = added[..., 2] - added[..., 0] > 0.5, added[..., 1] - added[..., 0] > 0.4
+    half = len(added) // 2
+    assert all(part.any() for part in (blue[:half], blue[half:], green[:half], green[half:])), "a picture for each"
+    (tmp_path / TIMELINE_FILE).write_text("{")
+    with pytest.raises(TrackingError, match=TIMELINE_FILE):
+        write_report(tmp_path / "metrics.jsonl", tmp_path / "report.png")
