@@ -93,9 +93,10 @@ class Timeline:
     def costliest(self, config: PPOConfig, start_s: float) -> str:
         """Say what cost this process most, by its steps after the first one, if there are any; see `rlx.trainer.bottleneck`."""
         first, others = self._costs
-        if self._steps and start_s > first["step"] + others["step"]:
-            return f"start-up, {duration(start_s)}, more than all steps together; a longer run pays it once"
-        return costliest(others or first, max(1, self._steps - 1), config)
+        of_steps = costliest(others or first, max(1, self._steps - 1), config)
+        if of_steps and start_s > first["step"] + others["step"]:
+            return f"start-up, {duration(start_s)}, more than all steps, which a longer run pays once; then {of_steps}"
+        return of_steps
 
     def write(self) -> None:
         """Replace the file, unless no step has ended. Raises StorageError."""
