@@ -36,6 +36,7 @@ RUN_BY = {  # tests that run the Python of a page
     "docs/activation_offloading.md": "tests/offload/test_docs.py",
     "docs/algorithms.md": "tests/engine/test_objectives.py",
     "docs/environments.md": "tests/examples/test_environment.py",
+    "docs/agents.md": "tests/examples/test_environment.py",
     "docs/export.md": "tests/test_code_blocks.py",
     "docs/from_trl.md": "tests/test_code_blocks.py",
     "docs/layer_offloading.md": "tests/test_code_blocks.py",

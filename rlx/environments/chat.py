@@ -7,7 +7,7 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from rlx.data.files import text_ids
-from rlx.environments.protocol import Message
+from rlx.environments.protocol import CLOSE, OPEN, Message
 from rlx.errors import ExplainedError
 from rlx.heartbeat import beat
 from rlx.rollout.protocol import Completion
@@ -16,7 +16,6 @@ from rlx.user_code import TEMPLATE_CHAT_S, TEMPLATE_LIMIT_S, call_within
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-OPEN, CLOSE = "<think>", "</think>"
 PROBE, SAID, HIDDEN = "rlxPROBE", "rlxSAID", "rlxHIDDEN"
 """Words that stand in texts for others: those of a turn, of a message, and special tokens."""
 NUMBERED = re.compile(HIDDEN)
@@ -106,6 +105,37 @@ class Chat:
         different = [*dict.fromkeys(texts)]  # the samples of a group have one prompt
         found = dict(zip(different, self._tokens(different), strict=True))
         return [Written([*found[text]], text) for text in texts]
+
+    def opened(self, chats: Sequence[tuple[list[Message], Tools]]) -> list[Written | Exception]:
+        """As `first`, for messages that an agent sends: special tokens are plain text except in the assistant's."""
+        return _together_or_alone(self._opened, chats)
+
+    def _opened(self, chats: Sequence[tuple[list[Message], Tools]]) -> list[Written]:
+        if self._tokenizer.chat_template is None:
+            return self._first(chats)
+        hidden: list[list[str]] = [[] for _ in chats]
+        safe = [
+            (
+                [self._hide(each, own, NUMBERED if each["role"] == "assistant" else self._marker) for each in messages],
+                tools,
+            )
+            for (messages, tools), own in zip(chats, hidden, strict=True)
+        ]
+        texts = self._prompts(safe)
+        ids = self._ids([None] * len(texts), texts, hidden)
+        return [Written(*each) for each in zip(ids, texts, strict=True)]
+
+    def plain_ids(self, text: str, behind: bool) -> list[int]:
+        """Return the tokens of a text without messages: at the beginning, or behind another."""
+        return self._encoded([text], ())[0] if behind else text_ids(self._tokenizer, [text])[0]
+
+    def pieces(self, token_ids: Sequence[int]) -> list[str]:
+        """Return the text of each token alone."""
+        return [self._tokenizer.decode([token]) for token in token_ids]
+
+    def whole_text(self, token_ids: Sequence[int]) -> str:
+        """Return the text of tokens with all special ones."""
+        return str(self._tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def _tokens(self, texts: list[str]) -> list[list[int]]:
         """Return the tokens of each text alone, without any that the tokenizer puts around it."""

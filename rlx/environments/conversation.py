@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any, NamedTuple
 
-from rlx.environments.chat import CLOSE, OPEN, Gap, Tools, Written, contents_of
-from rlx.environments.protocol import Message, Observation, Turn
+from rlx.environments.chat import Gap, Tools, Written, contents_of
+from rlx.environments.protocol import CLOSE, OPEN, Message, Observation, Turn
 from rlx.rollout.protocol import Completion, PrefixMemory
 
 LARGEST_NUMBER = 1e300
@@ -70,27 +70,22 @@ class Conversation:
         count = len(completion.token_ids)
         turn = Turn(text, len(self.own_turns), completion.finish_reason, count)
         log_probs = completion.log_probs or [0.0] * count
-        self._append(completion.token_ids, True, log_probs, "assistant", text, finish_reason=completion.finish_reason)
+        self.append(completion.token_ids, True, log_probs, "assistant", text, finish_reason=completion.finish_reason)
         return turn
 
     def add_answer(self, observation: Observation, seconds: float) -> None:
         """Keep the environment's answer to the last turn, but not its messages."""
-        numbers = {name: x for name, x in observation.info.items() if isinstance(x, bool | int | float)}
-        self.info |= {name: float(x) for name, x in numbers.items() if abs(x) < LARGEST_NUMBER}  # NaN is not
+        self.take_info(observation.info)
         calls = observation.info.get("calls")
         calls = [call for call in calls if isinstance(call, dict)] if isinstance(calls, list) else []
         turn = self.own_turns[-1]
         turn.update(seconds=seconds, reward=observation.reward, calls=calls)
-        self.messages.append(
-            self._with_opening(observation.assistant or {"role": "assistant", "content": turn["text"]})
-        )
+        said = observation.assistant or {"role": "assistant", "content": turn["text"]}
+        self.messages.append(with_opening(said, self.text))
 
-    def _with_opening(self, message: Message) -> Message:
-        """Return the turn with the opening of a thought that the prompt has and the turn closes: templates look for both."""
-        opening, content = OPENED_THOUGHT.search(self.text), message.get("content")
-        if opening is None or not isinstance(content, str) or CLOSE not in content or OPEN in content:
-            return message
-        return {**message, "content": opening[0] + content}
+    def take_info(self, info: dict[str, Any]) -> None:
+        numbers = {name: x for name, x in info.items() if isinstance(x, bool | int | float)}
+        self.info |= {name: float(x) for name, x in numbers.items() if abs(x) < LARGEST_NUMBER}  # NaN is not
 
     def gap(self, messages: list[Message], may_fork: bool = False) -> Gap | None:
         """Return the place of messages behind the last turn; None if they are longer than any text that fits."""
@@ -105,7 +100,7 @@ class Conversation:
         ids, role = written.token_ids, str(messages[-1].get("role", "user")) if messages else "user"
         role = "environment" if role == "assistant" else role  # that of records of the model's own turns
         if written.is_rewritten:
-            prompt, role = max(1, _common(self.prompt_ids, ids)), "history"
+            prompt, role = max(1, common(self.prompt_ids, ids)), "history"
             if len(ids) - prompt >= self.width:
                 return False
             self.earlier = self.branches
@@ -116,7 +111,7 @@ class Conversation:
         self.answers += range(len(self.messages), len(self.messages) + len(messages))
         self.messages += messages
         self.text = written.text
-        self._append(ids, False, [0.0] * len(ids), role, contents_of(messages))
+        self.append(ids, False, [0.0] * len(ids), role, contents_of(messages))
         return True
 
     def fail(self, reason: str, reward: float, traceback: str = "") -> None:
@@ -134,7 +129,7 @@ class Conversation:
             return self.failure_reward
         return math.fsum(given) if given else None
 
-    def _append(
+    def append(
         self,
         ids: list[int],
         sampled: bool,
@@ -143,6 +138,7 @@ class Conversation:
         text: str,
         finish_reason: str | None = None,
     ) -> None:
+        """Append tokens of one record."""
         start = len(self.prompt_ids) + len(self.token_ids)
         self.token_ids += ids
         self.sampled += [sampled] * len(ids)
@@ -151,5 +147,13 @@ class Conversation:
         self.turns.append({**record, "calls": [], "finish_reason": finish_reason, "branch": len(self.earlier)})
 
 
-def _common(first: list[int], second: list[int]) -> int:
+def with_opening(message: Message, before: str) -> Message:
+    """Return a turn with the opening of a thought that the prompt has and the turn closes: templates look for both."""
+    opening, content = OPENED_THOUGHT.search(before), message.get("content")
+    if opening is None or not isinstance(content, str) or CLOSE not in content or OPEN in content:
+        return message
+    return {**message, "content": opening[0] + content}
+
+
+def common(first: list[int], second: list[int]) -> int:
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))

@@ -19,6 +19,7 @@ from rlx.processes.calls import TooLong, limited, loaded, number_at_work, own_tr
 from rlx.processes.lines import line_of
 from rlx.user_code import line_in
 
+BEAT_S = 1.0
 LONGEST_REQUEST = 2**40  # bytes; asyncio wants a limit, and the worker is trusted
 
 
@@ -35,11 +36,12 @@ async def _serve(connection: socket.socket) -> None:
     if make is None:
         await reader.read()
         return
-    server, running = _Server(writer, spec, make), set()
+    server = _Server(writer, spec, make)
+    alive = asyncio.ensure_future(server.show_life()) if spec.has_agents else None
     while line := await reader.readline():
-        task = asyncio.ensure_future(server.reply(*json.loads(line)))
-        running.add(task)
-        task.add_done_callback(running.discard)
+        server.take(*json.loads(line))
+    if alive is not None:
+        alive.cancel()
     for number in list(server.environments):
         await server.end(number)
 
@@ -50,6 +52,20 @@ class _Server:
     def __init__(self, writer: asyncio.StreamWriter, spec: EnvironmentSpec, make: Factory):
         self._writer, self._spec, self._make = writer, spec, make
         self.environments: dict[int, Environment] = {}
+        self._running: dict[asyncio.Task[None], int] = {}
+
+    def take(self, kind: str, number: int, content: Any) -> None:
+        """Begin to handle a request."""
+        task = asyncio.ensure_future(self.reply(kind, number, content))
+        self._running[task] = number
+        task.add_done_callback(self._running.pop)
+
+    async def show_life(self) -> None:
+        """Show that the event loop runs: an agent may be silent for as long as its samples take."""
+        while True:
+            await asyncio.sleep(BEAT_S)
+            if self.environments:
+                self._writer.write(line_of(["alive"]))
 
     async def reply(self, kind: str, number: int, content: Any) -> None:
         """Handle one request and write its answer at once."""
@@ -65,23 +81,29 @@ class _Server:
             await self.end(number)
 
     async def end(self, number: int) -> None:
-        """Close a conversation's environment."""
+        """Close a conversation's environment; an agent is interrupted."""
+        for task, owner in self._running.items() if self._spec.has_agents else ():
+            if owner == number and task is not asyncio.current_task():
+                task.cancel()
         close = getattr(self.environments.pop(number, None), "close", None)
         if close is not None:
             try:
-                await limited(self._spec.limit_s, True, close)
+                await limited(self._spec.limit_s, self._spec.limit_s, close)
             except BaseException as fault:  # the conversation has its answer
                 traceback.print_exception(fault)
 
     async def _reset(self, number: int, row: dict[str, Any]) -> Reset:
         until = time.monotonic() + self._spec.limit_s  # for both: the worker waits no longer
-        environment = self.environments[number] = await limited(self._spec.limit_s, True, self._make)
-        messages = await limited(max(until - time.monotonic(), 0.01), True, environment.reset, row)
+        environment = self.environments[number] = await limited(self._spec.limit_s, self._spec.limit_s, self._make)
+        left_s = max(until - time.monotonic(), 0.01)
+        messages = await limited(left_s, left_s, environment.reset, row)
         return checked_reset(messages, list(getattr(environment, "tools", None) or []))
 
     async def _step(self, number: int, turn: list[Any]) -> Observation:
-        step = self.environments[number].step
-        return checked_observation(await limited(self._spec.limit_s, True, step, Turn(*turn)))
+        step, limit_s = self.environments[number].step, self._spec.limit_s
+        # An agent waits for the model most of the time: the pool knows when it does not
+        wait_s = None if self._spec.has_agents else limit_s
+        return checked_observation(await limited(wait_s, limit_s, step, Turn(*turn)))
 
     def _failure(self, fault: BaseException) -> Failure:
         if isinstance(fault, Nonsense):  # raised by rlx, and its text says all

@@ -15,6 +15,8 @@ from collections.abc import Awaitable
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
 
+OPEN, CLOSE = "<think>", "</think>"
+"""Marks of a thought in a turn."""
 Message = dict[str, Any]
 """A chat message: `role`, `content`, and what a chat template reads beside them, such as `tool_calls`."""
 

@@ -73,9 +73,16 @@ class ConversationSampler:
         self._chat = Chat(tokenizer, rollout.multi_turn.on_rewritten_history)
         # Calls of the calculator are demonstrated to the tiny model, whose template shows no tools.
         self._may_hide_tools = own.path is not None or own.name != "calculator"
-        self._pool = None
-        if first_rank.is_this:
-            self._pool = EnvironmentPool(environment_spec(config), own.processes, own.memory_limit_gb)
+        self._pool, spec, self._kind = None, environment_spec(config), None
+        limits = (spec, own.processes, own.memory_limit_gb)
+        if spec.has_agents:
+            from rlx.environments.endpoint_pool import AgentPool
+            from rlx.environments.endpoint_run import AgentRun
+
+            self._kind = AgentRun
+            self._pool = AgentPool(*limits, rollout.multi_turn.on_rewritten_history) if first_rank.is_this else None
+        elif first_rank.is_this:
+            self._pool = EnvironmentPool(*limits)
         self._options = partial(
             ConversationOptions,
             chat=self._chat,
@@ -88,7 +95,7 @@ class ConversationSampler:
         """Run a conversation for each of `rows_of(batch)` and return `batch_of` them. Raises as `run_conversations`."""
         rows = rows_of(batch)
         options = self._options(sampling=sampling)
-        ran = run_conversations(rollout, self._pool, rows, options)
+        ran = run_conversations(rollout, self._pool, rows, options, self._kind)
         self._tell_hidden_tools(ran.conversations)
         width, version = options.bounds.response_tokens, rollout.version
         return batch_of(ran, rows, self._pad_token_id, width, version, sampling.with_log_probs)

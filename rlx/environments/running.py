@@ -77,28 +77,29 @@ class ConversationOptions:
 
 
 def run_conversations(
-    rollout: Rollout, pool: EnvironmentPool | None, rows: Sequence[ConversationRow], options: ConversationOptions
+    rollout: Rollout,
+    pool: EnvironmentPool | None,
+    rows: Sequence[ConversationRow],
+    options: ConversationOptions,
+    kind: "type[Run] | None" = None,
 ) -> RanConversations:
     """Run a conversation for each row to its end.
 
     Args:
         rollout: with weights, and without requests in flight.
         pool: of environments; None on ranks that do not decide, see `FirstRank`.
+        kind: of run; None: conversations whose environments answer turns.
 
     Raises:
         EnvironmentFailed: an environment failed and `bounds.ends_run`; or the chat template stopped every conversation.
         EngineError: the sampler failed.
     """
-    run = _Run(rollout, pool, rows, options)
-    try:
-        with aborting(rollout), rare_collections():
-            run.to_the_end()
-    finally:
-        run.end_all()
-    return RanConversations([run.ended[row] for row in range(len(rows))], run.waited_s)
+    return (kind or Run)(rollout, pool, rows, options).to_the_end()
 
 
-class _Run:
+class Run:
+    """See `run_conversations`."""
+
     def __init__(
         self,
         rollout: Rollout,
@@ -117,7 +118,18 @@ class _Run:
         self.waited_s = 0.0
         self._hopeless = ""  # why the template stopped a conversation, if no text of the model is the cause
 
-    def to_the_end(self) -> None:
+    def to_the_end(self) -> RanConversations:
+        """Run all conversations."""
+        try:
+            with aborting(self._rollout), rare_collections():
+                self._all()
+        finally:
+            for key in self._open:
+                self._to_pool("end", key)
+            self._open.clear()
+        return RanConversations([self.ended[row] for row in range(len(self._rows))], self.waited_s)
+
+    def _all(self) -> None:
         for step in itertools.count():
             if not self._waiting and not self._open:
                 break
@@ -127,16 +139,14 @@ class _Run:
             if self._sampled:
                 self._take_turns(self._rollout.step())
             is_due = not (self._options.in_waves or step % self._options.listen_every)
-            some_are_away = len(self._sampled) < len(self._open)  # with their environments
-            if some_are_away and (is_due or not self._sampled):
+            if self._some_are_away() and (is_due or not self._sampled):
                 self._listen()
         if self._hopeless and all(each.reason.startswith(TEMPLATE_REASON) for each in self.ended.values()):
             raise EnvironmentFailed(f"no conversation could continue: {self._hopeless}")
 
-    def end_all(self) -> None:
-        for key in self._open:
-            self._to_pool("end", key)
-        self._open.clear()
+    def _some_are_away(self) -> bool:
+        """Return whether something may come from environments."""
+        return len(self._sampled) < len(self._open)
 
     def _to_pool(self, method: str, *arguments: Any) -> None:
         if self._pool is not None:

@@ -15,9 +15,11 @@ if TYPE_CHECKING:
     from rlx.config.schema import PPOConfig
 
 ENVIRONMENT_KEY = "environment"
+AGENTS = "endpoint"
 OWN_NAME = "Environment"
 """The class in `environment.path` if `environment.name` names none."""
 BUILT_IN = {
+    "endpoint": ("rlx.environments.agent", "Agent"),
     "calculator": ("rlx.environments.built_in_tools", "Calculator"),
     "guessing": ("rlx.environments.guessing", "Guessing"),
     "python": ("rlx.environments.built_in_tools", "PythonTool"),
@@ -40,11 +42,20 @@ class EnvironmentSpec:
     tool_format: str = "tags"  # how the model writes calls, of `rlx.environments.tool_calls.FORMATS`
 
     @property
+    def has_agents(self) -> bool:
+        """Whether samples are agents that call the policy's address."""
+        return self.name == AGENTS
+
+    @property
     def source(self) -> str:
         return self.path or BUILT_IN.get(self.name, (self.name,))[0]
 
     def load(self) -> Factory:
         """Import it and return a function that makes one conversation's environment. Raises UserCodeError."""
+        if self.has_agents:
+            from rlx.environments.agent import agent  # takes a second
+
+            return agent(self.path, self.kwargs)
         return self._own() if self.path is not None else self._built_in()
 
     def _built_in(self) -> Factory:

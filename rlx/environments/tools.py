@@ -70,13 +70,9 @@ class Tools:
             return {}, f"there is no tool {call.name[:100]!r}, only {', '.join(self.names)}"
         tool = self._tools[call.name]
         properties = tool.parameters.get("properties", {})
-        arguments = call.arguments
-        if isinstance(arguments, str):
-            arguments = {next(iter(properties)): arguments} if len(properties) == 1 else _value(arguments)
-            if not isinstance(arguments, dict):
-                return {}, f"expected a JSON object of the arguments {', '.join(properties)}"
-        if isinstance(call.arguments, str) or call.as_text:
-            arguments = {name: _typed(value, properties.get(name, {})) for name, value in arguments.items()}
+        arguments = arguments_of(call, properties)
+        if arguments is None:
+            return {}, f"expected a JSON object of the arguments {', '.join(properties)}"
         fault = next(tool.validator.iter_errors(arguments), None)
         if fault is None:
             return arguments, ""
@@ -131,6 +127,18 @@ class ToolEnvironment:
         # If a call cannot be read, the template gets the plain text
         is_plain = any(call.fault or isinstance(call.arguments, str) for call in calls)
         return Observation(messages, info=info, assistant=None if is_plain else with_calls(content, calls, turn))
+
+
+def arguments_of(call: ToolCall, properties: dict[str, Any]) -> dict[str, Any] | None:
+    """Return a call's arguments with the types of these schemas; None if its text is no JSON object."""
+    arguments = call.arguments
+    if isinstance(arguments, str):
+        arguments = {next(iter(properties)): arguments} if len(properties) == 1 else _value(arguments)
+        if not isinstance(arguments, dict):
+            return None
+    if isinstance(call.arguments, str) or call.as_text:
+        return {name: _typed(value, properties.get(name, {})) for name, value in arguments.items()}
+    return arguments
 
 
 def call_id(turn: Turn, place: int) -> str:

@@ -79,22 +79,24 @@ def _write(number: int) -> None:
         os.pwrite(note_descriptor, number.to_bytes(8, "little"), 0)
 
 
-async def limited(limit_s: float, interrupts: bool, call: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-    """Call a function, async or not. Raises TooLong after this time, also where the call swallows its cancellation.
+async def limited(limit_s: float | None, busy_s: float, call: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+    """Call a function, async or not. Raises TooLong after `limit_s`, also where the call swallows its cancellation; None: never.
 
-    With `interrupts` it also interrupts Python code that computes that long.
+    Python code that computes for `busy_s` without waiting is interrupted; 0: never.
     """
-    busy_s = limit_s if interrupts else 0.0
     with at_work(busy_s, waiting_counts=True):
         result = call(*arguments, **named)
     if not inspect.isawaitable(result):
         return result
     coroutine = result if inspect.iscoroutine(result) else _awaited(result)
     task = asyncio.ensure_future(_noted(coroutine, busy_s))
-    done, _ = await asyncio.wait({task}, timeout=limit_s)
-    if not done:
+    try:
+        done, _ = await asyncio.wait({task}, timeout=limit_s)
+        if not done:
+            raise TooLong
+    except BaseException:
         task.cancel()
-        raise TooLong
+        raise
     value, fault = task.result()
     if fault is not None:
         raise fault

@@ -145,9 +145,11 @@ class IsolatedProcess:
                     if fault is not None:
                         fault.__cause__ = cause_of(trace)
                     yield None, Loaded(is_async, fault)
+                case ["alive"]:  # nothing but a sign of life
+                    pass
                 case _:
                     number, reply = self._pool.decode(message, self.open)
-                    yield self.open.pop(number), reply
+                    yield self.open.pop(number, None), reply
 
     def end(self, patience_s: float = 0.0) -> Lost:
         """Kill it after this time, with all processes that it started; return how it ended if it had ended before."""

@@ -78,7 +78,7 @@ class _Calls:
             async with room:
                 try:
                     named = arguments | self._spec.options
-                    result = await limited(self._spec.limit_s, False, self._function, **named)
+                    result = await limited(self._spec.limit_s, 0.0, self._function, **named)
                     outcome = outcome_of(self._spec, result, count)
                 except BaseException as fault:
                     outcome = _failed(fault)

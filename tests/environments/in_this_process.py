@@ -34,7 +34,8 @@ class Sampler:
         return [(number, Completion(ids, [-0.5] * len(ids), "stop" if ended else "length"))]
 
     def abort(self, numbers=None):
-        self._open.clear()
+        for number in list(self._open) if numbers is None else numbers:
+            del self._open[number]
 
 
 class Pool:

@@ -12,19 +12,22 @@ from rlx.environments.environment_pool import EnvironmentPool
 from rlx.environments.protocol import Observation, Reset, Turn
 from rlx.environments.spec import EnvironmentSpec, environment_spec
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "environment.py"
+EXAMPLES = Path(__file__).parents[2] / "examples"
+EXAMPLE = EXAMPLES / "environment.py"
+PAGES = {"environment.py": "environments.md", "agent_openai.py": "agents.md"}
 PROMPT = [{"role": "user", "content": "3 + 4?"}]
 
 
-def command() -> list[str]:
+def command(name: str = EXAMPLE.name) -> list[str]:
     """What the example's own text says to type."""
-    (line,) = [line for line in EXAMPLE.read_text().splitlines() if "rlx train" in line]
+    (line,) = [line for line in (EXAMPLES / name).read_text().splitlines() if "rlx train" in line]
     return line.split("rlx train ")[1].replace("examples/", f"{EXAMPLE.parent}/").split()
 
 
-def test_the_page_shows_the_example():
-    code = EXAMPLE.read_text().split('"""\n\n', 1)[1]
-    assert f"```python\n{code}```" in (EXAMPLE.parents[1] / "docs" / "environments.md").read_text()
+@pytest.mark.parametrize("name", PAGES)
+def test_the_page_shows_the_example(name: str):
+    code = (EXAMPLES / name).read_text().split('"""\n\n', 1)[1]
+    assert f"```python\n{code}```" in (EXAMPLES.parent / "docs" / PAGES[name]).read_text()
 
 
 def test_the_game_of_the_page_pays_for_digits(tmp_path: Path):
@@ -36,9 +39,10 @@ def test_the_game_of_the_page_pays_for_digits(tmp_path: Path):
     assert checked_observation(environment.step(Turn("a1b2", 0))) == Observation([], 0.5, True, {"digits": 2})
 
 
-def test_the_command_of_the_example_is_valid(capsys: pytest.CaptureFixture[str]):
-    assert main(["--check", "--tree", *command()]) == 0
-    assert str(EXAMPLE) in capsys.readouterr().out
+@pytest.mark.parametrize("name", PAGES)
+def test_the_command_of_the_example_is_valid(name: str, capsys: pytest.CaptureFixture[str]):
+    assert main(["--check", "--tree", *command(name)]) == 0
+    assert str(EXAMPLES / name) in capsys.readouterr().out
 
 
 def test_the_teacher_pays_less_for_a_later_answer():

@@ -1,0 +1,172 @@
+"""The agent of a sample: a user's function, or a command. Both call the policy at an address. It lives in an environment process."""
+
+import asyncio
+import contextlib
+import importlib.util
+import inspect
+import json
+import os
+import shlex
+import shutil
+import signal
+import tempfile
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+from rlx.environments.answers import Nonsense
+from rlx.environments.protocol import Message, Observation, Turn
+from rlx.processes.child import end_with
+from rlx.user_code import UserCodeError, load_name, misfit
+
+PACKAGES = ("fastapi", "uvicorn", "openai")
+LONGEST_TAIL = 2000  # characters of a command's output that a failure shows
+LOOPBACK = "127.0.0.1"
+LARGEST_RESULT = 2**20  # bytes
+MOST_THREADS = 1024
+"""Calls of `asyncio.to_thread` at a time: an agent that waits in one must not hold up the others."""
+
+
+class CommandFailed(Exception):
+    """A command ended with another exit code than 0, or wrote no JSON."""
+
+
+def agent(path: str | None, kwargs: dict[str, Any]) -> Callable[[], "Agent"]:
+    """Return what makes a sample's agent: the function `run` of a file, or the command in `kwargs`. Raises UserCodeError."""
+    missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
+        raise UserCodeError(f"environment.name=endpoint needs {', '.join(missing)}; pip install 'rlx[agents]'")
+    if path is None:
+        return partial(Agent, partial(_run_command, _command(kwargs)))
+    importlib.import_module("openai")  # now: it takes a second, which would count as the first agent's
+    run = load_name(path, "run", "environment")
+    fault = misfit(run, ("row", "client"), tuple(kwargs))
+    if fault is not None or not inspect.iscoroutinefunction(run):
+        raise UserCodeError(
+            f"environment.path: run in {path} is {run!r}, expected `async def run(row, client)` that also takes "
+            f"environment.kwargs ({fault or 'it is not async'}); await asyncio.to_thread(…) calls code that is not async"
+        )
+    return partial(Agent, partial(_run_function, run, kwargs))
+
+
+def _command(kwargs: dict[str, Any]) -> list[str]:
+    command = kwargs.get("command")
+    words = shlex.split(command) if isinstance(command, str) else command
+    if (
+        set(kwargs) != {"command"}
+        or not isinstance(words, list)
+        or not words
+        or not all(isinstance(w, str) for w in words)
+    ):
+        raise UserCodeError(
+            f"environment.kwargs: got {kwargs}, expected command alone: a text or a list of words; or set environment.path to a "
+            "Python file with `async def run(row, client)`"
+        )
+    if shutil.which(words[0]) is None:
+        raise UserCodeError(
+            f"environment.kwargs.command: there is no program {words[0]!r} on PATH; correct it or install it"
+        )
+    return words
+
+
+class Agent:
+    """A sample's agent as an environment: its only step is the whole agent.
+
+    Args:
+        run: gets the row, the address and the token; returns the reward, None, or a dict with `reward` and metrics.
+    """
+
+    def __init__(self, run: Callable[..., Any]):
+        self._run, self._row, self._access = run, {}, ()
+
+    def reset(self, row: dict[str, Any]) -> list[Message]:
+        self._access, self._row = row.pop("endpoint", ()), row
+        return row["prompt"]
+
+    async def step(self, turn: Turn) -> Observation:
+        """See Environment."""
+        result = await self._run(self._row, *self._access)
+        info = dict(result) if isinstance(result, dict) else {"reward": result}
+        return Observation([], info.pop("reward", None), done=True, info=info)
+
+
+async def _run_function(
+    run: Callable[..., Any], kwargs: dict[str, Any], row: dict[str, Any], url: str, token: str
+) -> Any:
+    import openai
+
+    client = openai.AsyncOpenAI(base_url=url, api_key=token, http_client=_connections(), timeout=None)
+    result = await run(row, client, **kwargs)
+    if result is not None and not isinstance(result, dict) and not isinstance(result, int | float):
+        with contextlib.suppress(Exception):  # a number of numpy or torch
+            return float(result)
+        raise Nonsense(f"run returned {result!r:.200}, expected a number, None, or a dict with `reward` and metrics")
+    return result
+
+
+@cache
+def _connections() -> Any:
+    """Return the connections that all clients of the process share, which none of them closes."""
+    import openai
+
+    class Shared(openai.DefaultAsyncHttpxClient):  # type: ignore[misc]
+        async def aclose(self) -> None:
+            pass
+
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(MOST_THREADS))
+    return Shared(timeout=None, trust_env=False)
+
+
+async def _run_command(command: list[str], row: dict[str, Any], url: str, token: str) -> Any:
+    """Run a command with the row in the file RLX_ROW; it may write its result into the file RLX_RESULT."""
+    with tempfile.TemporaryDirectory(prefix="rlx-agent-") as folder:
+        given, result = Path(folder) / "row.json", Path(folder) / "result.json"
+        given.write_text(json.dumps(row))
+        own = {"OPENAI_BASE_URL": url, "OPENAI_API_KEY": token, "RLX_ROW": str(given), "RLX_RESULT": str(result)}
+        own |= {name: ",".join(filter(None, (os.environ.get(name), LOOPBACK))) for name in ("NO_PROXY", "no_proxy")}
+        process = await asyncio.create_subprocess_exec(
+            *command,
+            env=os.environ | own,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            process_group=0,
+            preexec_fn=partial(end_with, os.getpid()),
+        )
+        try:
+            tail = await _tail(process)
+            code = await process.wait()
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # with all that it started
+        if code:
+            how = f"exit code {code}" if code > 0 else signal.Signals(-code).name
+            raise CommandFailed(f"the command ended with {how}: {tail}")
+        return _result(result)
+
+
+async def _tail(process: asyncio.subprocess.Process) -> str:
+    """Read all that a command prints; return its end."""
+    assert process.stdout is not None
+    tail = b""
+    while part := await process.stdout.read(2**16):
+        tail = (tail + part)[-LONGEST_TAIL:]
+    return tail.decode(errors="replace").strip()
+
+
+def _result(path: Path) -> Any:
+    if not path.exists():
+        return None
+    with path.open("rb") as file:
+        data = file.read(LARGEST_RESULT + 1)
+    try:
+        found = json.loads(data) if len(data) <= LARGEST_RESULT else None
+    except (ValueError, RecursionError):
+        found = None
+    if isinstance(found, int | float | dict):
+        return found
+    raise CommandFailed(
+        f"RLX_RESULT has {data[:200]!r}, expected JSON: a number, or an object with `reward` and metrics"
+    )

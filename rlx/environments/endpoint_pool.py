@@ -1,0 +1,210 @@
+"""Agents in processes, and the process that serves the policy's address to them.
+
+An agent's whole run is one step of its environment, so its process is restarted and blamed as any other environment's. A restart
+begins a new life of the sample: the turns of the old one are forgotten.
+"""
+
+import hashlib
+import hmac
+import itertools
+import json
+import math
+import secrets
+import time
+from typing import Any, NamedTuple
+
+from rlx.environments.environment_pool import FAREWELL_S, SLACK_S, EnvironmentPool, _Conversation
+from rlx.environments.protocol import Failure, Observation, Reset, Turn
+from rlx.environments.spec import EnvironmentSpec
+from rlx.processes.pool import IsolatedProcess, Lost, WorkerPool
+
+TICK_S = 1.0
+"""From one look for agents that make no call to the next [s]."""
+
+
+def token_of(secret: str, life: int) -> str:
+    """Return the token of a life: its number, signed."""
+    return f"rlx-{life}-{hmac.new(secret.encode(), str(life).encode(), hashlib.sha256).hexdigest()}"
+
+
+class Asked(NamedTuple):
+    """An agent's call, as `endpoint_server` sends it."""
+
+    number: int
+    content: dict[str, Any]
+
+
+class Cancelled(NamedTuple):
+    """The agent waits no longer for the answer to a call."""
+
+    number: int
+
+
+class Restarted(NamedTuple):
+    """The agent begins again; all that it asked before is void."""
+
+
+class Finished(NamedTuple):
+    """The agent has ended."""
+
+    answer: Observation | Failure
+    read: frozenset[int]  # calls whose answers it has read
+
+
+Event = Asked | Cancelled | Restarted | Finished
+
+
+class EndpointFailed(RuntimeError):
+    """The process that serves the address has ended."""
+
+
+class AgentPool(EnvironmentPool):
+    """Samples' agents; `poll` returns their `Event`s by key.
+
+    Args:
+        spec: of the agents.
+        processes, memory_limit_gb: see EnvironmentPool.
+        on_rewritten_history: see `rlx.environments.openai_calls.History`.
+        host: address at which the server listens.
+    """
+
+    def __init__(
+        self,
+        spec: EnvironmentSpec,
+        processes: int,
+        memory_limit_gb: float | None,
+        on_rewritten_history: str,
+        host: str = "127.0.0.1",
+    ):
+        super().__init__(spec, processes, memory_limit_gb)
+        self._secret, self._url, self._server = secrets.token_hex(32), "", None
+        self._start = ["start", self._secret, host, on_rewritten_history, spec.tool_format]
+        self._lives = itertools.count(1)
+        self._life: dict[int, int] = {}  # by key
+        self._key: dict[int, int] = {}  # by life
+        self._calls: dict[int, set[int]] = {}  # in work, by key
+        self._idle: dict[int, float] = {}  # since when an agent has no call in work, by key
+        self._ended: dict[int, Observation | Failure] = {}  # answers whose life the server has not closed
+
+    def reset(self, key: int, row: dict[str, Any]) -> None:
+        """Start a sample's agent; return at once."""
+        if self._server is None:  # here, because it ends with the thread that starts it
+            own = WorkerPool("rlx.environments.endpoint_server", None, "", math.inf, lambda message, _: (0, message))
+            self._server = IsolatedProcess(own)
+            self.workers.add(self._server)
+            self._retiring.add(self._server)  # it takes no conversations
+            self._server.send(self._start)
+        while not self._url:
+            self._ready += super().poll(TICK_S)
+        super().reset(key, row)
+
+    def poll(self, timeout_s: float = 0.0) -> list[tuple[int, Any]]:
+        """Return the events that are there by key; wait for the first one at most this long. Raises UserCodeError."""
+        until = time.monotonic() + timeout_s
+        events: list[tuple[int, Any]] = []
+        while True:
+            for key, answer in super().poll(min(TICK_S, max(0.0, until - time.monotonic()))):
+                if isinstance(answer, Reset):
+                    self._idle[key] = time.monotonic()
+                elif isinstance(answer, Observation | Failure) and key not in self._life:
+                    events.append((key, Finished(answer, frozenset())))
+                elif isinstance(answer, Observation | Failure):
+                    self._ended[key] = answer
+                    self._idle.pop(key, None)
+                    self._close_life(key)
+                else:
+                    events.append((key, answer))
+            self._fail_idle()
+            if events or time.monotonic() >= until:
+                self.flush()
+                return events
+
+    def answer(self, key: int, number: int, content: Any) -> None:
+        """Send the answer to a call."""
+        self._tell(key, ["answer", number, content])
+
+    def reject(self, key: int, number: int, text: str, code: str) -> None:
+        """Answer a call with an error."""
+        self._tell(key, ["reject", number, text, code])
+
+    def end(self, key: int) -> None:
+        """Forget a sample; its agent is interrupted."""
+        super().end(key)
+        self._close_life(key)
+        life = self._life.pop(key, None)
+        if life is not None:
+            self._key.pop(life, None)
+        for known in (self._calls, self._idle, self._ended):
+            known.pop(key, None)  # type: ignore[attr-defined]
+
+    def close(self, patience_s: float = FAREWELL_S) -> None:
+        """See EnvironmentPool."""
+        super().close(patience_s)
+        self._url, self._server = "", None
+
+    def _tell(self, key: int, message: list[Any]) -> None:
+        self._leave(key, message[1])
+        assert self._server is not None, "calls come from it"
+        self._server.send(message)
+
+    def _leave(self, key: int, number: int) -> None:
+        calls = self._calls.get(key, set())
+        calls.discard(number)
+        if not calls and key in self._life:
+            self._idle[key] = time.monotonic()
+
+    def _begin(self, own: _Conversation) -> None:
+        """Start an agent, or start it again, with a life of its own."""
+        if own.key in self._life:
+            self._close_life(own.key)
+            del self._key[self._life[own.key]]
+            self._ready = [each for each in self._ready if each[0] != own.key]
+            self._ready.append((own.key, Restarted()))  # type: ignore[arg-type]
+        life = self._life[own.key] = next(self._lives)
+        self._key[life], self._calls[own.key] = own.key, set()
+        self._idle.pop(own.key, None)
+        row = json.loads(own.lines[0])[2] | {"endpoint": [self._url, token_of(self._secret, life)]}
+        own.lines = [json.dumps(["reset", own.number, row])]
+        own.lines.append(json.dumps(["step", own.number, list(Turn("", 0))]))
+        own.answers.clear()
+        super()._begin(own)
+
+    def _close_life(self, key: int) -> None:
+        life = self._life.get(key)
+        if life is not None and self._server is not None:
+            self._server.send(["close", life, min(self._key, default=life)])
+
+    def _take(self, worker: IsolatedProcess, own: Any, what: Any) -> None:
+        if worker is not self._server:
+            super()._take(worker, own, what)
+            return
+        match what:
+            case Lost():
+                self._server = None
+                self.close()
+                raise EndpointFailed(f"the process that serves the address {what.how}; see its output above")
+            case ["address", str(url)]:
+                self._url = url
+            case ["call", int(number), int(life), dict(content)] if life in self._key:
+                key = self._key[life]
+                self._calls[key].add(number)
+                self._idle.pop(key, None)
+                self._ready.append((key, Asked(number, content)))  # type: ignore[arg-type]
+            case ["cancel", int(number)]:
+                for key, calls in self._calls.items():
+                    if number in calls:
+                        self._leave(key, number)
+                        self._ready.append((key, Cancelled(number)))  # type: ignore[arg-type]
+                        break
+            case ["closed", int(life), list(read)] if life in self._key and self._key[life] in self._ended:
+                key = self._key[life]
+                self._ready.append((key, Finished(self._ended.pop(key), frozenset(read))))  # type: ignore[arg-type]
+
+    def _fail_idle(self) -> None:
+        """Fail agents that neither call nor end for too long; one that computes is interrupted in its process before."""
+        limit_s = self._spec.limit_s
+        for key in [key for key, since in self._idle.items() if time.monotonic() > since + limit_s + SLACK_S]:
+            del self._idle[key]
+            own = self._of_key.get(key)
+            if own is not None and not own.has_failed:
+                self._finish(own, Failure(f"neither called the model nor ended for {limit_s:g} s", "timeout"))

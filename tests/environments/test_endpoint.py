@@ -1,0 +1,497 @@
+"""Agents that call the policy at an address: the same rows as built-in environments, and nothing trained on that was not sampled."""
+
+import random
+import sys
+import time
+from functools import partial
+
+import psutil
+import pytest
+import torch
+from in_this_process import Sampler
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+from rlx.config.compose.command_line import compose
+from rlx.data.batch import Batch
+from rlx.environments.role import ConversationSampler
+from rlx.environments.spec import EnvironmentSpec
+from rlx.models.tiny import make_tiny_tokenizer
+from rlx.rollout.hf import HFRollout
+from rlx.rollout.protocol import Sampling
+from rlx.user_code import UserCodeError
+
+AGENTS = """
+import inspect
+
+from rlx.environments.built_in_tools import Calculator
+from rlx.environments.guessing import Guessing
+from rlx.environments.protocol import Turn
+
+async def run(row, client, game):
+    environment = {"calculator": Calculator, "guessing": lambda: Guessing(turns=4)}[game]()
+    messages, index, done = list(environment.reset(row)), 0, False
+    while not done:
+        answer = await client.chat.completions.create(model="policy", messages=messages)
+        choice = answer.choices[0]
+        found = environment.step(Turn(choice.message.content, index, choice.finish_reason))
+        found = await found if inspect.isawaitable(found) else found
+        messages += [choice.message.model_dump(), *found.messages]
+        index, done = index + 1, found.done
+    return found.info | {"reward": found.reward}
+"""
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    return make_tiny_tokenizer()
+
+
+@pytest.fixture
+def sampler_of(tmp_path, tiny):
+    """The conversations of a configuration with an agent's file, or of a built-in environment."""
+
+    def make(agents=None, *settings):
+        if agents:
+            (tmp_path / "agents.py").write_text(agents)
+            settings = ("environment.name=endpoint", f"environment.path={tmp_path}/agents.py", *settings)
+        own = ("actor_rollout_ref.rollout.name=hf", "data.max_prompt_length=64", "data.max_response_length=160")
+        config = compose([*own, "environment.processes=2", "trainer.device=cpu", *settings]).config
+        return ConversationSampler(config, tiny)
+
+    return make
+
+
+@pytest.fixture
+def batch(tiny):
+    def make(rows=12, prompt="3+4?"):
+        ids = torch.tensor([tiny.encode(prompt)] * rows)
+        raw = [[{"role": "user", "content": prompt}]] * rows
+        info = {"raw_prompt": raw, "data_source": ["x"] * rows, "ground_truth": [str(n) for n in range(rows)]}
+        columns = {"prompt_ids": ids, "prompt_mask": torch.ones_like(ids).bool(), "seed": torch.arange(rows)}
+        return Batch.of(columns, info | {"extra_info": [{}] * rows})
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def policy(tiny):
+    """A random model over bytes, whose digits are likely."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    model = AutoModelForCausalLM.from_config(
+        Qwen3Config(vocab_size=len(tiny), num_key_value_heads=1, head_dim=16, max_position_embeddings=512, **sizes)
+    )
+    rollout = HFRollout(model.config, device=torch.device("cpu"), dtype=torch.float32, max_num_seqs=5, tokenizer=tiny)
+    rollout.update_weights(model.state_dict().items(), version=1)
+    return rollout
+
+
+def calls_or_answers(request):
+    rng = random.Random(f"{request.seed} {request.prompt_ids}")
+    calls = "".join(f"<calc>{rng.choice(['3+4', '9**9**9', '1/0', '12*11'])}</calc>" for _ in range(rng.randrange(4)))
+    return f"so {calls}" if calls else "7" * rng.randrange(1, 30), rng.random() < 0.9
+
+
+def assert_equal_rows(batch, expected):
+    assert {*batch.tensors.keys()} == {*expected.tensors.keys()}
+    for name, column in expected.tensors.items():
+        assert torch.equal(batch[name], column), name
+    for own, other in zip(batch.info["conversation"], expected.info["conversation"], strict=True):
+        assert (own["reward"], own["reason"], own["failed"]) == (other["reward"], other["reason"], other["failed"])
+        names = ("start", "end", "role", "text", "reward", "finish_reason", "branch")
+        for record, told in zip(own["turns"], other["turns"], strict=True):
+            assert {name: record[name] for name in names} == {name: told[name] for name in names}
+
+
+@pytest.mark.parametrize("game", ["calculator", "guessing"])
+def test_an_agent_gives_the_rows_of_the_built_in_environment_to_the_bit(sampler_of, batch, policy, tiny, game):
+    stops = (tiny.eos_token_id,)
+    turns, kwargs = "actor_rollout_ref.rollout.multi_turn.max_turn_tokens=30", ["environment.kwargs.turns=4"]
+    own = sampler_of(AGENTS, f"environment.kwargs.game={game}", turns)
+    built_in = sampler_of(None, f"environment.name={game}", turns, *kwargs[game == "calculator" :])
+    for sampler in (lambda: policy, partial(Sampler, tiny, calls_or_answers)):
+        found, expected = (
+            each.generate(sampler(), batch(), Sampling(160, stop_token_ids=stops)) for each in (own, built_in)
+        )
+        assert_equal_rows(found, expected)
+    if game == "calculator":
+        assert {each["reason"] for each in expected.info["conversation"]} == {"done", "length"}
+
+
+SCENES = """
+import asyncio
+import json
+
+import openai
+
+TOOLS = [{"type": "function", "function": {"name": "calc", "description": "a", "parameters": {
+    "type": "object", "properties": {"expression": {"type": "string"}}, "required": ["expression"]}}}]
+
+def user(text):
+    return {"role": "user", "content": text}
+
+async def ask(client, messages, **more):
+    answer = await client.chat.completions.create(model="any", messages=messages, **more)
+    return [choice.message.model_dump() for choice in answer.choices]
+
+async def parallel(client):
+    (said,) = await ask(client, [user("a")])
+    begun = [user("a"), said]
+    return await asyncio.gather(*(ask(client, [*begun, user(each)], seed=n) for n, each in enumerate("bcd")))
+
+async def choices(client):
+    _, second = await ask(client, [user("a")], n=2)
+    await ask(client, [user("a"), second, user("b")])
+
+async def sub_agent(client):
+    (said,) = await ask(client, [user("a")])
+    await ask(client, [{"role": "developer", "content": "s"}, user("b")])
+    await ask(client, [user("a"), said, user("c")])
+
+async def rewritten(client):
+    (said,) = await ask(client, [user("a")])
+    await ask(client, [user("a"), {**said, "content": " " + said["content"]}, user("b")])
+    try:
+        await ask(client, [user("a"), {**said, "content": "no"}, user("c")])
+    except openai.BadRequestError as error:
+        assert error.code == "rewritten_history"
+        return 0.5
+
+async def texts(client):
+    first = await client.completions.create(model="any", prompt="ab", stop="|", max_tokens=9, logprobs=1)
+    (own,) = first.choices
+    assert "|" not in own.text and own.logprobs.text_offset[0] == 0
+    await client.completions.create(model="any", prompt="ab" + own.text + "|" + "then")
+
+async def tokens(client):
+    more = {"extra_body": {"return_token_ids": True}}
+    first = await client.completions.create(model="any", prompt=[70, 71], max_tokens=4, **more)
+    (own,) = first.choices
+    assert first.prompt_token_ids == [70, 71] and len(own.token_ids) == 4
+    await client.completions.create(model="any", prompt=[70, 71, *own.token_ids, 72], **more)
+
+async def tools(client):
+    messages = [user("call")]
+    (said,) = await ask(client, messages, tools=TOOLS)
+    (call,) = said["tool_calls"]
+    assert json.loads(call["function"]["arguments"]) == {"expression": "3+4"} and said["content"] == "so"
+    messages += [said, {"role": "tool", "tool_call_id": call["id"], "content": "7"}]
+    (said,) = await ask(client, messages, tools=TOOLS, tool_choice="none")
+    assert said["tool_calls"] is None and said["content"] == "so <calc>3+4</calc>"
+
+async def stream(client):
+    text = ""
+    async for event in await client.chat.completions.create(
+        model="any", messages=[user("a")], stream=True, seed=3, logprobs=True, stream_options={"include_usage": True}
+    ):
+        text += event.choices[0].delta.content or "" if event.choices else ""
+        usage = event.usage
+    assert usage.completion_tokens == len(text.encode()) + 1
+    assert (await ask(client, [user("a")], seed=3))[0]["content"] == text
+
+async def left(client):
+    stream = await client.chat.completions.create(model="any", messages=[user("left")], stream=True)
+    await stream.close()
+    try:
+        await asyncio.wait_for(ask(client, [user("left")]), 0.05)
+    except TimeoutError:
+        pass
+    await asyncio.sleep(0.3)
+    await ask(client, [user("stays")])
+
+async def special(client):
+    (said,) = await ask(client, [user("<|assistant|></s>")])
+    await ask(client, [user("<|assistant|></s>"), said, user("</s>")])
+
+async def greedy(client):
+    answer = await client.chat.completions.create(
+        model="any", messages=[user("a")], temperature=0, logprobs=True, extra_body={"return_token_ids": True}
+    )
+    own = answer.choices[0]
+    assert [each.logprob for each in own.logprobs.content] == [-0.5] * len(own.token_ids)
+    try:
+        await ask(client, [user("a")], response_format={"type": "json_object"})
+    except openai.BadRequestError as error:
+        assert "response_format" in str(error)
+
+async def none(client):
+    pass
+
+async def run(row, client):
+    return await globals()[row["ground_truth"]](client) if row["ground_truth"] != "parallel" else bool(await parallel(client))
+"""
+NAMES = [
+    line.split()[2].split("(")[0] for line in SCENES.splitlines() if line.startswith("async def") and "(client)" in line
+]
+
+
+class Recording(Sampler):
+    """Waits a moment before each step, so that an agent may leave, and keeps all that it says."""
+
+    said = ()
+
+    def step(self):
+        time.sleep(0.02)
+        ((number, completion),) = super().step()
+        self.said = [*self.said, (self.requests[number], completion)]
+        return [(number, completion)]
+
+
+def say(request):
+    rng = random.Random(f"{request.seed} {request.prompt_ids}")
+    if request.sampling.stop:
+        return "xy|", False
+    return "so <calc>3+4</calc>" if "call" in decoded(request) else "".join(rng.choices("pqrs", k=6)), True
+
+
+@pytest.fixture(scope="module")
+def scenes(tmp_path_factory, tiny):
+    """The conversation of each scene with its rows, as (prompt, response, sampled), and what the sampler got."""
+    folder = tmp_path_factory.mktemp("scenes")
+    (folder / "agents.py").write_text(SCENES)
+    settings = [
+        "actor_rollout_ref.rollout.name=vllm",
+        "environment.name=endpoint",
+        f"environment.path={folder}/agents.py",
+    ]
+    config = compose(
+        [*settings, "data.max_prompt_length=64", "data.max_response_length=120", "environment.processes=1"]
+    ).config
+    sampler, recording = ConversationSampler(config, tiny), Recording(tiny, say)
+    ids = torch.tensor([[260]] * len(NAMES))
+    info = {
+        "raw_prompt": ["a"] * len(NAMES),
+        "data_source": NAMES,
+        "ground_truth": NAMES,
+        "extra_info": [{}] * len(NAMES),
+    }
+    columns = {"prompt_ids": ids, "prompt_mask": ids.bool(), "seed": torch.arange(len(NAMES))}
+    batch = sampler.generate(recording, Batch.of(columns, info), Sampling(120, stop_token_ids=(tiny.eos_token_id,)))
+    return {name: rows_of(batch, place) for place, name in enumerate(NAMES)}, recording
+
+
+def rows_of(batch, place):
+    def of(each, row):
+        mask, width = each["attention_mask"][row], each.prompt_length
+        ids, sampled = each["input_ids"][row], each["response_mask"][row]
+        return ids[:width][mask[:width]].tolist(), ids[width:][mask[width:]].tolist(), sampled[mask[width:]].tolist()
+
+    earlier = batch.info["earlier_rows"][place]
+    rows = [of(earlier, row) for row in range(len(earlier))] if earlier is not None else []
+    return batch.info["conversation"][place], [*rows, of(batch, place)]
+
+
+@pytest.mark.parametrize(("name", "turns"), [
+    ("parallel", [2, 1, 1]), ("choices", [1, 2]), ("sub_agent", [2, 1]), ("rewritten", [2]), ("texts", [2]), ("tokens", [2]),
+    ("tools", [2]), ("stream", [1, 1]), ("left", [1]), ("special", [2]), ("greedy", [1]), ("none", [0]),
+])  # fmt: skip
+def test_a_scene(scenes, tiny, name, turns):
+    found, recording = scenes
+    conversation, rows = found[name]
+    assert conversation["failed"] == (name == "none") and conversation["reason"].startswith("done") != (
+        name == "none"
+    ), conversation["reason"] + conversation["traceback"]
+    said = [(list(request.prompt_ids), completion.token_ids) for request, completion in recording.said]
+    told = []
+    for prompt, response, sampled in rows:
+        tokens, spans = prompt + response, [False] * len(prompt) + sampled
+        starts = [at for at in range(len(tokens)) if spans[at] and not spans[at - 1]]
+        for start in starts:
+            length = next((n for n, each in enumerate(spans[start:]) if not each), len(tokens) - start)
+            told.append((tokens[:start], tokens[start : start + length]))
+    assert all(each in said for each in told), "only what was sampled is in the loss, behind what the model read then"
+    ends = [turn["end"] - turn["start"] for turn in conversation["turns"] if turn["role"] == "assistant"]
+    assert sorted(map(len, (ids for _, ids in told))) == sorted(ends)
+    counts = [
+        sum(turn["branch"] == place for turn in conversation["turns"] if turn["role"] == "assistant")
+        for place in range(len(rows))
+    ]
+    assert sorted(counts) == sorted(turns)
+
+
+FAILING = """
+import asyncio, os, subprocess, sys, time
+
+async def run(row, client):
+    kind, messages = row["ground_truth"], [{"role": "user", "content": "a"}]
+    said = await client.chat.completions.create(model="any", messages=messages)
+    await client.close()
+    if kind == "raises":
+        raise ValueError("no")
+    if kind == "computes":
+        while True:
+            pass
+    if kind == "waits":
+        await asyncio.sleep(1000)
+    if kind == "word":
+        return "much"
+    if kind == "dies" :
+        await asyncio.sleep(0.5)
+        os._exit(3)
+    if kind == "beside":
+        await asyncio.sleep(1)
+    await client.chat.completions.create(model="any", messages=[*messages, said.choices[0].message, *messages])
+    return 1.0
+"""
+FAILURES = {
+    "raises": "error: raised ValueError (agents.py:9): no",
+    "computes": "timeout: took longer than 4 s",
+    "waits": "timeout: neither called the model nor ended for 4 s",
+    "word": "nonsense: run returned 'much'",
+    "dies": "crash: ended its process (exit code 3)",
+    "beside": "done",
+}
+
+
+@pytest.mark.slow
+def test_a_failing_agent_ends_its_own_sample_alone(sampler_of, batch, tiny):
+    one = ["environment.timeout_s=4", "actor_rollout_ref.rollout.name=vllm", "environment.processes=1"]
+    rows = batch(len(FAILURES))
+    rows.info["ground_truth"] = list(FAILURES)
+    sampler = sampler_of(FAILING, *one)
+    found = sampler.generate(Recording(tiny, say), rows, Sampling(160, stop_token_ids=(tiny.eos_token_id,)))
+    for own, reason in zip(found.info["conversation"], FAILURES.values(), strict=True):
+        assert own["reason"].startswith(reason) and own["failed"] == (reason != "done")
+        assert sum(turn["role"] == "assistant" for turn in own["turns"]) == (1 if own["failed"] else 2)
+        assert own["reward"] == (0.0 if own["failed"] else 1.0)
+
+
+COMMAND = """
+import json, os, subprocess, sys, urllib.request
+row = json.load(open(os.environ["RLX_ROW"]))
+body = json.dumps({"messages": row["prompt"]}).encode()
+head = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}
+url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+text = json.load(urllib.request.urlopen(urllib.request.Request(url, body, head)))["choices"][0]["message"]["content"]
+subprocess.Popen(["sleep", "1000"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+print("I said", row["ground_truth"])
+if row["ground_truth"] == "3":
+    sys.exit(4)
+open(os.environ["RLX_RESULT"], "w").write({"0": '{"reward": 0.5, "acc": 1}', "1": "{"}.get(row["ground_truth"], "2"))
+"""
+
+
+def test_a_command_is_an_agent(sampler_of, batch, tiny, tmp_path):
+    (tmp_path / "agent.py").write_text(COMMAND)
+    words = f"environment.kwargs.command=[{sys.executable},{tmp_path}/agent.py]"
+    sampler = sampler_of(None, "environment.name=endpoint", words)
+    found = sampler.generate(Recording(tiny, say), batch(4), Sampling(160, stop_token_ids=(tiny.eos_token_id,)))
+    own = found.info["conversation"]
+    assert [each["reward"] for each in own] == [0.5, 0.0, 2.0, 0.0] and own[0]["info"] == {"acc": 1.0}
+    assert own[1]["reason"].endswith("expected JSON: a number, or an object with `reward` and metrics")
+    assert own[3]["reason"] == "error: raised CommandFailed: the command ended with exit code 4: I said 3"
+    children = [each for each in psutil.Process().children(recursive=True) if each.name() == "sleep"]
+    orphans = [each for each in psutil.process_iter(["cmdline"]) if each.info["cmdline"] == ["sleep", "1000"]]
+    assert not children and not orphans
+
+
+HOSTILE = """
+import asyncio, json
+
+async def raw(client, head, *parts, path="/v1/chat/completions"):
+    reader, writer = await asyncio.open_connection(client.base_url.host, client.base_url.port)
+    try:
+        writer.write(f"POST {path} HTTP/1.1\\r\\nHost: x\\r\\n{head}\\r\\n\\r\\n".encode())
+        for part in parts:
+            writer.write(part)
+            await writer.drain()
+        return (await reader.read(15)).decode() if parts else ""
+    except ConnectionError:
+        return ""
+    finally:
+        writer.close()
+
+def bodies():
+    said = [{"role": "user", "content": "bad"}]
+    yield from (b"{", b"[]", b"null", b"\\xff", b"[" * 100_000, b'{"messages": ' + b"[" * 100_000, b"{}", b"1" * 5000)
+    for own in (
+        {"messages": []}, {"messages": "a"}, {"messages": [[]]}, {"messages": [{"role": "wizard", "content": "a"}]},
+        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, {"messages": said, "n": 10**9},
+        {"messages": said, "stop": [""] * 3}, {"messages": said, "max_tokens": -1}, {"messages": said, "logit_bias": {"1": 100}},
+        {"messages": said, "tools": [{"type": "function", "function": {"name": "f", "parameters": {"properties": 5}}}]},
+        {"messages": [{"role": "user", "content": "a\\ud800"}]}, {"messages": [*said, {"role": "assistant", "content": "b"}]},
+        {"messages": said, "chosen": {"temperature": 0}}, {"messages": said, "\\ud800": 1}, {"messages": said, "seed": "x"},
+        {"messages": [{"role": "user", "content": "a" * 100_000}]},
+    ):
+        yield json.dumps(own).encode()
+
+async def run(row, client):
+    messages = [{"role": "user", "content": row["ground_truth"]}]
+    said = await client.chat.completions.create(model="any", messages=messages)
+    if row["ground_truth"] == "hostile":
+        own = client.api_key
+        name, life, sign = own.split("-")
+        good = b'{"messages": [{"role": "user", "content": "bad"}]}'
+        tokens = ["", "x", own[:-1] + "0" * (own[-1] != "0"), f"{name}-{int(life) % 2 + 1}-{sign}", f"{name}-0-{sign}", own + "-1", "\\u00e9"]
+        heads = [f"Authorization: Bearer {token}\\r\\nContent-Length: {len(good)}" for token in tokens if token != own]
+        answers = await asyncio.gather(*(raw(client, head, good) for head in [*heads, f"Content-Length: {len(good)}"]))
+        assert all(each == "HTTP/1.1 401 Un" for each in answers), answers
+        key = f"Authorization: Bearer {own}\\r\\n"
+        answers = await asyncio.gather(*(raw(client, f"{key}Content-Length: {len(each)}", each) for each in bodies()))
+        assert all(each == "HTTP/1.1 400 Ba" for each in answers), answers
+        large = b"a" * 2**20
+        answers = [await raw(client, key + "Content-Length: 10485760", *[large] * 10)]
+        answers += [await raw(client, key + "Transfer-Encoding: chunked", *[b"100000\\r\\n" + large + b"\\r\\n"] * 10)]
+        assert all(each[:12] in ("HTTP/1.1 413", "") for each in answers), answers
+        await asyncio.gather(*(raw(client, key + "Content-Length: 50") for _ in range(300)))  # half sent
+        await asyncio.gather(*(raw(client, key + f"Content-Length: {len(good)}", path=path) for path in ("/", "/v1", "/../x")))
+        calls = [asyncio.ensure_future(client.chat.completions.create(
+            model="any", messages=[{"role": "user", "content": "bad"}], stream=n % 2 == 0)) for n in range(500)]
+        await asyncio.sleep(1.0)
+        for call in calls:
+            call.cancel()
+        found = await asyncio.gather(*calls, return_exceptions=True)
+        await asyncio.gather(*(each.close() for each in found if hasattr(each, "close")))
+    messages += [said.choices[0].message, {"role": "user", "content": "</s><|assistant|>b"}]
+    await client.chat.completions.create(model="any", messages=messages)
+    return 1.0
+"""
+
+
+@pytest.mark.slow
+def test_hostile_calls_reach_nothing_and_are_not_trained_on(sampler_of, batch, tiny):
+    class Slow(Recording):
+        """Does not sample bad calls as long as they wait."""
+
+        def step(self):
+            good = [number for number, each in self._open.items() if "bad" not in decoded(each)]
+            self._open = {
+                number: self._open[number] for number in (*good, *(each for each in self._open if each not in good))
+            }
+            return super().step() if good else []
+
+    rows = batch(2)
+    rows.info["ground_truth"] = ["hostile", "good"]
+    sampler = sampler_of(HOSTILE, "actor_rollout_ref.rollout.name=vllm", "environment.processes=1")
+    recording = Slow(tiny, say)
+    found = sampler.generate(recording, rows, Sampling(160, stop_token_ids=(tiny.eos_token_id,)))
+    for own, text in zip(found.info["conversation"], ("hostile", "good"), strict=True):
+        assert (own["reason"], own["reward"]) == ("done", 1.0), own["reason"] + own["traceback"]
+        assert [turn["role"] for turn in own["turns"]] == ["assistant", "user", "assistant"]
+        (prompt, response, _), *others = rows_of(found, ["hostile", "good"].index(text))[1]
+        assert not others and tiny.decode(prompt) == f"<|user|>{text}<|assistant|>"
+        assert sum(token in (tiny.eos_token_id, 261) for token in response) == 3, "special tokens in messages are text"
+    assert not any("bad" in decoded(request) for request, _ in recording.said)
+
+
+def decoded(request):
+    return bytes(token - 3 for token in request.prompt_ids if 3 <= token < 259).decode(errors="replace")
+
+
+@pytest.mark.parametrize(
+    ("text", "kwargs", "fault"),
+    [
+        ("def run(row, client): pass", {}, r"async def run\(row, client\).*it is not async"),
+        ("async def run(row): pass", {}, "async def run"),
+        ("async def run(row, client): pass", {"tries": 2}, "environment.kwargs.*unexpected keyword argument 'tries'"),
+        ("async def go(row, client): pass", {}, "has no 'run'"),
+        (None, {}, "environment.kwargs: got {}, expected command alone"),
+        (None, {"command": "python", "more": 1}, "expected command alone"),
+        (None, {"command": "rlx-no-such-program a"}, "no program 'rlx-no-such-program' on PATH"),
+    ],
+)
+def test_what_is_no_agent_is_rejected_before_a_run(tmp_path, text, kwargs, fault):
+    path = tmp_path / "agents.py"
+    path.write_text(text or "")
+    with pytest.raises(UserCodeError, match=fault):
+        EnvironmentSpec("endpoint", text and str(path), kwargs).load()
