@@ -98,6 +98,11 @@ def pytest_report_header() -> str:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip("needs a CUDA device"))
+        if item.get_closest_marker("nightly") and not os.environ.get("RLX_NIGHTLY"):
+            item.add_marker(pytest.mark.skip("tried nightly: set RLX_NIGHTLY=1"))
     if config.getoption("quick"):
         quick = quick_half(items)
         config.hook.pytest_deselected(items=[item for item in items if item not in quick])
@@ -108,7 +113,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def quick_half(items: Sequence[pytest.Item]) -> set[pytest.Item]:
     """Return the tests that `make test` runs; `make test ALL=1`, and pytest without `--quick`, run them all.
 
-    Two rules decide. A test or a case that is marked `slow` is left out. Of the other cases of a test with several
+    Two rules decide. A test or a case that is marked `slow` or `nightly` is left out. Of the other cases of a test with several
     parameters, as few remain as have each value of each parameter at least once. For example 588 cases of 4 saving modes,
     3 freezings and 49 attention modules become 49. A test with one parameter, such as a table, keeps all its cases.
 
@@ -117,7 +122,7 @@ def quick_half(items: Sequence[pytest.Item]) -> set[pytest.Item]:
     quick: set[pytest.Item] = set()
     cases_of_function: dict[object, list[pytest.Item]] = {}
     for item in items:
-        if item.get_closest_marker("slow"):
+        if item.get_closest_marker("slow") or item.get_closest_marker("nightly"):
             continue
         if hasattr(item, "callspec"):
             cases_of_function.setdefault(item.nodeid.partition("[")[0], []).append(item)

@@ -17,7 +17,6 @@ TIMEOUT_S = 1500
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.timeout(TIMEOUT_S)
 @pytest.mark.parametrize("module", sorted(FOLDER.glob("*/alone_*.py")), ids=lambda path: path.stem)
 def test_module_in_a_process_of_its_own(module):

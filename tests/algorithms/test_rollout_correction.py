@@ -5,13 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlx.algorithms.rollout_correction import (
-    accepted,
-    importance_weights,
-    mismatch_figures,
-    mismatch_sums,
-    not_vetoed,
-)
+from rlx.algorithms.rollout_correction import accepted, importance_weights, mismatch_figures, mismatch_sums, not_vetoed
 from rlx.config.schema import REJECTIONS
 
 F64 = torch.float64

@@ -143,7 +143,6 @@ def clean_device():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_run_on_a_gpu_measures_memory(clean_device, run_benchmark):
     _, results = run_benchmark(
         "--model", "tiny", "--case", "4096x6", "--rounds", "2", "--modes", "plain,checkpointing,boundary,save-on-cpu"

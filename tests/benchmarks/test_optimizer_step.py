@@ -1,7 +1,5 @@
 """The benchmark of whole steps; device memory itself is measured on a GPU alone."""
 
-import os
-
 import pytest
 import torch
 
@@ -33,8 +31,7 @@ def test_the_step_before_the_measured_ones_may_be_shorter(first_tokens, expected
     assert seen == [tokens - 1 for tokens in expected], "nothing follows the last token, which no model reads"
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not os.environ.get("RLX_NIGHTLY"), reason="whole runs of a benchmark are tried nightly")
+@pytest.mark.nightly
 def test_two_processes_share_a_sequence_and_the_state(model_folder):
     arguments = ["--modes=rlx", "--tokens=65", "--optimizer-state=device", f"--folder={model_folder}"]
     alone, shared = (in_own_process([*arguments, f"--gpus={count}"]) for count in (1, 2))
@@ -44,7 +41,6 @@ def test_two_processes_share_a_sequence_and_the_state(model_folder):
 
 @pytest.mark.parametrize("save", ["boundary", "attention"])
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_a_gpu_the_peaks_are_those_of_the_phases(save, tmp_path):
     arguments = ["--shape=tiny", "--tokens=4096", "--modes=rlx", f"--save={save}"]
     write_random_model(tmp_path, "tiny", torch.device("cuda"), max_position_embeddings=4096)

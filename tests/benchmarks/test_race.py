@@ -1,7 +1,6 @@
 """Inputs of the race, and a small one on the CPU."""
 
 import json
-import os
 
 import pytest
 import torch
@@ -33,8 +32,7 @@ def test_each_small_letter_is_a_token_and_every_token_has_a_text_of_its_own():
     assert tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True) == "abc"
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not os.environ.get("RLX_NIGHTLY"), reason="whole runs of a benchmark are tried nightly")
+@pytest.mark.nightly
 def test_rlx_and_trl_do_the_same_steps(tmp_path, capsys):
     on_cpu = ["actor_rollout_ref.rollout.name=hf", "trainer.device=cpu", f"--json={tmp_path / 'figures.json'}"]
     main([*on_cpu, *SIZE, "--updates=2", "--micro-batch=4", "--frameworks", "rlx", "TRL"])

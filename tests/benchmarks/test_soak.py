@@ -1,12 +1,9 @@
-import os
-
 import pytest
 
 from benchmarks.soak import main
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not os.environ.get("RLX_NIGHTLY"), reason="whole runs of a benchmark are tried nightly")
+@pytest.mark.nightly
 @pytest.mark.e2e
 def test_a_short_run_is_measured(capfd: pytest.CaptureFixture[str]):
     assert main(["--steps=12", "--from-step=0", "--limit-mb=1000", "--pause-s=0.2"]) == 0

@@ -1,15 +1,13 @@
 """The timeline of a run's start."""
 
 import json
-import os
 
 import pytest
 
 from benchmarks.start_up import main
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not os.environ.get("RLX_NIGHTLY"), reason="whole runs of a benchmark are tried nightly")
+@pytest.mark.nightly
 def test_a_whole_run_with_empty_caches(tmp_path, capsys):
     keys = ["actor_rollout_ref.rollout.name=hf", "trainer.device=cpu"]
     file = tmp_path / "figures.json"

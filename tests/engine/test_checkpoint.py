@@ -57,10 +57,7 @@ def test_saving_before_the_first_update_leaves_the_optimizer_untouched(model_fol
 
 @pytest.mark.parametrize(
     ("before", "after"),
-    [
-        (("one_rank", "fsdp"), ("two_ranks", "fsdp2")),
-        (("two_ranks", "fsdp"), ("one_rank", "fsdp2")),
-    ],
+    [(("one_rank", "fsdp"), ("two_ranks", "fsdp2")), (("two_ranks", "fsdp"), ("one_rank", "fsdp2"))],
 )
 def test_a_checkpoint_is_read_by_other_process_counts_and_strategies(before, after, model_folder, request, tmp_path):
     folder = str(tmp_path / "actor")

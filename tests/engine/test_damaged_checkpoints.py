@@ -265,10 +265,7 @@ FORGED = {
         rewritten(lambda tensors, _: tensors.update({UP: tensors[UP].view(torch.int64)}), "2"),
         f"{UP}: got pieces of F64 and I64",
     ),
-    "pieces that overlap beside a third one": (
-        beside_a_third,
-        "two of its pieces overlap",
-    ),
+    "pieces that overlap beside a third one": (beside_a_third, "two of its pieces overlap"),
     **{
         f"optimizer's state with {name}": (
             rewritten(lambda tensors, _, n=f"state.{UP}.{key}", v=value: tensors[n].fill_(v), "2", part="optimizer"),

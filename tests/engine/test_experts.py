@@ -130,7 +130,6 @@ def test_a_model_without_experts_is_refused(model_folder, one_rank):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("adapters", [{}, {"lora_rank": 4}], ids=["all weights", "LoRA"])
 def test_grouped_products_are_taken_and_right(adapters, experts_folder, gpu):
     eager, others = in_ways(experts_folder, gpu, adapters, ["boundary", "attention", "all"])

@@ -229,9 +229,7 @@ BY_LENGTH = {
         rope_parameters={**LONGROPE, "original_max_position_embeddings": P},
     ),
     "dynamic": lambda: hf.LlamaConfig(
-        **SHAPE,
-        max_position_embeddings=P,
-        rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0},
+        **SHAPE, max_position_embeddings=P, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
     ),
     "dynamic, of one type of layer": lambda: hf.Gemma3TextConfig(
         **SHAPE,

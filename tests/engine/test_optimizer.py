@@ -86,7 +86,6 @@ def test_a_step_in_parts_is_one_step():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_a_gpu_one_kernel_steps_and_takes_up_a_state_of_the_cpu():
     on_cpu, on_gpu = (build_optimizer(weights(device), OptimConfig()) for device in ("cpu", "cuda"))
     assert on_gpu.param_groups[0]["fused"]

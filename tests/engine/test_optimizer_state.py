@@ -159,16 +159,7 @@ def split_pair(device, device_bytes):
 
 
 @pytest.mark.parametrize("device_bytes", [0, 1300, 4000, STATE_BYTES])
-@pytest.mark.parametrize(
-    "device",
-    [
-        "cpu",
-        pytest.param(
-            "cuda",
-            marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")],
-        ),
-    ],
-)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu])])
 def test_a_state_split_over_device_and_host_steps_as_fp32_weights_do(device, device_bytes):
     wide, narrow, reference, masters, arena, state = split_pair(torch.device(device), device_bytes)
     for number in range(4):

@@ -52,8 +52,7 @@ def test_sharded_weights(wide_folder, two_ranks, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("folder", "model", "message"),
-    [("model_folder", {}, "quantization=nf4: got Qwen3ForCausalLM with ")],
+    ("folder", "model", "message"), [("model_folder", {}, "quantization=nf4: got Qwen3ForCausalLM with ")]
 )
 def test_refusals(request, one_rank, folder, model, message):
     (found,) = one_rank("quantization", "refused", request.getfixturevalue(folder), model)

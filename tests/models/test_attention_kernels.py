@@ -23,10 +23,7 @@ ARGUMENTS = {
         "dropout_p is_causal",
         {"scale"},
     ),
-    "_scaled_dot_product_flash_attention_for_cpu": (
-        "query key value dropout_p is_causal",
-        {"attn_mask", "scale"},
-    ),
+    "_scaled_dot_product_flash_attention_for_cpu": ("query key value dropout_p is_causal", {"attn_mask", "scale"}),
     "_scaled_dot_product_flash_attention_for_cpu_backward": (
         "grad_out query key value out logsumexp dropout_p is_causal",
         {"attn_mask", "scale"},

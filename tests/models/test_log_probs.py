@@ -231,7 +231,6 @@ def test_head_with_a_retained_graph(monkeypatch, rows):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("with_entropy", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_compiled_passes_give_what_slices_give_and_hold_one_chunk(monkeypatch, dtype, with_entropy):
@@ -344,7 +343,6 @@ print(torch.cuda.host_memory_stats()["allocated_bytes.peak"])
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_compiling_keeps_no_page_locked_copy_of_the_logits(tmp_path):
     environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}  # the fastest variants are kept there
     ran = subprocess.run([sys.executable, "-c", COMPILES], env=environment, capture_output=True, text=True)

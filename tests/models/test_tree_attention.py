@@ -92,7 +92,6 @@ def both_kernels(monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize(("width", "key_heads"), [(64, 8), (64, 2), (128, 8), (128, 2)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("window", [None, 64])
@@ -128,7 +127,6 @@ def by_torch(query, key, value, tree, scaling, window):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize(("width", "key_heads"), [(64, 8), (64, 2), (128, 8), (128, 2)])
 @pytest.mark.parametrize("torch_is_first", [False, True])
 def test_plans_of_a_gpu_are_for_one_layout(torch_is_first, width, key_heads, both_kernels, monkeypatch):
@@ -146,7 +144,6 @@ def test_plans_of_a_gpu_are_for_one_layout(torch_is_first, width, key_heads, bot
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("width", [64, 128])
 def test_gradients_on_a_gpu_are_the_same_again_where_torch_is_told_so(width):
     tree = Tree([4096, 511, 300, 2000], [ROOT, 0, 0, 0])

@@ -8,11 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    pytest.mark.usefixtures("deterministic"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("deterministic")]
 
 WIDTH = 512
 

@@ -12,11 +12,7 @@ from rlx.offload import HostArena
 from rlx.offload.storage.arena import Pages
 from rlx.offload.storage.ranges import MIN_STAGING_BYTES
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    pytest.mark.usefixtures("deterministic"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("deterministic")]
 
 MODES = pytest.mark.parametrize("enable_ckpt", [True, False], ids=["boundary", "all"])
 WIDTH = 512

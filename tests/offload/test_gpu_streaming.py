@@ -13,11 +13,7 @@ from rlx.offload import OffloadOptions, enable_activation_offloading, enable_lay
 from rlx.offload.storage.offloader import CopyStreams
 from rlx.offload.streaming.nf4 import NF4Linear, dequantized, quantize_layers
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    pytest.mark.usefixtures("deterministic"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("deterministic")]
 WIDTH = 1024
 
 

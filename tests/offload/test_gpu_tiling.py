@@ -10,10 +10,7 @@ import transformers
 
 from rlx.offload import OffloadOptions, enable_activation_offloading, enable_tiling
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = [pytest.mark.gpu]
 WIDTH, INNER, TOKENS, TILE = 1024, 5408, 16_384, 2048
 
 

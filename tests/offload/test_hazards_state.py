@@ -398,11 +398,7 @@ def in_a_slot(m, x, state):
     return x * 0.5
 
 
-WRITES = {
-    in_an_attribute: "x",
-    in_a_list_of_an_object: "kept",
-    in_a_slot: "k",
-}
+WRITES = {in_an_attribute: "x", in_a_list_of_an_object: "kept", in_a_slot: "k"}
 
 
 def new_state(x):

@@ -221,7 +221,6 @@ DEVICE = torch.accelerator.current_accelerator() or torch.device("cpu")
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_layer_whose_arguments_are_not_looked_into_leaves_its_device(enable):
     class Layer(nn.Linear):
         def forward(self, box):

@@ -21,10 +21,7 @@ from rlx.engine.objectives import PolicyObjective
 from rlx.rollout.protocol import Completion, Request, Rollout, Sampling
 from rlx.rollout.sampler import build_rollout, generate_batch
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = [pytest.mark.gpu]
 
 PROMPT, RESPONSE, VOCABULARY = 48, 64, 512
 UTILIZATION = 0.15

@@ -23,10 +23,7 @@ from tests.rollout.alone_gpu_vllm import (
 from tests.rollout.alone_gpu_vllm import cudnn_attention as cudnn_attention
 from tests.rollout.alone_gpu_vllm import gpu as gpu
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = [pytest.mark.gpu]
 
 
 @pytest.mark.parametrize("eager", [False, True], ids=["graphs", "eager"])

@@ -1,6 +1,5 @@
 """vLLM on two processes beside the trainer's engine: adapters on its own base, hashes of prefixes, experts."""
 
-import os
 from dataclasses import replace
 
 import pytest
@@ -56,8 +55,7 @@ def test_new_adapters_reach_both_samplers_and_old_prefixes_are_forgotten(ranks):
     assert ranks("vllm", "files_of_adapters") == [["adapter_config.json"]] * 2, "tensors stay in memory"
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not os.environ.get("RLX_NIGHTLY"), reason="four processes with vLLM, for what is no default")
+@pytest.mark.nightly
 def test_adapters_reach_each_of_several_engines(vllm_ranks, folders):
     several = {"temperature": 0.7, "engines_per_gpu": 2}
     vllm_ranks("vllm", "start", folders["tied"], "fsdp2", LORA, several, 256)

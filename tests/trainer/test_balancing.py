@@ -34,8 +34,7 @@ def test_every_row_is_dealt(groups, parts, gain):
 
 
 @pytest.mark.parametrize(
-    ("lengths", "shares"),
-    [([8, 8, 1, 1], ([8, 1], [8, 1])), ([9, 8, 5, 4, 1], ([8, 4, 1], [9, 5])), ([3], ([3], []))],
+    ("lengths", "shares"), [([8, 8, 1, 1], ([8, 1], [8, 1])), ([9, 8, 5, 4, 1], ([8, 4, 1], [9, 5])), ([3], ([3], []))]
 )
 def test_rows_are_dealt_evenly_in_equal_numbers(lengths, shares):
     dealt = balance(batch_of([[n] for n in lengths], 1, 9), 2, SHARED)

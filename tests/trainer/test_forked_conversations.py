@@ -8,13 +8,7 @@ import torch
 
 from rlx.algorithms.advantages import ESTIMATORS, turn_index
 from rlx.algorithms.kl import KLController
-from rlx.config.schema import (
-    AlgorithmConfig,
-    ModelConfig,
-    OverlongBufferConfig,
-    RolloutConfig,
-    RolloutCorrectionConfig,
-)
+from rlx.config.schema import AlgorithmConfig, ModelConfig, OverlongBufferConfig, RolloutConfig, RolloutCorrectionConfig
 from rlx.data.batch import Batch
 from rlx.environments.chat import Written
 from rlx.environments.conversation import Conversation

@@ -84,10 +84,7 @@ def test_more_steps_are_said_calmly_if_no_schedule_depends_on_them(
     if is_calm:
         assert (told, calm) == ([], ["continues to step 8 instead of 4"])
     else:
-        assert (told, calm) == (
-            ["from step 4 on the run trains differently: trainer.total_training_steps: 4 -> 8"],
-            [],
-        )
+        assert (told, calm) == (["from step 4 on the run trains differently: trainer.total_training_steps: 4 -> 8"], [])
     assert "trainer.total_training_steps" in (tmp_path / "config_2_from_step_4.yaml").read_text()
 
 

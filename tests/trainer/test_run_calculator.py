@@ -1,7 +1,6 @@
 """The tiny model learns to call the calculator."""
 
 import json
-import os
 import subprocess
 import sys
 
@@ -9,11 +8,7 @@ import pytest
 
 from rlx.trainer.tracking import read_metrics
 
-pytestmark = [
-    pytest.mark.e2e,
-    pytest.mark.slow,
-    pytest.mark.skipif(not os.environ.get("RLX_NIGHTLY"), reason="a task that is learned is tried nightly"),
-]
+pytestmark = [pytest.mark.e2e, pytest.mark.nightly]
 
 
 def test_held_out_accuracy_rises_because_calls_pay(tmp_path):

@@ -60,10 +60,7 @@ def shortening(tmp_path, untrained):
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.chat_template = SHORTENS
     tokenizer.save_pretrained(folder)
-    return [
-        f"actor_rollout_ref.model.path={folder}",
-        "actor_rollout_ref.rollout.multi_turn.on_rewritten_history=fork",
-    ]
+    return [f"actor_rollout_ref.model.path={folder}", "actor_rollout_ref.rollout.multi_turn.on_rewritten_history=fork"]
 
 
 @pytest.fixture

@@ -47,8 +47,7 @@ def test_nothing_is_corrected_unless_asked_for(batch):
 
 
 @pytest.mark.parametrize(
-    ("threshold", "weights", "zero"),
-    [("2.0", [[0.5, 2, 0], [1, 1, 1]], 0.0), ("0.6_5.0", [[0, 4, 0], [1, 1, 1]], 0.2)],
+    ("threshold", "weights", "zero"), [("2.0", [[0.5, 2, 0], [1, 1, 1]], 0.0), ("0.6_5.0", [[0, 4, 0], [1, 1, 1]], 0.2)]
 )
 def test_weights_are_written(batch, threshold, weights, zero):
     correction = RolloutCorrectionConfig(rollout_is="token", rollout_is_threshold=threshold)
@@ -80,10 +79,7 @@ def test_every_test_must_be_passed(batch):
     corrected, metrics = correct(batch, both)
     assert corrected["loss_mask"].int().tolist() == [[0, 0, 0], [1, 1, 1]]
     assert corrected["response_mask"].equal(batch["response_mask"]), "advantages and critic see the whole batch"
-    assert metrics == {
-        "correction/rejected_token_share": pytest.approx(0.4),
-        "correction/rejected_sequence_share": 0.5,
-    }
+    assert metrics == {"correction/rejected_token_share": pytest.approx(0.4), "correction/rejected_sequence_share": 0.5}
 
 
 def test_equal_policies_are_left_alone(batch):

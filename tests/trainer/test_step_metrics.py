@@ -42,12 +42,7 @@ def test_mini_batches_are_cut_by_whole_prompts_and_shuffled_by_seed():
 
 def test_scores_go_to_the_last_token_and_kl_is_taken_off_each():
     log_probs = torch.zeros(2, 4)
-    batch = responses(
-        [2, 0],
-        scores=torch.tensor([1.0, 5.0]),
-        old_log_probs=log_probs,
-        ref_log_probs=log_probs - 0.5,
-    )
+    batch = responses([2, 0], scores=torch.tensor([1.0, 5.0]), old_log_probs=log_probs, ref_log_probs=log_probs - 0.5)
     plain, kl = add_rewards(batch, AlgorithmConfig(), KLController(0.1))
     assert kl == {}
     assert plain["token_rewards"].tolist() == [[0, 1, 0, 0], [0, 0, 0, 0]]

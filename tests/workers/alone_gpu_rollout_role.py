@@ -14,10 +14,7 @@ from rlx.config.schema import EngineKwargsConfig, RolloutConfig
 from rlx.data.batch import Batch
 from rlx.workers.worker import Worker
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = [pytest.mark.gpu]
 
 SEQUENCE = ("input_ids", "attention_mask", "response_mask")
 UTILIZATION = 0.1

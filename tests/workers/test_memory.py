@@ -57,7 +57,6 @@ def test_a_call_that_fails_has_no_figure_after_it():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_a_device_all_that_is_in_use_counts_and_what_torch_has_allocated():
     device = torch.device("cuda", 0)
     torch.cuda.empty_cache()

@@ -15,12 +15,7 @@ from rlx.models.lora import add_lora
 from rlx.offload.plan.decoder import ARCHITECTURES as READ
 from rlx.offload.plan.decoder import read_decoder
 from rlx.offload.plan.hardware import MATMUL_SHARE, PROFILES, profile_of
-from rlx.offload.plan.memory import (
-    forward_bytes,
-    head_bytes,
-    head_chunk,
-    layer_bytes,
-)
+from rlx.offload.plan.memory import forward_bytes, head_bytes, head_chunk, layer_bytes
 from rlx.offload.plan.model_costs import head_cost, layer_cost
 from rlx.offload.plan.run_memory import ModelMemory
 from rlx.offload.plan.shapes import SHAPES

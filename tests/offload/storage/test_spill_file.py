@@ -23,10 +23,7 @@ def on_disk(path, **options):
 
 
 @MODES
-@pytest.mark.parametrize(
-    ("prefetch_layers", "max_host_bytes"),
-    [(None, None), (0, 8 * MIB), (100, MIN_STAGING_BYTES)],
-)
+@pytest.mark.parametrize(("prefetch_layers", "max_host_bytes"), [(None, None), (0, 8 * MIB), (100, MIN_STAGING_BYTES)])
 def test_gradients_are_equal(compare, toys, tmp_path, enable_ckpt, prefetch_layers, max_host_bytes):
     options = on_disk(tmp_path, prefetch_layers=prefetch_layers, max_host_bytes=max_host_bytes)
     stats = compare(toys.wide(), toys.read_wide, enable_ckpt, **options)
