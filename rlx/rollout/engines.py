@@ -418,7 +418,7 @@ def share_of(rollout: RolloutConfig, model: ModelConfig, device: torch.device, e
             )
         # They start side by side, so none can measure how much is free.
         options["kv_cache_memory_bytes"], share = cache_bytes, CHECKED_SHARE
-        if not rollout.enforce_eager:
+        if not rollout.enforce_eager and "compilation_config" not in rollout.engine_kwargs.vllm:
             options["max_cudagraph_capture_size"] = -(-places // 16) * 16  # vLLM's sizes are multiples
     kwargs = replace(rollout.engine_kwargs, vllm={**options, **rollout.engine_kwargs.vllm})
     changes: dict[str, Any] = {"max_num_seqs": places, "gpu_memory_utilization": share, "engine_kwargs": kwargs}

@@ -336,13 +336,7 @@ def remove_names(queue: Any) -> None:
 
 
 def request_fault(request: Request, longest: int, has_texts: bool, temperature: float) -> str | None:
-    """Return why an engine cannot complete a request, as `Rollout._fault`.
-
-    Args:
-        longest: prompt and completion together [tokens].
-        has_texts: whether the engine has a tokenizer.
-        temperature: of its log-probs.
-    """
+    """Return why an engine of this context length, with a tokenizer or without, cannot complete a request; see `Rollout._fault`."""
     prompt, sampling = len(request.prompt_ids), request.sampling
     if not prompt:
         return "has an empty prompt; expected at least one token"

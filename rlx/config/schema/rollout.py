@@ -135,6 +135,7 @@ class RolloutConfig:
         False,
         "vLLM: several engines get prompts as they have places, so timing decides which are decoded together.",
         while_is("name", "hf"),
+        while_is("engines_per_gpu", 1),
     )
     max_num_batched_tokens: int = key(8192, "vLLM: tokens per scheduling step.", while_is("name", "hf"), minimum=1)
     enforce_eager: bool = key(False, "vLLM: no CUDA graphs.", while_is("name", "hf"))
