@@ -44,7 +44,7 @@ test: $(STAMP)
 	[ -z "$$failed" ] || { echo "failed before the tests:$${failed#,}"; exit 1; }
 
 chaos: $(STAMP)
-	$(PY) tests/chaos --runs $(or $(N),50) --seed $(or $(SEED),0) --jobs $(or $(JOBS),1) $(ARGS)
+	$(PY) benchmarks/chaos --runs $(or $(N),50) --seed $(or $(SEED),0) --jobs $(or $(JOBS),1) $(ARGS)
 
 learns: $(STAMP)
 	$(PY) -m benchmarks.learns --out $(or $(OUT),outputs/learns) $(ARGS)

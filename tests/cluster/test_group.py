@@ -162,7 +162,7 @@ def test_a_constructor_that_raises_ends_the_group(worker_class):
 
 @pytest.mark.slow
 def test_a_stuck_collective_names_the_rank_that_the_others_wait_for(worker_class):
-    """A frozen process, which cannot answer, is stopped in the nightly runs of tests/chaos."""
+    """A frozen process, which cannot answer, is stopped in the nightly runs of benchmarks/chaos."""
     group = WorkerGroup(Placement.reserve(1, 2, "cpu"), worker_class).build("x", True)
     group._hang_timeout_s = 3.0  # now that torch is there, whose import is one long call on a busy machine
     assert group.call("any", "work_slowly", 4.5) == [4.5] * 2, "a slow call is no hang"

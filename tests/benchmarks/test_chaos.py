@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "chaos"))
 from faults import FAULTS, MOMENTS, Run, plans, wait_for
 from outcome import Trajectory, differences, end_what_is_left, new_mark
 

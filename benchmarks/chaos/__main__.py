@@ -1,4 +1,4 @@
-"""`python tests/chaos --runs 50 --seed 0 --jobs 6`: breaks runs in random ways, and compares each with a run left alone.
+"""`python benchmarks/chaos --runs 50 --seed 0 --jobs 6`: breaks runs in random ways, and compares each with a run left alone.
 
 Nobody touches a run after its fault. A command that was ended itself is given once more, as systemd would do. The last lines
 are a table of faults and outcomes; the exit code is the number of runs that ended wrong.

@@ -1,4 +1,4 @@
-"""`python tests/chaos/network.py --seconds 60`: cuts the network between the two nodes of a run (Linux, as root).
+"""`python benchmarks/chaos/network.py --seconds 60`: cuts the network between the two nodes of a run (Linux, as root).
 
 Two network namespaces with a cable between them are the nodes. Each has a Ray daemon that is started again when it ends, as
 Kubernetes or systemd would do. A short cut must pass unnoticed; a long one restarts the run when the node is back, or with
