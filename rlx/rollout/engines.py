@@ -148,12 +148,7 @@ def start_engines(rollout: RolloutConfig) -> list[EngineProcess]:
 
 
 def assign(groups: Sequence[tuple[int, int | None]], loads: Sequence[int]) -> list[int]:
-    """Return the engine of each group of requests.
-
-    Args:
-        groups: expected tokens of each, and the engine that it must go to, if any.
-        loads: expected tokens that each engine has already.
-    """
+    """Return the engine of each group, which is its expected tokens and the engine that it must go to, if any."""
     loads, chosen = list(loads), [0] * len(groups)
     for index in sorted(range(len(groups)), key=lambda index: -groups[index][0]):
         tokens, known = groups[index]
@@ -163,16 +158,15 @@ def assign(groups: Sequence[tuple[int, int | None]], loads: Sequence[int]) -> li
 
 
 def _conversation(request: Request) -> int | None:
-    """Return the number of a request's conversation, if it has one: `PrefixMemory.era`. Modulo the engines it is its engine's."""
-    era = None if request.memory is None else request.memory.era
+    """Return `PrefixMemory.era`, the number of a request's conversation; modulo the engines it is its engine's."""
+    era = request.memory and request.memory.era
     return era if isinstance(era, int) else None
 
 
 class EngineRollout(Rollout):
     """A `Rollout` on several vLLM engines of one device, each in a process; arguments are those of `build_rollout`.
 
-    Requests with the same prompt go to one engine, which has it in its prefix cache, and so do the turns of a conversation. What
-    goes where depends on the requests alone. Each engine gets its share of `max_num_seqs` and of the device's memory.
+    Requests with the same prompt go to one engine, which has it in its prefix cache, and so do the turns of a conversation.
 
     An engine that is lost while nothing is in flight is reported at the next request: the other processes of the run are in the
     collectives that gather weights, which all have to finish. An update of weights that fails ends all engines.
@@ -285,10 +279,7 @@ class EngineRollout(Rollout):
                 room -= 1
         # The prompt of a group is read once.
         tokens = [
-            [
-                1 if self._is_late else request.sampling.max_tokens + len(request.prompt_ids) // len(group)
-                for _, request in group
-            ]
+            [r.sampling.max_tokens + len(r.prompt_ids) // len(group) if not self._is_late else 1 for _, r in group]
             for group in groups.values()
         ]
         fixed = [key % len(self._engines) if isinstance(key, int) else None for key in groups]
@@ -349,7 +340,7 @@ class EngineRollout(Rollout):
         self._requests.clear()
         self._pending.clear()
         self._shares.clear()
-        engines, self._engines, self._loads = self._engines, [], []
+        engines, self._engines, self._loads = self._engines, [], [0] * len(self._loads)
         for engine in engines:
             engine.close()
 
@@ -399,7 +390,7 @@ def _error(engine: EngineProcess, error: tuple[str, str, str]) -> Exception:
 
 
 def share_of(rollout: RolloutConfig, model: ModelConfig, device: torch.device, engines: int) -> RolloutConfig:
-    """Return the configuration of one of several engines on a device. Raises ValueError if their memory does not suffice."""
+    """Return the configuration of one of several engines on a device. Raises ValueError if less memory is free than configured."""
     places = -(-rollout.max_num_seqs // engines)
     options = dict[str, Any]()
     share = rollout.gpu_memory_utilization
@@ -408,14 +399,7 @@ def share_of(rollout: RolloutConfig, model: ModelConfig, device: torch.device, e
         memory.require(share)
         weights = load_skeleton(model, "lm", torch.bfloat16).parameters()
         weight_bytes = sum(each.numel() for each in weights) * (4 if rollout.dtype == "fp32" else 2)
-        each_bytes = int(share * memory.total / engines)
-        cache_bytes = each_bytes - weight_bytes - ENGINE_BYTES
-        if cache_bytes < each_bytes / 10:
-            raise ValueError(
-                f"actor_rollout_ref.rollout.engines_per_gpu={engines} gives each engine {each_bytes / 1e9:.1f} GB, too little for "
-                f"weights ({weight_bytes / 1e9:.1f} GB), graphs and workspace ({ENGINE_BYTES / 1e9:.1f} GB) and a cache. Set fewer "
-                "engines, or raise actor_rollout_ref.rollout.gpu_memory_utilization"
-            )
+        cache_bytes = int(share * memory.total / engines) - weight_bytes - ENGINE_BYTES
         # They start side by side, so none can measure how much is free.
         options["kv_cache_memory_bytes"], share = cache_bytes, CHECKED_SHARE
         if not rollout.enforce_eager and "compilation_config" not in rollout.engine_kwargs.vllm:

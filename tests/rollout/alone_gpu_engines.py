@@ -176,9 +176,9 @@ assert torch.cuda.memory_snapshot()[0]["is_expandable"], "the trainer's segments
 """
 
 
-@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
-def test_vllm_sleeps_beside_a_trainer_with_expandable_segments(model, name):
-    names = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", name: "expandable_segments:True"}
+def test_vllm_sleeps_beside_a_trainer_with_expandable_segments(model):
+    """By torch's new name, which vLLM does not read."""
+    names = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
     command = [sys.executable, "-c", EXPANDABLE, model.path]
     done = subprocess.run(command, env={**os.environ, **names}, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -186,6 +186,7 @@ def test_an_engine_that_fails_or_hangs_is_named_with_its_stack(start, one_and_tw
     told.unlink()
     sampler.close()
     assert children() == before
+    assert sampler.engine_loads() == [(0, 0)], "a worker looks while it starts the next one"
 
 
 def test_an_engine_that_is_killed_is_named_and_a_sync_goes_on_with_the_others(one_and_two, make_model):

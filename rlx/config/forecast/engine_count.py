@@ -1,8 +1,8 @@
-"""How many vLLM engines each GPU gets with `rollout.engines_per_gpu=auto`, and why. Measured figures are in docs/rollout.md.
+"""How many vLLM engines each GPU gets with `rollout.engines_per_gpu=auto`, and why; figures are in docs/rollout.md.
 
-A step of an engine is Python, in which the GPU waits for this engine, and then the GPU's work, which waits for that of other
-engines. So T, the time in which each of N engines takes a step, is Python + work + (N - 1) work * (work / T), the last factor being
-the share of time that another engine works; and it is at least N * work.
+A step of an engine is Python, in which the GPU waits for it, and then work, which waits for that of other engines. So each of N
+engines takes a step in T = Python + work + (N - 1) work * (work / T), the last factor being the share of time that another engine
+works; and in N * work at least.
 """
 
 import math
