@@ -4,7 +4,7 @@ from argparse import Namespace
 
 import torch
 
-from benchmarks.grpo_step import medians, settings, show, write_inputs
+from benchmarks.grpo_step import settings, write_inputs
 from rlx.config.check.validate import check
 from rlx.config.compose.command_line import compose
 from rlx.config.machine import inspect_machine
@@ -23,15 +23,3 @@ def test_prompts_have_all_the_tokens_that_were_asked_for_and_the_settings_are_va
     prompts = load_prompts(config.data, load_tokenizer(config.actor_rollout_ref.model.path, False), "train")
     mask = prompts.batch(range(6))["prompt_mask"]
     assert len(prompts) == 6 and mask.shape == (6, 40) and mask.all()
-
-
-def test_the_table_has_medians_without_the_first_step(capsys):
-    steps = {
-        n: {"timing_s/step": x, "timing_s/ref": x / 4, "reward/mean": 1.0} for n, x in enumerate((90.0, 4.0, 8.0, 5.0))
-    }
-    found = medians(steps)
-    assert found == {"timing_s/step": 5.0, "timing_s/ref": 1.25}
-    show({"False": found, "True": {**found, "timing_s/step": 2.5, "actor/tokens_saved": 0.75}})
-    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert rows[0][-2:] == ["False", "True"]
-    assert rows[1:] == [["ref", "1.250", "1.250"], ["step", "5.000", "2.500"], ["actor/tokens_saved", "-", "0.750"]]

@@ -6,13 +6,10 @@ import statistics
 
 import pytest
 import torch
-from transformers import GPT2Config
 
-from benchmarks.offload import modes
 from benchmarks.offload.__main__ import main
 from benchmarks.offload.models import Case, build, read_shape
-from benchmarks.offload.modes import MODE_DESCRIPTIONS, Mode, parse_mode
-from rlx.offload import OffloadOptions
+from benchmarks.offload.modes import parse_mode
 
 CPU = torch.device("cpu")
 TINY = ("--device", "cpu", "--model", "tiny", "--case", "16x3", "--rounds", "3", "--dtype", "float32")
@@ -111,26 +108,6 @@ def test_every_mode_computes_the_same_gradients():
     for name in ("plain:tile=5", "checkpointing:tile=5", "attention:tile=5"):
         for gradient, found in zip(expected, gradients(name), strict=True):
             torch.testing.assert_close(found, gradient, rtol=0, atol=1e-5 * gradient.abs().max().item())
-
-
-@pytest.mark.parametrize("layers", [1, 5])
-def test_a_local_configuration_is_a_model(tmp_path, layers):
-    GPT2Config(vocab_size=64, n_embd=16, n_head=2, n_layer=2, n_positions=8).save_pretrained(tmp_path)
-    for path in (tmp_path, tmp_path / "config.json"):
-        model = build(read_shape(str(path)), Case(16, layers), CPU, torch.float32)
-        assert model.config.num_hidden_layers == layers
-    assert model(input_ids=torch.zeros(1, 16, dtype=torch.int64)).last_hidden_state.shape == (1, 16, 16)
-
-
-def test_a_mode_takes_options_of_its_own():
-    mode = parse_mode("boundary:prefetch_layers=2:pin_memory=false", {"min_bytes": 5, "prefetch_layers": 7})
-    options = OffloadOptions(save="boundary", min_bytes=5, prefetch_layers=2, pin_memory=False)
-    assert mode == Mode("boundary:prefetch_layers=2:pin_memory=false", "boundary", options)
-    assert parse_mode("plain:tile=auto", {}) == Mode("plain:tile=auto", "plain", None, 0)
-    assert parse_mode("all:min_bytes=5:tile=9", {}).tile == 9
-    streamed = parse_mode("boundary:tile=9:resident=2:weights_in=/disk", {})
-    assert (streamed.tile, streamed.resident, streamed.weights_in) == (9, 2, "/disk")
-    assert set(MODE_DESCRIPTIONS) == {*modes.OWN_MODES, *modes.PEERS}
 
 
 # On a GPU

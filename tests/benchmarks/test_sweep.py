@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.sweep.page import COLUMNS, FAMILIES, RESULTS, joined, page, read_results, write_results
-from benchmarks.sweep.reference import largest_difference, lora_change, step_of
+from benchmarks.sweep.page import COLUMNS, FAMILIES, RESULTS, page, read_results
+from benchmarks.sweep.reference import largest_difference
 from benchmarks.sweep.replay import replay_error
-from benchmarks.sweep.run import CheckResult, outcomes_of
+from benchmarks.sweep.run import outcomes_of
 from benchmarks.sweep.trainer import TinyModel
 from rlx.models.experts import _Choice
 from tests.tiny_models import config_of, rows, write_tiny
@@ -67,22 +67,6 @@ def test_a_replay_without_effect_is_noticed(tmp_path, monkeypatch):
         replay_error(TinyModel(tmp_path, torch.float64, "sdpa"))
 
 
-def test_the_change_by_formula_is_that_of_adamw():
-    from benchmarks.sweep.reference import OPTIM
-
-    weight, a = torch.randn(5, 7, dtype=torch.float64), torch.randn(2, 7, dtype=torch.float64)
-    b = torch.zeros(5, 2, dtype=torch.float64, requires_grad=True)
-    own = weight.clone().requires_grad_()
-    optimizer = torch.optim.AdamW([own, b], lr=OPTIM.lr, eps=OPTIM.eps, weight_decay=0.0)
-    whole = own + 3.0 * b @ a
-    (whole**2).sum().backward()
-    gradient = own.grad.clone()
-    optimizer.step()
-    torch.testing.assert_close(own.detach() - weight, step_of(gradient))
-    torch.testing.assert_close(3.0 * b.detach() @ a, lora_change(gradient, a, 3.0, transposed=False))
-    torch.testing.assert_close((3.0 * b.detach() @ a).T, lora_change(gradient.T, a, 3.0, transposed=True))
-
-
 def test_a_difference_counts_as_a_share_of_its_tensors_change():
     wanted = {"large": torch.tensor([10.0, 0.0]), "small": torch.tensor([0.2, 0.0]), "none": torch.zeros(2)}
     found = {name: x.clone() for name, x in wanted.items()}
@@ -91,16 +75,6 @@ def test_a_difference_counts_as_a_share_of_its_tensors_change():
     assert largest_difference(found, wanted) == pytest.approx(0.5)
     found["none"][0] = float("nan")
     assert not largest_difference(found, wanted) <= 1e9
-
-
-def test_results_of_one_version_are_joined(tmp_path):
-    for name, error, versions in [("a", 1.0, "torch 1"), ("b", 2.0, "torch 1"), ("c", 3.0, "torch 2")]:
-        of_row = {"packed": CheckResult("right", error), name: CheckResult("right", 0.0)}
-        write_results(tmp_path / name, {"qwen3": of_row}, versions)
-    found, _ = joined([tmp_path / "a", tmp_path / "b"])
-    assert set(found["qwen3"]) == {"packed", "a", "b"} and found["qwen3"]["packed"].error == 2.0
-    with pytest.raises(ValueError, match=r"a is of torch 1; .*c is of torch 2"):
-        joined([tmp_path / "a", tmp_path / "c"])
 
 
 def test_the_page_is_current_and_complete():

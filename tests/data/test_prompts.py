@@ -196,20 +196,6 @@ def test_plain_columns_without_a_chat_template_stay_text(write_jsonl):
     assert texts(load(ByT5Tokenizer(), file, answer_key="answer")) == ["2 + 3"]
 
 
-@pytest.mark.parametrize(
-    ("row", "reason"),
-    [
-        ({"prompt": "a", "solution": 1}, r"expected also \['answer'\]; .* data.answer_key"),
-        ({"prompt": "a", "answer": None}, "line 1: answer is missing"),
-        ({"prompt": 3, "answer": 1}, "line 1: prompt is 3"),
-        ({"prompt": "a", "answer": 1, "data_source": 4}, "line 1: data_source is 4"),
-    ],
-)
-def test_faults_of_plain_columns(tokenizer, write_jsonl, row, reason):
-    with pytest.raises(DataError, match=reason):
-        load(tokenizer, write_jsonl([row]), answer_key="answer")
-
-
 def test_all_faulty_rows_come_at_once_each_by_its_line_and_with_its_remedy(tokenizer, tmp_path):
     good = '{"prompt": "1 + 1", "answer": "2"}'
     bad = [

@@ -58,8 +58,11 @@ def second(**changes: Any) -> bytes:
     return text(row(), row(**changes))
 
 
-def of_parquet(make: Callable[[Path], bytes], said: str) -> Fault:
-    return Fault(make, said, "rows.parquet")
+def of_parquet(said: str, harm: Callable[[bytes], bytes] = bytes, only: Any = None, **changes: Any) -> Fault:
+    """A file of right rows with other columns, or of `only` these; `harm` changes its bytes."""
+    return Fault(
+        lambda folder: harm(parquet(folder, columns(**changes) if only is None else only)), said, "rows.parquet"
+    )
 
 
 FAULTS = {
@@ -109,38 +112,23 @@ FAULTS = {
     "an answer without ####": Fault(text({"question": "1 + 1", "answer": "2"}), "line 1: "),
     "a question of a number": Fault(text({"question": 1, "answer": "#### 2"}), "line 1: got question 1"),
     # Parquet
-    "no Parquet": of_parquet(lambda _: text(row()), "cannot be read as Parquet"),
-    "an empty Parquet": of_parquet(lambda _: b"", "cannot be read as Parquet"),
-    "half a Parquet": of_parquet(lambda folder: parquet(folder, columns())[:-100], "cannot be read as Parquet"),
-    "a Parquet of zeros": of_parquet(lambda _: b"PAR1" + bytes(100) + b"PAR1", "cannot be read as Parquet"),
-    "damaged pages": of_parquet(
-        lambda folder: b"PAR1" + b"\xff" * 300 + parquet(folder, columns())[304:], "cannot be read as Parquet"
-    ),
-    "Parquet without rows": of_parquet(
-        lambda folder: parquet(folder, {"prompt": pa.array([], pa.string())}), "has no rows"
-    ),
-    "Parquet without a column": of_parquet(
-        lambda folder: parquet(folder, columns(reward_model=...)), "expected also ['reward_model']"
-    ),
+    "no Parquet": of_parquet("cannot be read as Parquet", lambda _: text(row())),
+    "an empty Parquet": of_parquet("cannot be read as Parquet", lambda _: b""),
+    "half a Parquet": of_parquet("cannot be read as Parquet", lambda data: data[:-100]),
+    "a Parquet of zeros": of_parquet("cannot be read as Parquet", lambda _: b"PAR1" + bytes(100) + b"PAR1"),
+    "damaged pages": of_parquet("cannot be read as Parquet", lambda data: b"PAR1" + b"\xff" * 300 + data[304:]),
+    "Parquet without rows": of_parquet("has no rows", only={"prompt": pa.array([], pa.string())}),
+    "Parquet without a column": of_parquet("expected also ['reward_model']", reward_model=...),
     "a column twice": of_parquet(
-        lambda folder: parquet(folder, pa.Table.from_arrays([pa.array(["a"])] * 2, ["prompt", "prompt"])),
-        "Multiple matches for FieldRef.Name(prompt)",
+        "Multiple matches for FieldRef.Name(prompt)", only=pa.Table.from_arrays([pa.array(["a"])] * 2, ["prompt"] * 2)
     ),
-    "a null in Parquet": of_parquet(
-        lambda folder: parquet(folder, columns(prompt=["a", None])), "row 2: prompt is None"
-    ),
-    "bytes in Parquet": of_parquet(
-        lambda folder: parquet(folder, columns(prompt=[b"a", b"b"])), "row 1: prompt is b'a'"
-    ),
+    "a null in Parquet": of_parquet("row 2: prompt is None", prompt=["a", None]),
+    "bytes in Parquet": of_parquet("row 1: prompt is b'a'", prompt=[b"a", b"b"]),
     "text that is no UTF-8": of_parquet(
-        lambda folder: parquet(
-            folder, columns(prompt=pa.array([b"a", b"\xff"]).view(pa.binary()).cast(pa.string(), safe=False))
-        ),
         "row 2: cannot be read (UnicodeDecodeError",
+        prompt=pa.array([b"a", b"\xff"]).view(pa.binary()).cast(pa.string(), safe=False),
     ),
-    "a time out of range": of_parquet(
-        lambda folder: parquet(folder, columns(extra_info=pa.array([0, 2**62], pa.timestamp("us")))), "row 2: "
-    ),
+    "a time out of range": of_parquet("row 2: ", extra_info=pa.array([0, 2**62], pa.timestamp("us"))),
 }
 
 
