@@ -47,7 +47,6 @@ EVERY = (
     "trainer.logger=[console,jsonl]",
     "trainer.save_freq=10",
     "trainer.max_actor_ckpt_to_keep=1",
-    "trainer.max_critic_ckpt_to_keep=1",
     f"trainer.save_on_sigterm_s={SAVE_S}",
     "trainer.resume_mode=auto",
 )
@@ -83,6 +82,7 @@ class Record(NamedTuple):
 
 
 SUMS = sizes(128, 96, 16)
+PPO = (f"{ALGORITHM}.adv_estimator=gae", "trainer.max_critic_ckpt_to_keep=1")
 OFFLOAD, SHARED, ADAPTERS = f"{MODEL}.enable_activation_offload", f"{MODEL}.use_shared_prefix", f"{MODEL}.lora_rank"
 RECORDS = {
     "sums": Record("sums", 200, 20, SUMS, seeds=(1, 2, 3)),
@@ -92,7 +92,7 @@ RECORDS = {
         "sums", 100, 10, SUMS,
         {"all weights": (), "LoRA": (f"{ADAPTERS}=32", f"{MODEL}.lora_alpha=64", f"{ACTOR}.optim.lr=4e-4")},
     ),
-    "ppo": Record("sums", 100, 10, SUMS, {"GRPO": (), "PPO": (f"{ALGORITHM}.adv_estimator=gae", f"{ROLLOUT}.n=8")}),
+    "ppo": Record("sums", 100, 10, SUMS, {"GRPO": (), "PPO": PPO}),
     "offload": Record("sums", 20, 10, SUMS, {"offloaded": (f"{OFFLOAD}=True",), "kept": (f"{OFFLOAD}=False",)}),
     "shared_prefix": Record("sums", 20, 10, SUMS, {"shared": (f"{SHARED}=True",), "repeated": (f"{SHARED}=False",)}),
     "gpus": Record("sums", 20, 10, SUMS, {"1 GPU": (), "2 GPUs": ("trainer.n_gpus_per_node=2",)}),

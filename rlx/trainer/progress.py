@@ -232,9 +232,8 @@ class Progress(logging.Handler):
             if metrics.get("response_length/clip_ratio", 0.0) > MOSTLY and not self._has_told_of_limit:
                 self._has_told_of_limit = True
                 self.notice(
-                    f"step {step}: {metrics['response_length/clip_ratio']:.0%} of the responses were truncated at the longest length, "
-                    "which often costs them their reward; raise data.max_response_length, or ask for shorter answers in the prompt. "
-                    "response_length/clip_ratio in the metrics has the share of each step"
+                    f"step {step}: {metrics['response_length/clip_ratio']:.0%} of the responses were truncated, see "
+                    "response_length/clip_ratio; if the reward stays flat, raise data.max_response_length or ask for shorter answers"
                 )
             if self._table:
                 self._table_row(metrics, step)
