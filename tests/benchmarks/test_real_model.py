@@ -71,13 +71,9 @@ def test_a_record_that_has_to_win_points_says_when_it_does_not(tmp_path, capsys,
     assert ("TOO LITTLE" in capsys.readouterr().out) == bool(code)
 
 
-def test_rows_of_the_tool_hold_a_call_and_the_product(tmp_path):
-    train, held_out = real_model.write_data("products", tmp_path, None)
-    rows = [json.loads(line) for file in (train, held_out) for line in file.read_text().splitlines()]
-    last = rows[0]["prompt"][-1]["content"]
-    first, second = (int(word) for word in last.removeprefix("What is ").split("?")[0].split(" * "))
-    assert rows[0]["answer"] == str(first * second)
-    assert [message["role"] for message in rows[0]["prompt"]] == ["user", "assistant", "tool", "assistant", "user"]
+def test_rows_of_the_tool_show_a_call_and_ask_for_a_product():
+    row = real_model.with_tool(0, {"prompt": "What is 37 - 4? Answer with the number alone.", "answer": "33"})
+    assert row["answer"] == "148" and "37 * 4?" in row["prompt"][-1]["content"]
 
 
 @pytest.mark.slow

@@ -43,11 +43,8 @@ def test_gsm8k_reports_the_number_after_its_mark():
     assert reward("", "#### 7 #### 1,082", "1082") == {"score": 1.0, "strict": 1.0}
 
 
-@pytest.mark.slow
 @pytest.mark.e2e
-@pytest.mark.skipif(
-    not os.environ.get("RLX_NIGHTLY"), reason="the commands of the page with the real model run at night"
-)
+@pytest.mark.nightly
 def test_the_commands_of_the_page_run(tmp_path: Path):
     """RLX_REAL_MODEL names a folder that keeps the weights from night to night."""
     (tmp_path / "examples").symlink_to(ROOT / "examples")

@@ -2,13 +2,11 @@ import io
 import logging
 import re
 import sys
-import time
 from pathlib import Path
 
 import pytest
 from run_tools import PAGE, described
 
-import rlx.trainer.progress as progress_module
 from rlx.trainer.progress import (
     HEADER_EVERY,
     ONLY_WITH,
@@ -285,39 +283,17 @@ def test_the_summary_of_a_resumed_run_says_which_numbers_are_of_its_last_part(tm
     assert "0.600 -> 0.700, from step 6 on" in text and re.search(r"wall time +\S+s, from step 6 on", text)
 
 
-def test_steps_without_an_advantage_are_explained_once_and_then_counted(tmp_path: Path):
+def test_steps_without_an_advantage_and_truncated_responses_are_explained_once(tmp_path: Path):
     progress, stream = plain(4, console=False)
     for step, share in enumerate((0.5, 1.0, 1.0, 0.9), 1):
-        progress.row({"reward/mean": 0.1, "train/zero_advantage_share": share}, step)
-    assert stream.getvalue().count("advantages are zero") == 1
+        lengths = {"response_length/clip_ratio": 0.8125 if step > 2 else 0.5}
+        progress.row({"reward/mean": 0.1, "train/zero_advantage_share": share} | lengths, step)
     said = " ".join(stream.getvalue().split())
+    assert said.count("advantages are zero") == said.count("of the responses were truncated") == 1
     assert said.startswith("! step 2: all advantages are zero") and "give partial credit" in said
+    assert "! step 3: 81% of the responses were truncated, see response_length/clip_ratio; if the reward" in said
     progress.summary({}, {}, tmp_path, None)
     assert re.search(r"all advantages zero +in 2 of 4 steps ", stream.getvalue())
-
-
-def test_truncated_responses_are_explained_once():
-    progress, stream = plain(4, console=False)
-    for step, share in enumerate((0.5, 0.8125, 0.9), 1):
-        progress.row({"reward/mean": 0.1, "response_length/clip_ratio": share}, step)
-    said = " ".join(stream.getvalue().split())
-    assert said.startswith("! step 2: 81% of the responses were truncated") and said.count("!") == 1
-    assert "raise data.max_response_length" in said
-
-
-def test_without_a_terminal_a_long_phase_logs_ever_fewer_lines(monkeypatch: pytest.MonkeyPatch):
-    """Also before the first step; a pause between phases counts from the end of the last one."""
-    monkeypatch.setattr(progress_module, "QUIET_S", 0.02)
-    monkeypatch.setattr(progress_module, "TICK_S", 0.005)
-    progress, stream = plain(4)
-    with progress:
-        with progress.phase("validate"):
-            time.sleep(1.0)
-        assert 2 <= stream.getvalue().count("validate") <= 11, "0.02 s, times 1.5 each"
-        with progress.step(1):
-            time.sleep(0.3)
-    pauses = re.findall(r"between phases, ([\d.]+)s", stream.getvalue())
-    assert pauses and float(pauses[0]) < 0.9
 
 
 def test_a_terminal_gets_a_bar_with_the_phase_and_is_left_clean(monkeypatch: pytest.MonkeyPatch):
