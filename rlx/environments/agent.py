@@ -16,7 +16,6 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from rlx.environments.answers import Nonsense
 from rlx.environments.protocol import Message, Observation, Turn
 from rlx.processes.child import end_with
 from rlx.user_code import UserCodeError, load_name, misfit
@@ -24,7 +23,6 @@ from rlx.user_code import UserCodeError, load_name, misfit
 PACKAGES = ("fastapi", "uvicorn", "openai")
 LONGEST_TAIL = 2000  # characters of a command's output that a failure shows
 LOOPBACK = "127.0.0.1"
-LARGEST_RESULT = 2**20  # bytes
 MOST_THREADS = 1024
 """Calls of `asyncio.to_thread` at a time: an agent that waits in one must not hold up the others."""
 
@@ -54,16 +52,12 @@ def agent(path: str | None, kwargs: dict[str, Any]) -> Callable[[], "Agent"]:
 def _command(kwargs: dict[str, Any]) -> list[str]:
     command = kwargs.get("command")
     words = shlex.split(command) if isinstance(command, str) else command
-    if (
-        set(kwargs) != {"command"}
-        or not isinstance(words, list)
-        or not words
-        or not all(isinstance(w, str) for w in words)
-    ):
+    if set(kwargs) != {"command"} or not isinstance(words, list) or not words:
         raise UserCodeError(
             f"environment.kwargs: got {kwargs}, expected command alone: a text or a list of words; or set environment.path to a "
             "Python file with `async def run(row, client)`"
         )
+    words = [str(word) for word in words]
     if shutil.which(words[0]) is None:
         raise UserCodeError(
             f"environment.kwargs.command: there is no program {words[0]!r} on PATH; correct it or install it"
@@ -98,12 +92,7 @@ async def _run_function(
     import openai
 
     client = openai.AsyncOpenAI(base_url=url, api_key=token, http_client=_connections(), timeout=None)
-    result = await run(row, client, **kwargs)
-    if result is not None and not isinstance(result, dict) and not isinstance(result, int | float):
-        with contextlib.suppress(Exception):  # a number of numpy or torch
-            return float(result)
-        raise Nonsense(f"run returned {result!r:.200}, expected a number, None, or a dict with `reward` and metrics")
-    return result
+    return await run(row, client, **kwargs)
 
 
 @cache
@@ -126,47 +115,31 @@ async def _run_command(command: list[str], row: dict[str, Any], url: str, token:
         given.write_text(json.dumps(row))
         own = {"OPENAI_BASE_URL": url, "OPENAI_API_KEY": token, "RLX_ROW": str(given), "RLX_RESULT": str(result)}
         own |= {name: ",".join(filter(None, (os.environ.get(name), LOOPBACK))) for name in ("NO_PROXY", "no_proxy")}
+        pipe, none = asyncio.subprocess.PIPE, asyncio.subprocess.DEVNULL
         process = await asyncio.create_subprocess_exec(
             *command,
             env=os.environ | own,
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
+            stdin=none,
+            stdout=pipe,
             stderr=asyncio.subprocess.STDOUT,
             process_group=0,
             preexec_fn=partial(end_with, os.getpid()),
         )
+        assert process.stdout is not None
+        tail = b""
         try:
-            tail = await _tail(process)
+            while part := await process.stdout.read(2**16):
+                tail = (tail + part)[-LONGEST_TAIL:]
             code = await process.wait()
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # with all that it started
         if code:
             how = f"exit code {code}" if code > 0 else signal.Signals(-code).name
-            raise CommandFailed(f"the command ended with {how}: {tail}")
-        return _result(result)
-
-
-async def _tail(process: asyncio.subprocess.Process) -> str:
-    """Read all that a command prints; return its end."""
-    assert process.stdout is not None
-    tail = b""
-    while part := await process.stdout.read(2**16):
-        tail = (tail + part)[-LONGEST_TAIL:]
-    return tail.decode(errors="replace").strip()
-
-
-def _result(path: Path) -> Any:
-    if not path.exists():
-        return None
-    with path.open("rb") as file:
-        data = file.read(LARGEST_RESULT + 1)
-    try:
-        found = json.loads(data) if len(data) <= LARGEST_RESULT else None
-    except (ValueError, RecursionError):
-        found = None
-    if isinstance(found, int | float | dict):
-        return found
-    raise CommandFailed(
-        f"RLX_RESULT has {data[:200]!r}, expected JSON: a number, or an object with `reward` and metrics"
-    )
+            raise CommandFailed(f"the command ended with {how}: {tail.decode(errors='replace').strip()}")
+        try:
+            return json.loads(result.read_text()) if result.exists() else None
+        except (ValueError, RecursionError) as fault:
+            raise CommandFailed(
+                f"RLX_RESULT is no JSON ({fault}), expected a number or an object with `reward`"
+            ) from None

@@ -35,7 +35,7 @@ class Asked(NamedTuple):
 
 
 class Cancelled(NamedTuple):
-    """The agent waits no longer for the answer to a call."""
+    """The agent no longer waits for the answer to this call."""
 
     number: int
 
@@ -62,23 +62,14 @@ class AgentPool(EnvironmentPool):
     """Samples' agents; `poll` returns their `Event`s by key.
 
     Args:
-        spec: of the agents.
-        processes, memory_limit_gb: see EnvironmentPool.
+        spec, processes, memory_limit_gb: see EnvironmentPool.
         on_rewritten_history: see `rlx.environments.openai_calls.History`.
-        host: address at which the server listens.
     """
 
-    def __init__(
-        self,
-        spec: EnvironmentSpec,
-        processes: int,
-        memory_limit_gb: float | None,
-        on_rewritten_history: str,
-        host: str = "127.0.0.1",
-    ):
+    def __init__(self, spec: EnvironmentSpec, processes: int, memory_limit_gb: float | None, on_rewritten_history: str):
         super().__init__(spec, processes, memory_limit_gb)
-        self._secret, self._url, self._server = secrets.token_hex(32), "", None
-        self._start = ["start", self._secret, host, on_rewritten_history, spec.tool_format]
+        self._mode, self._secret, self._url = on_rewritten_history, secrets.token_hex(32), ""
+        self._server: IsolatedProcess | None = None
         self._lives = itertools.count(1)
         self._life: dict[int, int] = {}  # by key
         self._key: dict[int, int] = {}  # by life
@@ -93,64 +84,54 @@ class AgentPool(EnvironmentPool):
             self._server = IsolatedProcess(own)
             self.workers.add(self._server)
             self._retiring.add(self._server)  # it takes no conversations
-            self._server.send(self._start)
+            self._server.send(["start", self._secret, self._mode, self._spec.tool_format])
         while not self._url:
             self._ready += super().poll(TICK_S)
         super().reset(key, row)
 
     def poll(self, timeout_s: float = 0.0) -> list[tuple[int, Any]]:
         """Return the events that are there by key; wait for the first one at most this long. Raises UserCodeError."""
-        until = time.monotonic() + timeout_s
-        events: list[tuple[int, Any]] = []
+        until, events = time.monotonic() + timeout_s, []
         while True:
-            for key, answer in super().poll(min(TICK_S, max(0.0, until - time.monotonic()))):
-                if isinstance(answer, Reset):
+            for key, found in super().poll(min(TICK_S, max(0.0, until - time.monotonic()))):
+                if isinstance(found, Reset):
                     self._idle[key] = time.monotonic()
-                elif isinstance(answer, Observation | Failure) and key not in self._life:
-                    events.append((key, Finished(answer, frozenset())))
-                elif isinstance(answer, Observation | Failure):
-                    self._ended[key] = answer
+                elif not isinstance(found, Observation | Failure):
+                    events.append((key, found))
+                elif key in self._life:
+                    self._ended[key] = found
                     self._idle.pop(key, None)
                     self._close_life(key)
-                else:
-                    events.append((key, answer))
+                else:  # its row cannot be sent
+                    events.append((key, Finished(found, frozenset())))
             self._fail_idle()
             if events or time.monotonic() >= until:
                 self.flush()
                 return events
 
-    def answer(self, key: int, number: int, content: Any) -> None:
-        """Send the answer to a call."""
-        self._tell(key, ["answer", number, content])
-
-    def reject(self, key: int, number: int, text: str, code: str) -> None:
-        """Answer a call with an error."""
-        self._tell(key, ["reject", number, text, code])
+    def reply(self, key: int, kind: str, number: int, *content: Any) -> None:
+        """Send the answer to a call, or why it is rejected; see `endpoint_server`."""
+        self._leave(key, number)
+        assert self._server is not None, "calls come from it"
+        self._server.send([kind, number, *content])
 
     def end(self, key: int) -> None:
         """Forget a sample; its agent is interrupted."""
         super().end(key)
         self._close_life(key)
-        life = self._life.pop(key, None)
-        if life is not None:
-            self._key.pop(life, None)
-        for known in (self._calls, self._idle, self._ended):
-            known.pop(key, None)  # type: ignore[attr-defined]
+        self._key.pop(self._life.pop(key, 0), None)
+        self._calls.pop(key, None)
+        self._idle.pop(key, None)
+        self._ended.pop(key, None)
 
     def close(self, patience_s: float = FAREWELL_S) -> None:
         """See EnvironmentPool."""
         super().close(patience_s)
         self._url, self._server = "", None
 
-    def _tell(self, key: int, message: list[Any]) -> None:
-        self._leave(key, message[1])
-        assert self._server is not None, "calls come from it"
-        self._server.send(message)
-
     def _leave(self, key: int, number: int) -> None:
-        calls = self._calls.get(key, set())
-        calls.discard(number)
-        if not calls and key in self._life:
+        self._calls[key].discard(number)
+        if not self._calls[key]:
             self._idle[key] = time.monotonic()
 
     def _begin(self, own: _Conversation) -> None:
@@ -164,47 +145,43 @@ class AgentPool(EnvironmentPool):
         self._key[life], self._calls[own.key] = own.key, set()
         self._idle.pop(own.key, None)
         row = json.loads(own.lines[0])[2] | {"endpoint": [self._url, token_of(self._secret, life)]}
-        own.lines = [json.dumps(["reset", own.number, row])]
-        own.lines.append(json.dumps(["step", own.number, list(Turn("", 0))]))
-        own.answers.clear()
+        step = ["step", own.number, list(Turn("", 0))]
+        own.lines, own.answers = [json.dumps(["reset", own.number, row]), json.dumps(step)], []
         super()._begin(own)
 
     def _close_life(self, key: int) -> None:
-        life = self._life.get(key)
-        if life is not None and self._server is not None:
-            self._server.send(["close", life, min(self._key, default=life)])
+        if self._server is not None and key in self._life:
+            self._server.send(["close", self._life[key], min(self._key)])
 
     def _take(self, worker: IsolatedProcess, own: Any, what: Any) -> None:
         if worker is not self._server:
             super()._take(worker, own, what)
             return
-        match what:
-            case Lost():
-                self._server = None
-                self.close()
-                raise EndpointFailed(f"the process that serves the address {what.how}; see its output above")
-            case ["address", str(url)]:
-                self._url = url
-            case ["call", int(number), int(life), dict(content)] if life in self._key:
-                key = self._key[life]
-                self._calls[key].add(number)
-                self._idle.pop(key, None)
-                self._ready.append((key, Asked(number, content)))  # type: ignore[arg-type]
-            case ["cancel", int(number)]:
-                for key, calls in self._calls.items():
-                    if number in calls:
-                        self._leave(key, number)
-                        self._ready.append((key, Cancelled(number)))  # type: ignore[arg-type]
-                        break
-            case ["closed", int(life), list(read)] if life in self._key and self._key[life] in self._ended:
-                key = self._key[life]
-                self._ready.append((key, Finished(self._ended.pop(key), frozenset(read))))  # type: ignore[arg-type]
+        if isinstance(what, Lost):
+            self._server = None
+            self.close()
+            raise EndpointFailed(f"the process that serves the address {what.how}; see its output above")
+        kind, number, *content = what
+        if kind == "address":
+            self._url = number
+        elif (key := self._key.get(content[0])) is None:  # a life that has been closed
+            pass
+        elif kind == "call":
+            self._calls[key].add(number)
+            self._idle.pop(key, None)
+            self._ready.append((key, Asked(number, content[1])))  # type: ignore[arg-type]
+        elif kind == "cancel" and number in self._calls[key]:
+            self._leave(key, number)
+            self._ready.append((key, Cancelled(number)))  # type: ignore[arg-type]
+        elif kind == "closed" and key in self._ended:
+            self._ready.append((key, Finished(self._ended.pop(key), frozenset(content[1]))))  # type: ignore[arg-type]
 
     def _fail_idle(self) -> None:
         """Fail agents that neither call nor end for too long; one that computes is interrupted in its process before."""
-        limit_s = self._spec.limit_s
-        for key in [key for key, since in self._idle.items() if time.monotonic() > since + limit_s + SLACK_S]:
+        until = time.monotonic() - self._spec.limit_s - SLACK_S
+        for key in [key for key, since in self._idle.items() if since < until]:
             del self._idle[key]
-            own = self._of_key.get(key)
-            if own is not None and not own.has_failed:
-                self._finish(own, Failure(f"neither called the model nor ended for {limit_s:g} s", "timeout"))
+            own = self._of_key[key]
+            if not own.has_failed:
+                reason = f"neither called the model nor ended for {self._spec.limit_s:g} s"
+                self._finish(own, Failure(reason, "timeout"))

@@ -7,6 +7,7 @@ that only grew is one row; a turn that another one has already continued begins 
 import logging
 import math
 import time
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 from rlx.data.seeding import seed_for
 from rlx.environments.chat import Gap, Tools, Written, contents_of
 from rlx.environments.conversation import CHARACTERS_PER_TOKEN, Branch, Conversation, common, with_opening
-from rlx.environments.endpoint_pool import Asked, Cancelled, Event, Finished, Restarted
+from rlx.environments.endpoint_pool import Asked, Cancelled, Finished, Restarted
 from rlx.environments.protocol import Failure, Message, Observation
 from rlx.environments.running import IDLE_WAIT_S, TEMPLATE_REASON, Run
 from rlx.heartbeat import beat
@@ -22,10 +23,8 @@ from rlx.rollout.protocol import Completion, PrefixMemory, Request, Sampling
 
 logger = logging.getLogger(__name__)
 
-MOST_TURNS = 2048
-"""Turns of a sample without `max_assistant_turns`."""
-LEAST_LOG_PROB = -9999.0
-"""JSON has no infinity."""
+MOST_TURNS = 2048  # of a sample without `max_assistant_turns`
+LEAST_LOG_PROB = -9999.0  # JSON has no infinity
 _told: set[str] = set()
 
 
@@ -145,29 +144,51 @@ class AgentRun(Run):
         for (number, completion), text in zip(stopped, texts, strict=True):
             del self._sampled[number]
             call, node = self._node_of.pop(number)
-            node.completion, node.text = completion, self._sampling(call).shown(text)
+            if call.content["stop"]:
+                completion, text = self._cut(completion, call.content["stop"], text)
+            shown = replace(self._options.sampling, stop=(*self._options.sampling.stop, *call.content["stop"])).shown(
+                text
+            )
+            node.completion, node.text = completion, shown
             call.left.discard(number)
             if not call.left:
                 self._answer(call)
 
+    def _cut(self, completion: Completion, stops: Sequence[str], text: str) -> tuple[Completion, str]:
+        """Return a completion up to the token that completes one of these strings, and its text."""
+        ids, log_probs = completion.token_ids, completion.log_probs
+        if not any(stop in text for stop in stops):
+            return completion, text
+
+        def has_one(count: int) -> bool:
+            return any(stop in self._chat.whole_text(ids[:count]) for stop in stops)
+
+        count = bisect_left(range(len(ids)), True, key=has_one)
+        kept = Completion(ids[:count], log_probs and log_probs[:count], "stop")
+        return kept, self._chat.whole_text(ids[:count])
+
     def _answer(self, call: _Call) -> None:
         sample, content, choices = self._samples[call.key], call.content, []
         del sample.calls[call.number]
+        with_ids = content["return_token_ids"]
         for place, node in enumerate(call.nodes):
             sample.nodes[call.number, place], node.answered = node, time.monotonic()
             ids, log_probs, reason = node.completion[:3]
-            whole = node.text if content["is_chat"] else self._chat.whole_text(ids)
-            pieces = self._chat.pieces(ids) if content["with_log_probs"] else []
-            known = [max(each, LEAST_LOG_PROB) for each in log_probs] if log_probs and pieces else None
-            ids_or_none = ids if content["return_token_ids"] else None
-            choices.append((node.text, whole, reason, len(ids), ids_or_none, known, pieces))
-        before = node.tokens[: -len(ids)] if content["return_token_ids"] else None
-        self._to_pool("answer", call.key, call.number, [[node.row_prompt + node.behind, before], choices])
+            whole = "" if content["is_chat"] else self._chat.whole_text(ids)
+            choice = {"text": node.text, "whole_text": whole, "finish_reason": reason, "count": len(ids)}
+            if content["with_log_probs"] and log_probs:
+                shown = [max(x, LEAST_LOG_PROB) for x in log_probs]
+                choice |= {"log_probs": shown, "token_texts": self._chat.pieces(ids)}
+            choices.append(choice | ({"token_ids": ids} if with_ids else {}))
+        before = node.tokens[: -len(ids)] if with_ids else None
+        answer = {"choices": choices, "prompt_tokens": node.row_prompt + node.behind, "prompt_ids": before}
+        self._to_pool("reply", call.key, "answer", call.number, answer)
 
     def _listen(self) -> None:
         """Take what has come from agents; in waves wait until each has a call or has ended."""
         started, idle = time.monotonic(), not self._sampled
-        for key, event in self._options.first_rank.decide(self._events):
+        wait_s = IDLE_WAIT_S if idle else 0.0
+        for key, event in self._options.first_rank.decide(lambda: self._pool.poll(wait_s)):  # type: ignore[union-attr]
             if key in self._open:
                 self._note(key, event)
         if idle:
@@ -182,11 +203,8 @@ class AgentRun(Run):
         for key in sorted(self._finished):
             self._finish(key, self._finished.pop(key))
 
-    def _events(self) -> list[tuple[int, Event]]:
-        assert self._pool is not None, "the rank that decides has the pool"
-        return self._pool.poll(0.0 if self._sampled else IDLE_WAIT_S)  # type: ignore[return-value]
-
-    def _note(self, key: int, event: Event) -> None:
+    def _note(self, key: int, event: Any) -> None:
+        """Take an `endpoint_pool.Event`."""
         match event:
             case Asked(number, content):
                 self._pending.setdefault(key, []).append(_Call(key, number, content))
@@ -235,7 +253,7 @@ class AgentRun(Run):
         code = "context_length_exceeded" if reason == "length" else reason
         if reason != TEMPLATE_REASON:
             sample.limit, sample.told = reason, text
-        self._to_pool("reject", call.key, call.number, text, code)
+        self._to_pool("reply", call.key, "reject", call.number, text, code)
 
     def _node(self, call: _Call) -> Node:
         """Return the turn that a call wants, without its tokens."""
@@ -299,10 +317,10 @@ class AgentRun(Run):
         before = node.parent.tokens if node.parent is not None and not node.is_history else []
         call.nodes += [replace(node, memory=PrefixMemory()) for _ in range(content["n"] - 1)]
         for place, own in enumerate(call.nodes):
-            turn, chosen = sample.begun + place, content["seed"]
-            own_seed = (
-                seed_for(seed, "call", chosen, place) if chosen is not None else seed_for(seed, turn) if turn else seed
-            )
+            turn = sample.begun + place
+            own_seed = seed_for(seed, turn) if turn else seed
+            if content["seed"] is not None:
+                own_seed = seed_for(seed, "call", content["seed"], place)
             try:
                 number = self._rollout.add_request(Request((*before, *node.prompt), own_seed, sampling, own.memory))
             except ValueError as fault:  # before the first is taken: they differ in their seeds alone
@@ -313,7 +331,7 @@ class AgentRun(Run):
         sample.calls[call.number] = call
 
     def _sampling(self, call: _Call) -> Sampling:
-        """Return the run's sampling with a call's stop strings."""
+        """Return the run's sampling, with a call's stop strings if the sampler knows texts; `_cut` handles them anyway."""
         own = self._options.sampling
         for name, value in call.content["chosen"].items():
             if value != getattr(own, name) and name not in _told:
@@ -323,7 +341,8 @@ class AgentRun(Run):
                     "(actor_rollout_ref.rollout.%s)",
                     *(name, value, name),
                 )
-        return replace(own, stop=(*own.stop, *call.content["stop"])) if call.content["stop"] else own
+        knows_texts = self._options.in_waves or own.stop  # vLLM starts without a tokenizer otherwise
+        return replace(own, stop=(*own.stop, *call.content["stop"])) if knows_texts and call.content["stop"] else own
 
     def _finish(self, key: int, finished: Finished) -> None:
         """Make a sample's conversation of the turns that its agent has read."""

@@ -1,8 +1,8 @@
 """The process that serves OpenAI's protocol to agents. `rlx.environments.endpoint_pool` starts one for each process that samples.
 
-Its owner sends lines of JSON: ["start", secret, host, on_rewritten_history, format of tool calls], then ["answer", call, content],
+Its owner sends lines of JSON: ["start", secret, on_rewritten_history, format of tool calls], then ["answer", call, content],
 ["reject", call, text, code] and ["close", life, lowest open life]. It sends ["address", URL], ["call", number, life, content],
-["cancel", number] and, after a close, ["closed", life, numbers of the calls whose answers the agent got].
+["cancel", number, life] and, after a close, ["closed", 0, life, numbers of the calls whose answers the agent got].
 
 A life is one start of a sample's agent. Its token is the life's number, signed; so a call needs no table of tokens, and no agent can
 make another's.
@@ -10,6 +10,7 @@ make another's.
 
 import asyncio
 import hmac
+import importlib
 import itertools
 import json
 import socket
@@ -24,16 +25,13 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.requests import ClientDisconnect
 
 from rlx.environments.endpoint_pool import token_of
-from rlx.environments.openai_calls import MODEL, BadCall, Call, Choice, History, Said, answer, events, read, said
+from rlx.environments.openai_calls import MODEL, BadCall, Call, History, answer, events, read, said
 from rlx.processes.lines import line_of
 
-LONGEST_BODY = 2**22  # bytes
-LONGEST_UPLOAD_S = 60.0
-"""A body must have arrived by then [s]."""
-MOST_AT_ONCE = 256
-"""Calls of a life in work."""
-KEPT_S = 86_400
-"""Idle connections stay open: a client that reuses one as it closes would see an error."""
+HOST = "127.0.0.1"
+LONGEST_BODY, LONGEST_UPLOAD_S = 2**22, 60.0  # bytes, and the time in which they arrive
+MOST_AT_ONCE = 256  # calls of a life in work
+KEPT_S = 86_400  # idle connections stay open: a client that reuses one as it closes would see an error
 LONGEST_LINE = 2**40  # bytes; the owner is trusted
 
 
@@ -48,19 +46,30 @@ class _Life:
 
 def serve(connection: socket.socket) -> None:
     """Serve until the owner closes the connection."""
-    asyncio.run(_serve(connection))
+    with asyncio.Runner(loop_factory=_fastest_loop()) as runner:
+        runner.run(_serve(connection))
+
+
+def _fastest_loop() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    try:
+        return importlib.import_module("uvloop").new_event_loop  # type: ignore[no-any-return]
+    except ImportError:
+        return None
 
 
 async def _serve(connection: socket.socket) -> None:
     reader, writer = await asyncio.open_connection(sock=connection, limit=LONGEST_LINE)
-    _, secret, host, on_rewritten, tool_format = json.loads(await reader.readline())
-    own = _Server(writer, secret, on_rewritten, tool_format)
-    with socket.create_server((host, 0), backlog=4096) as listening:
-        options = uvicorn.Config(own.app(), log_level="error", access_log=False, lifespan="off", ws="none")
-        options.timeout_keep_alive = KEPT_S
-        server = uvicorn.Server(options)
+    own = _Server(writer, *json.loads(await reader.readline())[1:])
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+    app.post("/v1/chat/completions")(own.chat)
+    app.post("/v1/completions")(own.text)
+    app.get("/v1/models")(own.models)
+    app.add_exception_handler(BadCall, _rejected)
+    with socket.create_server((HOST, 0), backlog=4096) as listening:
+        options = {"log_level": "error", "access_log": False, "lifespan": "off", "timeout_keep_alive": KEPT_S}
+        server = uvicorn.Server(uvicorn.Config(app, **options))
         task = asyncio.ensure_future(server.serve(sockets=[listening]))
-        own.send("address", f"http://{host}:{listening.getsockname()[1]}/v1")
+        own.send("address", f"http://{HOST}:{listening.getsockname()[1]}/v1")
         while line := await reader.readline():
             own.take(*json.loads(line))
         server.should_exit = server.force_exit = True
@@ -74,77 +83,61 @@ class _Server:
         self._closed: set[int] = set()
         self._lowest = 0  # life that may be open
         self._numbers = itertools.count(1)
-        self._life_of: dict[int, _Life] = {}  # of a call in work
+        self._life_of: dict[int, _Life] = {}  # of the calls that the owner works on
 
     def send(self, *message: Any) -> None:
         self._writer.write(line_of(message))
 
-    def app(self) -> FastAPI:
-        app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
-        app.post("/v1/chat/completions")(self._chat)
-        app.post("/v1/completions")(self._text)
-        app.get("/v1/models")(self._models)
-        app.exception_handler(BadCall)(_rejected)
-        return app
-
     def take(self, kind: str, number: int, *content: Any) -> None:
         """Handle a message of the owner."""
         if kind == "close":
-            (self._lowest,) = content
+            self._lowest = content[0]
             self._closed = {each for each in self._closed if each >= self._lowest} | {number}
             life = self._lives.pop(number, None)
             for call, waiting in life.waiting.items() if life else ():
                 self._life_of.pop(call, None)
                 if not waiting.done():
                     waiting.set_exception(BadCall("the sample has ended", 410))
-            self.send("closed", number, life.got if life else [])
-            return
-        waits = self._life_of.pop(number).waiting.get(number) if number in self._life_of else None
-        if waits is not None and not waits.done():
-            if kind == "reject":
-                waits.set_exception(BadCall(content[0], code=content[1]))
+            self.send("closed", 0, number, life.got if life else [])
+        elif (life := self._life_of.pop(number, None)) is not None and not life.waiting[number].done():
+            waiting = life.waiting[number]
+            if kind == "answer":
+                waiting.set_result(content[0])
             else:
-                waits.set_result(content[0])
+                waiting.set_exception(BadCall(content[0], code=content[1]))
 
-    async def _models(self, request: Request) -> Response:
+    async def models(self, request: Request) -> Response:
         self._life(request)
         return JSONResponse({"object": "list", "data": [{"id": MODEL, "object": "model", "owned_by": "rlx"}]})
 
-    async def _chat(self, request: Request) -> Response:
+    async def chat(self, request: Request) -> Response:
         return await self._call(request, True)
 
-    async def _text(self, request: Request) -> Response:
+    async def text(self, request: Request) -> Response:
         return await self._call(request, False)
 
     def _life(self, request: Request) -> _Life:
         """Return the life whose token a request has. Raises BadCall."""
         kind, _, token = request.headers.get("authorization", "").partition(" ")
-        number = token.split("-")[1] if kind.lower() == "bearer" and token.count("-") == 2 else ""
-        if not (number.isascii() and number.isdigit() and len(number) < 19):
-            raise BadCall(
-                "expected the token of a sample: Authorization: Bearer $OPENAI_API_KEY", 401, "invalid_api_key"
-            )
-        life = int(number)
+        digits = token.split("-")[1] if kind.lower() == "bearer" and token.count("-") == 2 else ""
+        life = int(digits) if digits.isascii() and digits.isdigit() and len(digits) < 19 else -1
         is_own = hmac.compare_digest(token.encode(), token_of(self._secret, life).encode())
         if not is_own or life in self._closed or life < self._lowest:
-            raise BadCall("the token is of no sample that is running", 401, "invalid_api_key")
-        if life not in self._lives:
-            self._lives[life] = _Life(life, History(self._mode))
-        return self._lives[life]
+            text = "expected the token of a running sample: Authorization: Bearer $OPENAI_API_KEY"
+            raise BadCall(text, 401, "invalid_api_key")
+        return self._lives.setdefault(life, _Life(life, History(self._mode)))
 
     async def _call(self, request: Request, is_chat: bool) -> Response:
-        life = self._life(request)
+        self._life(request)
         call = read(is_chat, await _body(request))
+        life = self._life(request)  # it may have ended as the body arrived
         if len(life.waiting) >= MOST_AT_ONCE:
             raise BadCall(f"the sample has {MOST_AT_ONCE} calls in work; wait for one of them", 429)
-        place = life.history.place(call)
-        if life.number in self._closed:  # while the body arrived
-            raise BadCall("the sample has ended", 410)
+        content = life.history.place(call)._asdict() | call.wishes
+        content["ids"] = call.prompt if isinstance(call.prompt, list) else None
         number = next(self._numbers)
         waiting = life.waiting[number] = asyncio.get_running_loop().create_future()
         self._life_of[number] = life
-        content = place._asdict() | {"tools": call.schemas, **call.wishes}
-        content["ids"] = call.prompt if isinstance(call.prompt, list) else None
         self.send("call", number, life.number, content)
         ends = partial(self._end, life, number, waiting)
         if call.stream:
@@ -152,8 +145,7 @@ class _Server:
         gone = asyncio.ensure_future(request.receive())  # the next message after the body: the client has left
         try:
             await asyncio.wait({gone, waiting}, return_when=asyncio.FIRST_COMPLETED)
-            if not gone.done():
-                await asyncio.sleep(0)  # it may have left while the answer was made
+            await asyncio.sleep(0)  # it may have left while the answer was made
             if gone.done():
                 raise BadCall("the client has left", 499)
             whole = self._whole(life, call, number, waiting.result())
@@ -166,7 +158,7 @@ class _Server:
     async def _events(
         self, life: _Life, call: Call, number: int, waiting: "asyncio.Future[Any]"
     ) -> AsyncIterator[bytes]:
-        """Yield the answer as server-sent events. An open stream begins at once, so errors are events, too."""
+        """Yield the answer as server-sent events. The stream opens at once, so errors are events, too."""
         yield b": accepted\n\n"
         try:
             whole = self._whole(life, call, number, await waiting)
@@ -180,22 +172,18 @@ class _Server:
 
     def _whole(self, life: _Life, call: Call, number: int, content: Any) -> dict[str, Any]:
         """Return an answer as the agent reads it, and keep its turns."""
-        prompt, sampled = content
-        choices = [Choice(*each) for each in sampled]
-        turns: list[Said] = []
-        for place, choice in enumerate(choices):
-            turns.append(said(choice.text, call, self._format, life.turns))
+        turns = []
+        for place, choice in enumerate(content["choices"]):
+            turns.append(said(choice["text"], call, self._format, life.turns))
+            life.history.add(call, (number, place), turns[-1], choice["whole_text"])
             life.turns += 1
-            life.history.add(call, (number, place), turns[-1], choice.whole_text)
-        return answer(call, number, prompt, choices, turns)
+        return answer(call, number, content, turns)
 
     def _end(self, life: _Life, number: int, waiting: "asyncio.Future[Any]") -> None:
-        life.waiting.pop(number, None)
-        if self._life_of.pop(number, None) is not None:  # the owner works on it
-            self.send("cancel", number)
-        if not waiting.done():
-            waiting.cancel()
-        elif not waiting.cancelled():
+        del life.waiting[number]
+        if self._life_of.pop(number, None) is not None:
+            self.send("cancel", number, life.number)
+        if waiting.done() and not waiting.cancelled():
             waiting.exception()  # an error that nobody awaits would be logged
 
 
@@ -221,17 +209,14 @@ async def _rejected(request: Request, fault: Exception) -> Response:
 
 async def _body(request: Request) -> bytes:
     """Return the body. Raises BadCall if it is too long or takes too long."""
-    length = request.headers.get("content-length", "")
-    too_long = BadCall(f"the body has more than {LONGEST_BODY:,} bytes", 413)
-    if length.isdigit() and int(length) > LONGEST_BODY:
-        raise too_long
-    data = bytearray()
+    length, data = request.headers.get("content-length", "0"), bytearray()
+    promised = int(length) if length.isdigit() and len(length) < 19 else LONGEST_BODY + 1
     try:
         async with asyncio.timeout(LONGEST_UPLOAD_S):
             async for part in request.stream():
                 data += part
-                if len(data) > LONGEST_BODY:
-                    raise too_long
+                if max(promised, len(data)) > LONGEST_BODY:
+                    raise BadCall(f"the body has more than {LONGEST_BODY:,} bytes", 413)
     except TimeoutError:
         raise BadCall(f"the body has not arrived within {LONGEST_UPLOAD_S:g} s", 408) from None
     except ClientDisconnect:

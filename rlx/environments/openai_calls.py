@@ -6,9 +6,9 @@ import time
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import accumulate
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from rlx.environments.protocol import CLOSE, Message, Turn
 from rlx.environments.tool_calls import parse
@@ -36,6 +36,11 @@ WITHOUT_EFFECT = {
     "safety_identifier",
     "parallel_tool_calls",
 }
+ONLY_OF = {
+    True: {"messages", "tools", "tool_choice", "top_logprobs", "response_format", "max_completion_tokens"},
+    False: {"prompt", "best_of", "echo"},
+}
+"""Fields of chats, and of other requests."""
 Name = tuple[int, int]
 """A turn's name: number of its call, and of the choice in it."""
 
@@ -88,25 +93,10 @@ class _Message(BaseModel):
         return found | ({"tool_calls": calls} if calls else {})
 
 
-class _Parameters(BaseModel, extra="allow"):
-    properties: dict[str, dict[str, Any]] = {}
+class Call(BaseModel, extra="forbid"):
+    """A request for turns behind messages, or for text behind a text or token ids."""
 
-
-class _Schema(BaseModel, extra="allow"):
-    name: str = Field(min_length=1)
-    parameters: _Parameters = _Parameters()
-
-
-class _Tool(BaseModel, extra="allow"):
-    type: Literal["function"]
-    function: _Schema
-
-
-class Call(BaseModel):
-    """The fields of both kinds of requests."""
-
-    model_config = ConfigDict(extra="forbid")
-    is_chat: ClassVar[bool] = False
+    is_chat: bool
     n: int = Field(1, ge=1, le=MOST_CHOICES)
     stop: list[str] = Field([], max_length=MOST_STOPS)
     seed: int | None = None
@@ -114,53 +104,43 @@ class Call(BaseModel):
     stream_options: dict[str, Any] = {}
     max_tokens: int | None = Field(None, ge=1)
     return_token_ids: bool = False
+    logprobs: int | None = Field(None, ge=0, le=1)
     chosen: dict[str, float] = {}  # fields of CHOSEN_BY_RUN
-    prompt: str | list[int] = ""  # of a request without messages
-    messages: list[_Message] = []
-    logprobs: Any = None
+    messages: list[_Message] = Field([], max_length=MOST_MESSAGES)
+    tools: list[dict[str, Any]] = Field([], max_length=MOST_TOOLS)
+    tool_choice: Literal["auto", "none"] = "auto"
+    top_logprobs: Literal[0] = 0
+    response_format: dict[Literal["type"], Literal["text"]] = {}
+    prompt: str | list[int] = ""
+    best_of: Literal[1] = 1
+    echo: Literal[False] = False
 
     @cached_property
     def templated(self) -> list[Message]:
         return [message.templated() for message in self.messages]
 
     @cached_property
-    def schemas(self) -> list[dict[str, Any]]:
-        return []
-
-    @property
-    def with_log_probs(self) -> bool:
-        return self.logprobs is not None and self.logprobs is not False
+    def properties(self) -> dict[str, dict[str, dict[str, Any]]]:
+        """Return the schemas of arguments by tool. Raises BadCall."""
+        found = {}
+        for tool in self.tools:
+            match tool:
+                case {"type": "function", "function": {"name": str(name), **rest}} if name:
+                    parameters = rest.get("parameters") or {}
+                    found[name] = parameters.get("properties", {}) if isinstance(parameters, dict) else None
+                    if isinstance(found[name], dict) and all(isinstance(x, dict) for x in found[name].values()):
+                        continue
+            raise BadCall(
+                f"tools: got {ascii(tool)[:100]}, expected a function with a name and JSON schemas of arguments"
+            )
+        return found
 
     @property
     def wishes(self) -> dict[str, Any]:
         """The part that the worker reads."""
-        names = ("is_chat", "n", "stop", "max_tokens", "seed", "with_log_probs", "return_token_ids", "chosen")
-        return {name: getattr(self, name) for name in names}
-
-
-class ChatCall(Call):
-    """A request for a turn behind messages."""
-
-    is_chat: ClassVar[bool] = True
-    messages: list[_Message] = Field(min_length=1, max_length=MOST_MESSAGES)
-    tools: list[_Tool] = Field([], max_length=MOST_TOOLS)
-    tool_choice: Literal["auto", "none"] = "auto"
-    logprobs: bool = False
-    top_logprobs: Literal[0] = 0
-    response_format: dict[Literal["type"], Literal["text"]] = {}
-
-    @cached_property
-    def schemas(self) -> list[dict[str, Any]]:
-        return [tool.model_dump(exclude_unset=True) for tool in self.tools]
-
-
-class TextCall(Call):
-    """A request for the text behind a text or behind token ids."""
-
-    prompt: str | list[int] = Field(min_length=1)
-    logprobs: int | None = Field(None, ge=0, le=1)
-    best_of: Literal[1] = 1
-    echo: Literal[False] = False
+        with_log_probs = self.logprobs == 1 or (self.logprobs == 0 and not self.is_chat)
+        names = {"is_chat", "n", "stop", "max_tokens", "seed", "return_token_ids", "chosen", "tools"}
+        return self.model_dump(include=names) | {"with_log_probs": with_log_probs}
 
 
 def read(is_chat: bool, data: bytes) -> Call:
@@ -171,22 +151,25 @@ def read(is_chat: bool, data: bytes) -> Call:
             json.dumps(body, ensure_ascii=False).encode()
     except (ValueError, RecursionError):
         raise BadCall("the body is no JSON of whole characters") from None
-    if not isinstance(body, dict) or "chosen" in body:
-        raise BadCall("the body is no object of OpenAI's protocol")
+    if not isinstance(body, dict):
+        raise BadCall("the body is no JSON object")
     body = {name: value for name, value in body.items() if value is not None and name not in WITHOUT_EFFECT}
-    body["chosen"] = {name: body.pop(name) for name in CHOSEN_BY_RUN if name in body}
+    if other := body.keys() & {"chosen", "is_chat", *ONLY_OF[not is_chat]}:
+        raise BadCall(f"{min(other)}: there is no such field here; leave it out")
+    chosen = {name: body.pop(name) for name in CHOSEN_BY_RUN if name in body}
     if isinstance(body.get("stop"), str):
         body["stop"] = [body["stop"]]
     if is_chat and "max_completion_tokens" in body:
         body["max_tokens"] = body.pop("max_completion_tokens")
     try:
-        call = (ChatCall if is_chat else TextCall).model_validate(body)
+        call = Call(**body, is_chat=is_chat, chosen=chosen)
     except ValidationError as fault:
         raise BadCall(_told(fault)) from None
     if not all(call.stop):
         raise BadCall("stop: got an empty text, expected texts that end a turn")
-    if is_chat and call.messages[-1].role == "assistant":
-        raise BadCall("messages: the last one is the assistant's, expected one that the model answers")
+    if not (call.messages if is_chat else call.prompt) or (is_chat and call.messages[-1].role == "assistant"):
+        raise BadCall("messages or prompt: got none, or the assistant's at the end; expected something to continue")
+    _ = call.properties
     return call
 
 
@@ -222,14 +205,12 @@ def said(text: str, call: Call, tool_format: str, index: int) -> Said:
 
     If one of its calls cannot be read all of them stay text, so that the agent loses nothing.
     """
-    plain = Said({"role": "assistant", "content": text})
-    if not isinstance(call, ChatCall) or call.tool_choice == "none":
+    plain, made = Said({"role": "assistant", "content": text}), []
+    if not call.tools or call.tool_choice == "none":
         return plain
-    known = {tool.function.name: tool.function.parameters.properties for tool in call.tools}
-    content, calls = parse(tool_format, text, [*known]) if known else ("", [])
-    made = []
+    content, calls = parse(tool_format, text, [*call.properties])
     for place, each in enumerate(calls):
-        arguments = arguments_of(each, known.get(each.name, {}))
+        arguments = arguments_of(each, call.properties.get(each.name, {}))
         if each.fault or arguments is None:
             return plain
         number = call_id(Turn(text, index), place)
@@ -268,7 +249,7 @@ class History:
             before = max((text for text in self._texts if prompt.startswith(text)), key=len, default="")
             return Place(self._texts.get(before), None, [{"role": "user", "content": prompt[len(before) :]}])
         count, found = 0, None
-        for place, prefix in enumerate(self._prefixes(call.schemas, call.templated)):
+        for place, prefix in enumerate(self._prefixes(call.tools, call.templated)):
             if prefix in self._of_prefix:
                 count, found = place + 1, self._of_prefix[prefix]
         added = call.templated[count:]
@@ -287,7 +268,7 @@ class History:
         """Take a turn that the agent reads; `whole_text` has the stop token that ended it."""
         if call.is_chat:
             sent = _Message.model_validate(answer.message).templated()
-            *_, last = self._prefixes(call.schemas, [*call.templated, sent])
+            *_, last = self._prefixes(call.tools, [*call.templated, sent])
             self._of_prefix[last] = turn, answer.templated
         elif isinstance(call.prompt, str):
             self._texts[call.prompt + whole_text] = turn
@@ -307,29 +288,16 @@ def _bytes(value: Any) -> bytes:
     return b"%d:%b" % (len(text), text)
 
 
-class Choice(NamedTuple):
-    """What the worker sampled for a choice."""
-
-    text: str  # up to the stop string, without the stop token
-    whole_text: str  # with both
-    finish_reason: str
-    token_count: int
-    token_ids: list[int] | None
-    log_probs: list[float] | None
-    token_texts: list[str]
-
-
-def answer(call: Call, number: int, prompt: Any, choices: Sequence[Choice], turns: Sequence[Said]) -> dict[str, Any]:
-    """Return the whole answer; `prompt` is [number of tokens, their ids or null]."""
+def answer(call: Call, number: int, content: dict[str, Any], turns: Sequence[Said]) -> dict[str, Any]:
+    """Return the whole answer from what the worker sampled, see `AgentRun`."""
     written = []
-    for index, (choice, turn) in enumerate(zip(choices, turns, strict=True)):
-        reason = (
-            "tool_calls" if "tool_calls" in turn.message and choice.finish_reason == "stop" else choice.finish_reason
-        )
-        own = {"message": turn.message} if call.is_chat else {"text": choice.text}
-        own |= {"token_ids": choice.token_ids} if call.return_token_ids else {}
-        written.append({"index": index, "finish_reason": reason, "logprobs": _log_probs(call, choice), **own})
-    (count, ids), made = prompt, sum(choice.token_count for choice in choices)
+    for index, (choice, turn) in enumerate(zip(content["choices"], turns, strict=True)):
+        own = {"index": index, "finish_reason": choice["finish_reason"], "logprobs": _log_probs(call, choice)}
+        if "tool_calls" in turn.message and choice["finish_reason"] == "stop":
+            own["finish_reason"] = "tool_calls"
+        own |= {"message": turn.message} if call.is_chat else {"text": choice["text"]}
+        written.append(own | ({"token_ids": choice["token_ids"]} if call.return_token_ids else {}))
+    count, made = content["prompt_tokens"], sum(choice["count"] for choice in content["choices"])
     return {
         "id": f"{'chatcmpl' if call.is_chat else 'cmpl'}-{number}",
         "object": "chat.completion" if call.is_chat else "text_completion",
@@ -337,19 +305,19 @@ def answer(call: Call, number: int, prompt: Any, choices: Sequence[Choice], turn
         "model": MODEL,
         "choices": written,
         "usage": {"prompt_tokens": count, "completion_tokens": made, "total_tokens": count + made},
-        **({"prompt_token_ids": ids} if call.return_token_ids else {}),
+        **({"prompt_token_ids": content["prompt_ids"]} if call.return_token_ids else {}),
     }
 
 
-def _log_probs(call: Call, choice: Choice) -> dict[str, Any] | None:
-    if choice.log_probs is None:
+def _log_probs(call: Call, choice: dict[str, Any]) -> dict[str, Any] | None:
+    if "log_probs" not in choice:
         return None
+    texts, log_probs = choice["token_texts"], choice["log_probs"]
     if call.is_chat:
-        pairs = zip(choice.token_texts, choice.log_probs, strict=True)
+        pairs = zip(texts, log_probs, strict=True)
         return {"content": [{"token": t, "logprob": x, "bytes": [*t.encode()], "top_logprobs": []} for t, x in pairs]}
-    starts = [0, *accumulate(map(len, choice.token_texts))][:-1]
-    own = {"tokens": choice.token_texts, "token_logprobs": choice.log_probs}
-    return {**own, "top_logprobs": None, "text_offset": starts}
+    starts = [0, *accumulate(map(len, texts))][:-1]
+    return {"tokens": texts, "token_logprobs": log_probs, "top_logprobs": None, "text_offset": starts}
 
 
 def events(call: Call, whole: dict[str, Any]) -> Iterator[dict[str, Any]]:

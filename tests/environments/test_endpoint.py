@@ -46,6 +46,14 @@ def tiny():
     return make_tiny_tokenizer()
 
 
+VLLM = ("actor_rollout_ref.rollout.name=vllm", "environment.processes=1")  # calls are taken as they come
+
+
+def conversations(tiny, *settings):
+    own = ("actor_rollout_ref.rollout.name=hf", "data.max_prompt_length=64", "data.max_response_length=160")
+    return ConversationSampler(compose([*own, "environment.processes=2", "trainer.device=cpu", *settings]).config, tiny)
+
+
 @pytest.fixture
 def sampler_of(tmp_path, tiny):
     """The conversations of a configuration with an agent's file, or of a built-in environment."""
@@ -54,23 +62,20 @@ def sampler_of(tmp_path, tiny):
         if agents:
             (tmp_path / "agents.py").write_text(agents)
             settings = ("environment.name=endpoint", f"environment.path={tmp_path}/agents.py", *settings)
-        own = ("actor_rollout_ref.rollout.name=hf", "data.max_prompt_length=64", "data.max_response_length=160")
-        config = compose([*own, "environment.processes=2", "trainer.device=cpu", *settings]).config
-        return ConversationSampler(config, tiny)
+        return conversations(tiny, *settings)
 
     return make
 
 
-@pytest.fixture
-def batch(tiny):
-    def make(rows=12, prompt="3+4?"):
-        ids = torch.tensor([tiny.encode(prompt)] * rows)
-        raw = [[{"role": "user", "content": prompt}]] * rows
-        info = {"raw_prompt": raw, "data_source": ["x"] * rows, "ground_truth": [str(n) for n in range(rows)]}
-        columns = {"prompt_ids": ids, "prompt_mask": torch.ones_like(ids).bool(), "seed": torch.arange(rows)}
-        return Batch.of(columns, info | {"extra_info": [{}] * rows})
+def batch_of(tiny, truths, prompt="3+4?"):
+    rows, ids = len(truths), torch.tensor([tiny.encode(prompt)] * len(truths))
+    info = {"raw_prompt": [[{"role": "user", "content": prompt}]] * rows, "data_source": ["x"] * rows}
+    columns = {"prompt_ids": ids, "prompt_mask": torch.ones_like(ids).bool(), "seed": torch.arange(rows)}
+    return Batch.of(columns, info | {"ground_truth": list(truths), "extra_info": [{}] * rows})
 
-    return make
+
+def sampling(tiny):
+    return Sampling(160, stop_token_ids=(tiny.eos_token_id,))
 
 
 @pytest.fixture(scope="module")
@@ -104,15 +109,13 @@ def assert_equal_rows(batch, expected):
 
 
 @pytest.mark.parametrize("game", ["calculator", "guessing"])
-def test_an_agent_gives_the_rows_of_the_built_in_environment_to_the_bit(sampler_of, batch, policy, tiny, game):
-    stops = (tiny.eos_token_id,)
+def test_an_agent_gives_the_rows_of_the_built_in_environment_to_the_bit(sampler_of, policy, tiny, game):
     turns, kwargs = "actor_rollout_ref.rollout.multi_turn.max_turn_tokens=30", ["environment.kwargs.turns=4"]
     own = sampler_of(AGENTS, f"environment.kwargs.game={game}", turns)
     built_in = sampler_of(None, f"environment.name={game}", turns, *kwargs[game == "calculator" :])
+    rows = batch_of(tiny, [str(n) for n in range(12)])
     for sampler in (lambda: policy, partial(Sampler, tiny, calls_or_answers)):
-        found, expected = (
-            each.generate(sampler(), batch(), Sampling(160, stop_token_ids=stops)) for each in (own, built_in)
-        )
+        found, expected = (each.generate(sampler(), rows, sampling(tiny)) for each in (own, built_in))
         assert_equal_rows(found, expected)
     if game == "calculator":
         assert {each["reason"] for each in expected.info["conversation"]} == {"done", "length"}
@@ -137,7 +140,7 @@ async def ask(client, messages, **more):
 async def parallel(client):
     (said,) = await ask(client, [user("a")])
     begun = [user("a"), said]
-    return await asyncio.gather(*(ask(client, [*begun, user(each)], seed=n) for n, each in enumerate("bcd")))
+    await asyncio.gather(*(ask(client, [*begun, user(each)], seed=n) for n, each in enumerate("bcd")))
 
 async def choices(client):
     _, second = await ask(client, [user("a")], n=2)
@@ -214,11 +217,15 @@ async def greedy(client):
     except openai.BadRequestError as error:
         assert "response_format" in str(error)
 
+async def forks(client):
+    (said,) = await ask(client, [user("a")])
+    await ask(client, [user("a"), {**said, "content": "no"}, user("b")])
+
 async def none(client):
     pass
 
 async def run(row, client):
-    return await globals()[row["ground_truth"]](client) if row["ground_truth"] != "parallel" else bool(await parallel(client))
+    return await globals()[row["ground_truth"]](client)
 """
 NAMES = [
     line.split()[2].split("(")[0] for line in SCENES.splitlines() if line.startswith("async def") and "(client)" in line
@@ -239,35 +246,25 @@ class Recording(Sampler):
 
 def say(request):
     rng = random.Random(f"{request.seed} {request.prompt_ids}")
-    if request.sampling.stop:
-        return "xy|", False
+    if request.prompt_ids[:2] == (100, 101):
+        return "xy|z", True
     return "so <calc>3+4</calc>" if "call" in decoded(request) else "".join(rng.choices("pqrs", k=6)), True
 
 
 @pytest.fixture(scope="module")
 def scenes(tmp_path_factory, tiny):
     """The conversation of each scene with its rows, as (prompt, response, sampled), and what the sampler got."""
-    folder = tmp_path_factory.mktemp("scenes")
+    folder, recording, found = tmp_path_factory.mktemp("scenes"), Recording(tiny, say), {}
     (folder / "agents.py").write_text(SCENES)
-    settings = [
-        "actor_rollout_ref.rollout.name=vllm",
-        "environment.name=endpoint",
-        f"environment.path={folder}/agents.py",
-    ]
-    config = compose(
-        [*settings, "data.max_prompt_length=64", "data.max_response_length=120", "environment.processes=1"]
-    ).config
-    sampler, recording = ConversationSampler(config, tiny), Recording(tiny, say)
-    ids = torch.tensor([[260]] * len(NAMES))
-    info = {
-        "raw_prompt": ["a"] * len(NAMES),
-        "data_source": NAMES,
-        "ground_truth": NAMES,
-        "extra_info": [{}] * len(NAMES),
-    }
-    columns = {"prompt_ids": ids, "prompt_mask": ids.bool(), "seed": torch.arange(len(NAMES))}
-    batch = sampler.generate(recording, Batch.of(columns, info), Sampling(120, stop_token_ids=(tiny.eos_token_id,)))
-    return {name: rows_of(batch, place) for place, name in enumerate(NAMES)}, recording
+    for mode, names in (("refuse", [name for name in NAMES if name != "forks"]), ("fork", ["forks"])):
+        settings = [
+            f"environment.path={folder}/agents.py",
+            f"actor_rollout_ref.rollout.multi_turn.on_rewritten_history={mode}",
+        ]
+        sampler = conversations(tiny, "environment.name=endpoint", *settings, *VLLM)
+        batch = sampler.generate(recording, batch_of(tiny, names), sampling(tiny))
+        found |= {name: rows_of(batch, place) for place, name in enumerate(names)}
+    return found, recording
 
 
 def rows_of(batch, place):
@@ -283,7 +280,7 @@ def rows_of(batch, place):
 
 @pytest.mark.parametrize(("name", "turns"), [
     ("parallel", [2, 1, 1]), ("choices", [1, 2]), ("sub_agent", [2, 1]), ("rewritten", [2]), ("texts", [2]), ("tokens", [2]),
-    ("tools", [2]), ("stream", [1, 1]), ("left", [1]), ("special", [2]), ("greedy", [1]), ("none", [0]),
+    ("tools", [2]), ("stream", [1, 1]), ("left", [1]), ("special", [2]), ("greedy", [1]), ("none", [0]), ("forks", [1, 1]),
 ])  # fmt: skip
 def test_a_scene(scenes, tiny, name, turns):
     found, recording = scenes
@@ -292,6 +289,10 @@ def test_a_scene(scenes, tiny, name, turns):
         name == "none"
     ), conversation["reason"] + conversation["traceback"]
     said = [(list(request.prompt_ids), completion.token_ids) for request, completion in recording.said]
+
+    def was_said(before, ids):
+        return any(before == prompt and ids == own[: len(ids)] for prompt, own in said)
+
     told = []
     for prompt, response, sampled in rows:
         tokens, spans = prompt + response, [False] * len(prompt) + sampled
@@ -299,7 +300,9 @@ def test_a_scene(scenes, tiny, name, turns):
         for start in starts:
             length = next((n for n, each in enumerate(spans[start:]) if not each), len(tokens) - start)
             told.append((tokens[:start], tokens[start : start + length]))
-    assert all(each in said for each in told), "only what was sampled is in the loss, behind what the model read then"
+    assert all(was_said(*each) for each in told), (
+        "only what was sampled is in the loss, behind what the model read then"
+    )
     ends = [turn["end"] - turn["start"] for turn in conversation["turns"] if turn["role"] == "assistant"]
     assert sorted(map(len, (ids for _, ids in told))) == sorted(ends)
     counts = [
@@ -337,19 +340,16 @@ FAILURES = {
     "raises": "error: raised ValueError (agents.py:9): no",
     "computes": "timeout: took longer than 4 s",
     "waits": "timeout: neither called the model nor ended for 4 s",
-    "word": "nonsense: run returned 'much'",
+    "word": "nonsense: step returned reward='much'",
     "dies": "crash: ended its process (exit code 3)",
     "beside": "done",
 }
 
 
 @pytest.mark.slow
-def test_a_failing_agent_ends_its_own_sample_alone(sampler_of, batch, tiny):
-    one = ["environment.timeout_s=4", "actor_rollout_ref.rollout.name=vllm", "environment.processes=1"]
-    rows = batch(len(FAILURES))
-    rows.info["ground_truth"] = list(FAILURES)
-    sampler = sampler_of(FAILING, *one)
-    found = sampler.generate(Recording(tiny, say), rows, Sampling(160, stop_token_ids=(tiny.eos_token_id,)))
+def test_a_failing_agent_ends_its_own_sample_alone(sampler_of, tiny):
+    sampler = sampler_of(FAILING, "environment.timeout_s=4", *VLLM)
+    found = sampler.generate(Recording(tiny, say), batch_of(tiny, FAILURES), sampling(tiny))
     for own, reason in zip(found.info["conversation"], FAILURES.values(), strict=True):
         assert own["reason"].startswith(reason) and own["failed"] == (reason != "done")
         assert sum(turn["role"] == "assistant" for turn in own["turns"]) == (1 if own["failed"] else 2)
@@ -371,14 +371,14 @@ open(os.environ["RLX_RESULT"], "w").write({"0": '{"reward": 0.5, "acc": 1}', "1"
 """
 
 
-def test_a_command_is_an_agent(sampler_of, batch, tiny, tmp_path):
+def test_a_command_is_an_agent(sampler_of, tiny, tmp_path):
     (tmp_path / "agent.py").write_text(COMMAND)
     words = f"environment.kwargs.command=[{sys.executable},{tmp_path}/agent.py]"
     sampler = sampler_of(None, "environment.name=endpoint", words)
-    found = sampler.generate(Recording(tiny, say), batch(4), Sampling(160, stop_token_ids=(tiny.eos_token_id,)))
+    found = sampler.generate(Recording(tiny, say), batch_of(tiny, "0123"), sampling(tiny))
     own = found.info["conversation"]
     assert [each["reward"] for each in own] == [0.5, 0.0, 2.0, 0.0] and own[0]["info"] == {"acc": 1.0}
-    assert own[1]["reason"].endswith("expected JSON: a number, or an object with `reward` and metrics")
+    assert own[1]["reason"].startswith("error: raised CommandFailed: RLX_RESULT is no JSON")
     assert own[3]["reason"] == "error: raised CommandFailed: the command ended with exit code 4: I said 3"
     children = [each for each in psutil.Process().children(recursive=True) if each.name() == "sleep"]
     orphans = [each for each in psutil.process_iter(["cmdline"]) if each.info["cmdline"] == ["sleep", "1000"]]
@@ -437,7 +437,8 @@ async def run(row, client):
         await asyncio.gather(*(raw(client, key + f"Content-Length: {len(good)}", path=path) for path in ("/", "/v1", "/../x")))
         calls = [asyncio.ensure_future(client.chat.completions.create(
             model="any", messages=[{"role": "user", "content": "bad"}], stream=n % 2 == 0)) for n in range(500)]
-        await asyncio.sleep(1.0)
+        while sum(call.done() for call in calls) < 120:
+            await asyncio.sleep(0.1)
         for call in calls:
             call.cancel()
         found = await asyncio.gather(*calls, return_exceptions=True)
@@ -449,7 +450,7 @@ async def run(row, client):
 
 
 @pytest.mark.slow
-def test_hostile_calls_reach_nothing_and_are_not_trained_on(sampler_of, batch, tiny):
+def test_hostile_calls_reach_nothing_and_are_not_trained_on(sampler_of, tiny):
     class Slow(Recording):
         """Does not sample bad calls as long as they wait."""
 
@@ -460,17 +461,16 @@ def test_hostile_calls_reach_nothing_and_are_not_trained_on(sampler_of, batch, t
             }
             return super().step() if good else []
 
-    rows = batch(2)
-    rows.info["ground_truth"] = ["hostile", "good"]
-    sampler = sampler_of(HOSTILE, "actor_rollout_ref.rollout.name=vllm", "environment.processes=1")
+    sampler = sampler_of(HOSTILE, *VLLM)
     recording = Slow(tiny, say)
-    found = sampler.generate(recording, rows, Sampling(160, stop_token_ids=(tiny.eos_token_id,)))
+    found = sampler.generate(recording, batch_of(tiny, ["hostile", "good"]), sampling(tiny))
     for own, text in zip(found.info["conversation"], ("hostile", "good"), strict=True):
         assert (own["reason"], own["reward"]) == ("done", 1.0), own["reason"] + own["traceback"]
         assert [turn["role"] for turn in own["turns"]] == ["assistant", "user", "assistant"]
         (prompt, response, _), *others = rows_of(found, ["hostile", "good"].index(text))[1]
         assert not others and tiny.decode(prompt) == f"<|user|>{text}<|assistant|>"
         assert sum(token in (tiny.eos_token_id, 261) for token in response) == 3, "special tokens in messages are text"
+    assert sum("bad" in decoded(request) for request in recording.requests) >= 120
     assert not any("bad" in decoded(request) for request, _ in recording.said)
 
 

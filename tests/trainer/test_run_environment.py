@@ -37,6 +37,23 @@ class Echo:
             raise ValueError("unlucky")
         reward = len(set(turn.text)) / 16 * (turn.index + 1)
         return Observation([{"role": "user", "content": str(self.seed % 10)}], reward, turn.index == 2, {"last": turn.index})
+
+class Last:
+    def reset(self, row):
+        self.seed = row["seed"]
+        return row["prompt"]
+
+    def step(self, turn):
+        reward = len(set(turn.text)) / 16 if turn.index == 2 else None
+        return Observation([{"role": "user", "content": str(self.seed % 10)}], reward, turn.index == 2, {"last": turn.index})
+
+async def run(row, client):
+    messages = list(row["prompt"])
+    for index in range(3):
+        answer = await client.chat.completions.create(model="any", messages=messages)
+        message = answer.choices[0].message
+        messages += [message, {"role": "user", "content": str(row["seed"] % 10)}]
+    return {"reward": len(set(message.content)) / 16, "last": index}
 """
 
 RAISES = 1 + OWN.splitlines().index('            raise ValueError("unlucky")')
@@ -124,6 +141,20 @@ def test_conversations_resume_exactly_and_are_kept(train, own):
     for record in read_transcripts(folder, 1):
         check(record)
         assert (record["reason"] == UNLUCKY) == record.get("traceback", "").endswith("ValueError: unlucky\n")
+
+
+@pytest.mark.slow
+def test_an_agent_at_the_address_trains_the_same_weights_and_resumes_exactly(train, own):
+    settings = ["data.max_response_length=48", "trainer.save_freq=1", "trainer.total_training_steps=2"]
+    settings += ["environment.rewards=replace", "actor_rollout_ref.rollout.multi_turn.max_turn_tokens=8"]
+    built_in, expected = train(*settings, *own("Last"))
+    folder, found = train(*settings, *own("endpoint"))
+    resumed, again = train(*settings, *own("endpoint"), *resume_from(folder, 1))
+    kept = [{n: x for n, x in results(each[2]).items() if not n.endswith("_s")} for each in (expected, found, again)]
+    assert kept[0] == kept[1] == kept[2] and kept[0]["actor/grad_norm"] > 0
+    kept = [run / "checkpoints" / "global_step_2" / "actor" / "model" for run in (built_in, folder, resumed)]
+    weights = [[file.read_bytes() for file in sorted(each.rglob("*")) if file.is_file()] for each in kept]
+    assert weights[0] == weights[1] == weights[2] != []
 
 
 @pytest.mark.slow
