@@ -112,11 +112,11 @@ class EngineHost:
         backend = "gloo" if on_cpu else "cpu:gloo,cuda:nccl"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         rollout, model, *others = arguments
-        self._sampler = sampler = build_rollout(rollout, model, device, *others)
+        self._sampler = build_rollout(rollout, model, device, *others)
         gc.collect()
         gc.freeze()  # later collections, in which the GPU waits, need not look at vLLM's million objects
         self._bucket, handle = (wire.shared_bucket(self._shared), None) if on_cpu else wire.exported_bucket(device)
-        return wire.Answer((sampler.engine.max_model_len, sampler.has_seeds, handle))
+        return wire.Answer((self._sampler.engine.max_model_len, handle))
 
     def add(self, requests: Sequence[tuple[int, Request, int | None]]) -> None:
         """Take requests, each with the owner's number and the key of its conversation."""

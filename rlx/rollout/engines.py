@@ -71,7 +71,7 @@ class EngineProcess:
                 pass_fds=inherited,
                 start_new_session=True,  # the owner handles Ctrl-C
             )
-        self._bucket: Tensor | None = None
+        self._bucket = torch.empty(0)
         self._heard = time.monotonic()
 
     def __str__(self) -> str:
@@ -83,7 +83,6 @@ class EngineProcess:
 
     def fill(self, piece: Sequence[tuple[wire.Part, Tensor]]) -> None:
         """Write a piece of the weights to the engine's bucket."""
-        assert self._bucket is not None
         for part, source in piece:
             self._bucket[part.offset : part.offset + part.size].copy_(source)
         wire.synchronize(self._bucket)
@@ -117,10 +116,10 @@ class EngineProcess:
 
     def close(self) -> None:
         """Close the connection, upon which the process ends."""
-        if self._bucket is not None and self._bucket.is_cuda:
+        if self._bucket.is_cuda:
             with contextlib.suppress(RuntimeError):  # the process may have ended already
                 wire.unmap(self._bucket)
-        self._bucket = None
+        del self._bucket
         self.connection.close()
         self._end()
         os.close(self._shared)
@@ -208,7 +207,7 @@ class EngineRollout(Rollout):
             built = self._ask("build", device, (own, model, context_length, seed, named))
             self._require_engines()
             for engine, answer in built.items():
-                self._longest, self.has_seeds, handle = answer.value
+                self._longest, handle = answer.value
                 engine.open_bucket(handle, device)
         except BaseException:
             self.close()
@@ -369,7 +368,7 @@ class EngineRollout(Rollout):
         for engine, answer in answers.items():
             if answer.error is not None:
                 raise _error(engine, answer.error)
-        return {engine: answers[engine] for engine in engines if engine in answers}
+        return answers
 
     def _receive(
         self, engines: Sequence[EngineProcess], timeout_s: float
@@ -391,17 +390,15 @@ def _error(engine: EngineProcess, error: tuple[str, str, str]) -> Exception:
 
 def share_of(rollout: RolloutConfig, model: ModelConfig, device: torch.device, engines: int) -> RolloutConfig:
     """Return the configuration of one of several engines on a device. Raises ValueError if less memory is free than configured."""
-    places = -(-rollout.max_num_seqs // engines)
-    options = dict[str, Any]()
-    share = rollout.gpu_memory_utilization
+    places, options, share = -(-rollout.max_num_seqs // engines), dict[str, Any](), rollout.gpu_memory_utilization
     if device.type != "cpu":
         memory = DeviceMemory.of(device)
         memory.require(share)
         weights = load_skeleton(model, "lm", torch.bfloat16).parameters()
         weight_bytes = sum(each.numel() for each in weights) * (4 if rollout.dtype == "fp32" else 2)
-        cache_bytes = int(share * memory.total / engines) - weight_bytes - ENGINE_BYTES
         # They start side by side, so none can measure how much is free.
-        options["kv_cache_memory_bytes"], share = cache_bytes, CHECKED_SHARE
+        options["kv_cache_memory_bytes"] = int(share * memory.total / engines) - weight_bytes - ENGINE_BYTES
+        share = CHECKED_SHARE
         if not rollout.enforce_eager and "compilation_config" not in rollout.engine_kwargs.vllm:
             options["max_cudagraph_capture_size"] = -(-places // 16) * 16  # vLLM's sizes are multiples
     kwargs = replace(rollout.engine_kwargs, vllm={**options, **rollout.engine_kwargs.vllm})
