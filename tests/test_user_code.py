@@ -61,13 +61,8 @@ def test_no_such_name(tmp_path):
     (tmp_path / "good.py").write_text("import json\nfrom pathlib import Path\nfrom os import getcwd\nx = 1\n_y = 2\n")
     with pytest.raises(UserCodeError, match=r"group\.name: .*good\.py has no 'z', it has \['x'\]"):
         load_name(str(tmp_path / "good.py"), "z", "group")
-
-
-def test_a_name_that_is_nearly_right(tmp_path):
     (tmp_path / "good.py").write_text("def policy_loss(): ...")
-    with pytest.raises(
-        UserCodeError, match=r"has no 'polcy_loss', it has \['policy_loss'\]; did you mean policy_loss\?"
-    ):
+    with pytest.raises(UserCodeError, match=r"it has \['policy_loss'\]; did you mean policy_loss\?"):
         load_name(str(tmp_path / "good.py"), "polcy_loss", "group")
 
 

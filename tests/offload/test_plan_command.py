@@ -105,17 +105,14 @@ def test_without_tokens_it_is_the_longest_with_the_peak_of_each_phase(plan):
             ("--model", "llama3-70b", "--tokens", "1024"),
             ("no room for activations", "; 1024 tokens fit with --gpus 16\n"),
         ),
-        (("--model", "qwen2-7b", "--tokens", "8", "--states-gb", "140"), ("no room", "; lower --states-gb")),
         (("--model", "llama3-70b", "--tokens", "10000000"), ("no room", "; neither ", "fewer --tokens")),
         (("--model", "/nowhere", "--tokens", "1024"), ("/nowhere, which does not exist; expected one of tiny, ",)),
-        (("--model", "tests", "--tokens", "1024"), ("tests, which has no config.json", "a folder with config.json")),
         (("--model", "qwen2-7"), ("which the hub did not give", "qwen2-7b, ", "; did you mean qwen2-7b?")),
         (("--model", "tiny", "--tokens", "0"), ("got '0'", "at least 1")),
-        (("--model", "tiny", "--tokens", "1", "--host-gb", "nan"), ("got 'nan'",)),
-        (("--model", "tiny", "--tokens", "1", "--hardware", "h900"), ("invalid choice",)),
         (("--model", "tiny", "--tokens", "1", "--hardware", "1x24gb"), ("one of a100-40, ", "--device-gb 24")),
         (("--model", "tiny", "--tokens", "1", "--hardware", "8xH100"), ("--hardware h100 --gpus 8",)),
         (("--model", "tiny", "--tokens", "1", "--out", "/nowhere/plan.json"), ("cannot be written",)),
+        (("--model", "tiny", "--tokens", "8", "--measure", "--shared-by", "2"), ("--shared-by", "leave")),
     ],
 )
 def test_bad_input_is_refused(refusal, arguments, words):
@@ -191,17 +188,3 @@ def test_each_kind_of_layer_is_measured(plan, tmp_path):
     ).save_pretrained(tmp_path / "model")
     _, written, _ = plan("--model", str(tmp_path / "model"), "--tokens", "128", "--measure", "--tile", "64")
     assert [kind["members"] for kind in written["measured"]["measurement"]["kinds"]] == [[0, 1], [2]]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (("--model", "tiny", "--measure"), ("--measure", "add --tokens")),
-        (("--model", "tiny", "--tokens", "8", "--measure", "--shared-by", "2"), ("--shared-by", "leave")),
-        (("--model", "tiny", "--tokens", "8", "--measure", "--lora-rank", "4"), ("--lora-rank", "leave")),
-        (("--model", "tiny", "--tokens", "9", "--measure", "--sequences", "2"), ("9 tokens", "2 sequences")),
-    ],
-)
-def test_what_cannot_be_measured_is_refused(refusal, arguments, words):
-    message = refusal(*arguments)
-    assert all(word in message for word in words), message

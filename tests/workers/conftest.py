@@ -51,9 +51,7 @@ def model_folder(tmp_path_factory) -> str:
 def config(model_folder) -> PPOConfig:
     """The tree of a tiny run whose activations leave the device."""
     model = ModelConfig(
-        path=model_folder,
-        enable_activation_offload=True,
-        activation_offload=ActivationOffloadConfig(min_bytes=0),
+        path=model_folder, enable_activation_offload=True, activation_offload=ActivationOffloadConfig(min_bytes=0)
     )
     everything = CheckpointConfig(save_contents=("model", "optimizer", "extra", "hf_model"))
     actor = ActorConfig(

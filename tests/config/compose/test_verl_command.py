@@ -137,16 +137,6 @@ def test_a_misnamed_size_of_sequence_groups_makes_no_fault_of_the_limits_of_toke
     assert not any("max_token_len" in fault.remedy for fault in verdict(without, machine).faults)
 
 
-def test_the_page_names_the_scripts_that_need_no_change():
-    section = VERL_PAGE.partition("## Which scripts need no change?")[2].partition("\n## ")[0]
-    words = " ".join(section.split())
-    rows = re.findall(r"^\| (`.*) \| (`.*) \|$", section, re.MULTILINE)
-    names = [(re.findall(r"`([^`]+)`", folders), re.findall(r"`([^`]+)`", scripts)) for folders, scripts in rows]
-    named = [f"{folder}/{script}" for folders, scripts in names for folder in folders for script in scripts]
-    assert sorted(named) == sorted(RUN_AS_THEY_ARE)
-    assert f"{len(named)} need no change" in words and f"{len(SCRIPTS)} FSDP example scripts" in words
-
-
 def test_older_keys_of_the_examples_are_known_or_answered():
     faults = [fault for override in overrides_of(0) for fault in compose([override]).faults]
     assert len(faults) > 10

@@ -35,19 +35,6 @@ def test_groups_and_their_figures(decoder_layer):
     ]
 
 
-def test_the_summary_says_what_is_expected(decoder_layer):
-    costs = [decoder_layer()] * 8
-    machine = Budget(50, 100, 600, host_bytes=5000)
-    plan = make_plan(costs, machine)
-    found = plan.prediction
-    text = explain(costs, plan, machine)
-    assert f"step {found.step_s:.3f} s, {found.step_s / 24.8:.3f} x plain (24.800 s" in text
-    sent = found.host_bytes / 50
-    assert f"link busy {sent / found.forward_s:.0%} of forward" in text
-    assert "DOES NOT FIT" not in text
-    assert "DOES NOT FIT" in explain(costs, plan, replace(machine, device_bytes=0))
-
-
 @pytest.mark.parametrize(
     ("machine", "words"),
     [
