@@ -25,6 +25,7 @@ from rlx.trainer.run_lock import RunLock
 from rlx.trainer.run_state import Run
 from rlx.trainer.saver import RemoteRun, Saver
 from rlx.trainer.start import Prepared, prepare
+from rlx.trainer.timeline import costliest
 from rlx.trainer.tracking import METRICS_FILE, VAL_ONLY_FILE, Tracker
 from rlx.trainer.transcripts import keeps_transcripts
 from rlx.trainer.warm_start import warm_start
@@ -67,8 +68,8 @@ def run(config: PPOConfig, yaml: str, workers: WorkerGroup) -> Path:
             remote.send(None, [])
             remote.wait()
         validations = trained.run.first_validation, trained.validation.last
-        costliest = trained.run.timeline.costliest(config, progress.start_s)
-        progress.summary(*validations, folder, picture, link.restarts(), costliest)
+        most = costliest(trained.run.timeline.costs, config, progress.start_s)
+        progress.summary(*validations, folder, picture, link.restarts(), most)
     return folder
 
 

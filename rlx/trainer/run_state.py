@@ -22,7 +22,7 @@ from rlx.trainer.checkpoints import (
 from rlx.trainer.progress import Progress
 from rlx.trainer.saver import Saver
 from rlx.trainer.timeline import Timeline
-from rlx.trainer.tracking import Tracker
+from rlx.trainer.tracking import Tracker, TrackingError
 
 Metrics = dict[str, float]
 
@@ -66,8 +66,10 @@ class Run:
             notice(line)
         step = require_step(whole) if whole else 0
         self.tracker.rewind(step if whole else -1)
-        if fault := self.timeline.rewind(step):
-            notice(fault)
+        try:
+            self.timeline.rewind(step)
+        except TrackingError as fault:
+            notice(f"{fault}. It begins anew")
         if not trainer.val_only and (later := set_aside_later(checkpoint.parent, step)):
             notice(f"checkpoints of later steps are now in {checkpoint.parent / SUPERSEDED}: {', '.join(later)}")
         if whole is None:

@@ -4,36 +4,34 @@
 """
 
 import json
-import math
-import os
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
+from operator import itemgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from rlx.checkpoint.folders import replacing_file
 from rlx.config.schema import PPOConfig
+from rlx.config.schema.roles import has_reward_model
 from rlx.errors import storing
-from rlx.trainer.bottleneck import costliest
 from rlx.trainer.progress import PHASES, Span, duration
 from rlx.trainer.tracking import TrackingError
 
 TIMELINE_FILE = "timeline.json"
-WRITE_S, WRITE_SHARE = 10.0, 2e-3  # from one write to the next, at least; and the largest share of the time for writing
+WRITE_S = 20.0  # from one write to the next, at least: it takes 60 ms with 64 processes
 MOST_READINGS = 4_000  # of all processes in a step
-MOST_SPANS = 1_000
 COPIES = ("offloaded_bytes", "copied_bytes", "disk_bytes", "stall_ms")
-OUTSIDE = ("validate", "checkpoint")
-"""Phases that follow only some steps: such a step is not slow for that."""
-TAIL_SHARE = 0.25  # a sampler with fewer of its requests left is in its tail
-BLUE, GREEN, RED, GREY = "#2563eb", "#16966b", "#c8324a", "#7b8794"
+MUCH = 0.25  # of a phase, from which on a cause is named; a sampler with fewer of its requests left is in its tail
+BLUE, LIGHT, GREEN, RED, GREY = "#2563eb", "#93b4f5", "#16966b", "#c8324a", "#7b8794"
 
+Bar = tuple[float, float, float, str, str]
+"""From when to when in a picture [s], height from 0 to 1, colour, name."""
 Step = dict[str, Any]
 """
 step, seconds: its number and duration
-is_first: of its process, so that it includes what is done once, such as compilation
+pace: seconds without validation and checkpoint; 0 for the first step of a process, which includes what is done once, such as compilation
 phases: [name, start, end] of each, in seconds from the step's beginning
 processes: of each the lists of `ReadingLog.take`, with `at` in seconds from the step's beginning in place of `age`
 copies: COPIES of each role that offloads
@@ -41,24 +39,19 @@ copies: COPIES of each role that offloads
 
 
 class Timeline:
-    """Collects a run's steps; `read` and `end` are called in each."""
+    """Collects a run's steps; `read` and `end` are called in each. `costs` are of all after this process's first one."""
 
     def __init__(self, folder: Path) -> None:
         self._file = folder / TIMELINE_FILE
         self._kept: dict[str, Step] = {}  # last and slowest
-        self._costs = Counter[str](), Counter[str]()  # of this process's first step, and of all others
+        self.costs = Counter[str]()
         self._steps = 0
         self._processes: list[defaultdict[str, list[float]]] = []
-        self._due_s = -math.inf
+        self._due_s = 0.0
 
-    def rewind(self, step: int) -> str | None:
-        """Continue the file of a run that goes on from this step; return a notice if it is damaged and begins anew."""
-        try:
-            kept = read_timeline(self._file)
-        except TrackingError as fault:
-            return f"{fault}. It begins anew"
-        self._kept = {name: each for name, each in kept.items() if each["step"] <= step}
-        return None
+    def rewind(self, step: int) -> None:
+        """Continue the file of a run that goes on from this step. Raises TrackingError: it is damaged, so it begins anew."""
+        self._kept = {name: each for name, each in read_timeline(self._file).items() if each["step"] <= step}
 
     def read(self, readings: Sequence[Mapping[str, list[float]]]) -> None:
         """Take what each process has just recorded, see `ReadingLog.take`."""
@@ -72,182 +65,155 @@ class Timeline:
 
     def end(self, step: int, began: float, spans: Sequence[Span], metrics: Mapping[str, float]) -> None:
         """Take a finished step with its `timing_s/...`; keep it if it is the slowest."""
-        processes, self._processes = self._processes, []
-        every = 1 + sum(len(process["age"]) for process in processes) // MOST_READINGS
+        every = 1 + sum(len(process["age"]) for process in self._processes) // MOST_READINGS
+        processes = []
+        for readings in self._processes:
+            times = [at - began for at in readings.pop("age", [])]
+            own = [index for index, at in enumerate(times) if at >= 0][::every]
+            columns = {"at": times, **readings}.items()
+            processes.append({name: [round(values[index], 3) for index in own] for name, values in columns})
+        self._processes = []
+        outside = sum(end - start for name, start, end in spans if name in ("validate", "checkpoint"))
         roles = sorted({name.split("/")[2] for name in metrics if name.startswith("perf/offload/")})
-        own: Step = {
+        new: Step = {
             "step": step,
             "seconds": round(metrics["timing_s/step"], 3),
-            "is_first": self._steps == 0,
-            "phases": [[name, *(round(at - began, 3) for at in ends)] for name, *ends in spans[:MOST_SPANS]],
-            "processes": [_since(began, process, every) for process in processes],
+            "pace": round(metrics["timing_s/step"] - outside, 3) if self._steps else 0.0,
+            "phases": [[name, *(round(at - began, 3) for at in ends)] for name, *ends in spans],
+            "processes": processes,
             "copies": {role: {name: metrics[f"perf/offload/{role}/{name}"] for name in COPIES} for role in roles},
         }
-        self._costs[min(self._steps, 1)].update(costs(own))
+        if self._steps == 1:
+            self.costs.clear()
+        self.costs += costs_of(new)
         self._steps += 1
-        self._kept["last"] = own
-        self._kept["slowest"] = max(self._kept.get("slowest", own), own, key=_pace)
+        self._kept = {"last": new, "slowest": max(self._kept.get("slowest", new), new, key=itemgetter("pace"))}
         if time.monotonic() >= self._due_s:
             self.write()
-
-    def costliest(self, config: PPOConfig, start_s: float) -> str:
-        """Say what cost this process most, by its steps after the first one, if there are any; see `rlx.trainer.bottleneck`."""
-        first, others = self._costs
-        of_steps = costliest(others or first, max(1, self._steps - 1), config)
-        if of_steps and start_s > first["step"] + others["step"]:
-            return f"start-up, {duration(start_s)}, more than all steps, which a longer run pays once; then {of_steps}"
-        return of_steps
 
     def write(self) -> None:
         """Replace the file, unless no step has ended. Raises StorageError."""
         if self._steps:
-            began = time.monotonic()
             with storing(self._file), replacing_file(self._file) as file:
                 json.dump(self._kept, file, separators=(",", ":"))
-            self._due_s = time.monotonic() + max(WRITE_S, (time.monotonic() - began) / WRITE_SHARE)
+            self._due_s = time.monotonic() + WRITE_S
 
 
-def _pace(step: Step) -> tuple[bool, float]:
-    """Order steps by their seconds without validation and checkpoint; the first ones of processes come before all others."""
-    outside = sum(end - start for name, start, end in step["phases"] if name in OUTSIDE)
-    return not step["is_first"], step["seconds"] - outside
+def costs_of(step: Step) -> Counter[str]:
+    """Return `steps`, which is 1, and what the step cost [s]: `step`, each phase by its name, and `stall/<role>`, waits for offloading.
 
-
-def _since(began: float, process: Mapping[str, list[float]], every: int) -> dict[str, list[float]]:
-    """Return every so many of a process's readings of the step that began then."""
-    own = [index for index, at in enumerate(process["age"]) if at >= began][::every]
-    rounded = {name: [round(values[index], 3) for index in own] for name, values in process.items() if name != "age"}
-    return {"at": [round(process["age"][index] - began, 3) for index in own], **rounded}
-
-
-def costs(step: Step) -> Counter[str]:
-    """Return what a step cost.
-
-    Returns:
-        step, and the seconds of each phase by its name. Of the phase rollout `tail`, the last part, in which no process had more than
-        TAIL_SHARE of its requests left; and of the time before it, as means over processes, `waiting`, with requests that waited for
-        a place; `idle`, without any although samples were missing; `busy`, when the GPU was, and `known`, all for which that is known.
-        `stall/<role>`: compute waited for offloading. All in seconds. `cpu`: above 0 if there is no GPU.
+    Of the phase rollout `tail`, the last part, in which no process had more than MUCH of its requests left; and of the time before it,
+    as means over processes, `waiting`, with requests that waited for a place; `no request`, although samples were missing; and
+    `no kernel` on the GPU, as far as that is known. `cpu` is above 0 if there is no GPU.
     """
-    found = Counter[str]({"step": step["seconds"]})
+    found = Counter[str](steps=1, step=step["seconds"], cpu=sum("CPU busy" in each for each in step["processes"]))
     found.update({f"stall/{role}": copied["stall_ms"] / 1e3 for role, copied in step["copies"].items()})
     samplers = [process for process in step["processes"] if "engine 1 running" in process]
-    found["cpu"] = sum("CPU busy" in process for process in step["processes"])
-    for name, start, end in step["phases"]:
-        found[name] += end - start
-        if name != "rollout" or not samplers:
+    for phase, start, end in step["phases"]:
+        found[phase] += end - start
+        if phase != "rollout" or not samplers:
             continue
         full = start  # when the last process still had more requests than in its tail
         for process in samplers:
-            parts = list(_parts(process, start, end))
-            most = TAIL_SHARE * max((running for _, _, running, *_ in parts), default=0)
-            first = min((since for since, _, running, *_ in parts if running > most), default=end)
-            last = max((until for _, until, running, *_ in parts if running > most), default=start)
-            full = max(full, last)
-            for since, until, running, waiting, busy in parts:
-                if first <= since < last:
+            names = [[name for name in process if name.endswith(what)] for what in (" running", " waiting")]
+            running, waiting = ([*map(sum, zip(*(process[name] for name in each), strict=True))] for each in names)
+            ends = pairwise(min(max(at, start), end) for at in [*process["at"], end])
+            readings = zip(ends, running, waiting, process.get("GPU busy", [1.0] * len(running)), strict=True)
+            parts = [(*own, *values) for own, *values in readings if own[0] < own[1]]
+            most = MUCH * max(running, default=0)
+            at_work = [(since, until) for since, until, requests, *_ in parts if requests > most] or [(start, start)]
+            full = max(full, at_work[-1][1])
+            for since, until, requests, waits, busy in parts:
+                if at_work[0][0] <= since < at_work[-1][1]:
                     seconds = (until - since) / len(samplers)
-                    found.update(waiting=seconds * (waiting > 0), idle=seconds * (running + waiting == 0))
-                    found.update(busy=seconds * busy, known=seconds * ("GPU busy" in process))
+                    found["waiting"] += seconds * (waits > 0)
+                    found["no request"] += seconds * (requests + waits == 0)
+                    found["no kernel"] += seconds * (1 - busy)
         found["tail"] += end - full
     return found
 
 
-def _parts(process: Mapping[str, list[float]], start: float, end: float) -> Iterator[tuple[float, ...]]:
-    """Yield from when to when how many requests ran and waited, and how busy the GPU was, in a part of a step."""
-    counts = [
-        [sum(each) for each in zip(*(own for name, own in process.items() if name.endswith(what)), strict=True)]
-        for what in (" running", " waiting")
-    ]
-    busy = process.get("GPU busy", [0.0] * len(process["at"]))
-    for (since, until), *values in zip(pairwise([*process["at"], end]), *counts, busy, strict=True):
-        if max(since, start) < min(until, end):
-            yield max(since, start), min(until, end), *values
+def costliest(costs: Mapping[str, float], config: PPOConfig, start_s: float) -> str:
+    """Say which phase cost most and the key to turn for a known cause; first the start if it took longer; empty without steps."""
+    phases = {name: costs[name] for name in PHASES if costs.get(name)}
+    if not phases:
+        return ""
+    phase = max(phases, key=lambda name: phases[name])
+    each, step = (duration(costs[name] / costs["steps"]) for name in (phase, "step"))
+    why = next((f": {text}" for is_cause, text in _causes(phase, costs, config) if is_cause), "")
+    start = f"start-up, {duration(start_s)}, which a longer run pays once; then " if start_s > costs["step"] else ""
+    return f"{start}{phase.replace('_', ' ')}, {each} of {step} a step ({costs[phase] / costs['step']:.0%}){why}"
 
 
-class Lane(NamedTuple):
-    """A row of a step's picture: bars with start, end, colour and name, or heights from 0 to 1, each from its time to the next."""
-
-    label: str
-    color: str = GREY
-    bars: Sequence[tuple[float, float, str, str]] = ()
-    times: Sequence[float] = ()
-    heights: Sequence[float] = ()
-
-
-class StepPicture(NamedTuple):
-    """What to draw of a step."""
-
-    title: str
-    seconds: float
-    lanes: list[Lane]
-
-
-def pictures(kept: Mapping[str, Step]) -> list[StepPicture]:
-    """Return the pictures of a file's steps; of one that is both last and slowest one picture."""
-    names: dict[str, str] = {name: f"{name.capitalize()} step" for name in kept}
-    if len(kept) == 2 and kept["last"]["step"] == kept["slowest"]["step"]:
-        names = {"last": "Last and slowest step"}
-    return [
-        StepPicture(f"{shown} {kept[name]['step']}", kept[name]["seconds"], [*_lanes(kept[name])])
-        for name, shown in names.items()
-    ]
+def _causes(phase: str, costs: Mapping[str, float], config: PPOConfig) -> Iterator[tuple[bool, str]]:
+    """Yield the known causes of a costly phase: whether it is this one, and what to do then."""
+    role, rollout, on_gpu = phase.removeprefix("update_"), config.actor_rollout_ref.rollout, not costs.get("cpu")
+    names = ("tail", "no request", "no kernel", "waiting", f"stall/{role}")
+    tail, idle, unused, waiting, stall = (costs.get(name, 0.0) / costs[phase] for name in names)
+    if phase == "rollout":
+        yield on_gpu and rollout.name == "hf", "transformers samples; set actor_rollout_ref.rollout.name=vllm"
+        shorter = "lower data.max_response_length, or raise data.train_batch_size"
+        yield tail > MUCH, f"{tail:.0%} of it waits for few long answers; {shorter}"
+        yield idle > MUCH, f"no request runs in {idle:.0%} of it, while environments work; raise environment.processes"
+        engines = f"the GPU waits for vLLM in {unused:.0%} of it; raise actor_rollout_ref.rollout.engines_per_gpu"
+        yield rollout.tensor_model_parallel_size == 1 and unused > MUCH, engines
+        yield waiting > 2 * MUCH, f"requests wait in {waiting:.0%} of it; raise actor_rollout_ref.rollout.max_num_seqs"
+    yield phase == "reward" and not has_reward_model(config), "raise reward.num_workers if there are cores"
+    yield phase == "old_log_prob", "algorithm.rollout_correction.bypass_mode=True takes the sampler's (docs/rollout.md)"
+    save = f"{'critic' if role == 'critic' else 'actor_rollout_ref'}.model.activation_offload.save=auto copies less"
+    yield on_gpu and stall > MUCH / 2, f"compute waits for offloading's copies in {stall:.0%} of it; {save}"
+    yield phase == "validate", "raise trainer.test_freq, or lower data.val_max_samples"
+    yield phase == "checkpoint", "raise trainer.save_freq, or set actor_rollout_ref.actor.checkpoint.async_save=True"
 
 
-def _lanes(step: Step) -> Iterator[Lane]:
-    """Yield the rows: phases, the readings of each process, and waits for offloading's copies."""
-    bars = [
-        (start, end, PHASES[name].color if name in PHASES else GREY, name.replace("_", " "))
-        for name, start, end in step["phases"]
-    ]
-    yield Lane("phases", bars=bars)
+def pictures(kept: Mapping[str, Step]) -> dict[str, tuple[float, dict[str, list[Bar]]]]:
+    """Return seconds and rows of the pictures of a file's steps by title; of a step that is both last and slowest one picture."""
+    names = {step["step"]: [name for name in kept if kept[name]["step"] == step["step"]] for step in kept.values()}
+    steps = {f"{' and '.join(names[step['step']]).capitalize()} step {step['step']}": step for step in kept.values()}
+    return {title: (step["seconds"], _rows(step)) for title, step in steps.items()}
+
+
+def _rows(step: Step) -> dict[str, list[Bar]]:
+    """Return the bars of each row: phases, the readings of each process, and waits for offloading's copies."""
+    colors = {name: PHASES[name].color if name in PHASES else GREY for name, *_ in step["phases"]}
+    bars = [(start, end, 1.0, colors[name], name.replace("_", " ")) for name, start, end in step["phases"]]
+    rows: dict[str, list[Bar]] = {"phases": bars}
     for number, process in enumerate(step["processes"], 1):
-        for name, values in process.items():
-            if name == "tokens":  # since the step began
-                values = [max(0, value - values[0]) for value in values]
-            if name != "at" and (most := max(values, default=0)) > 0:
-                is_share = name.endswith("busy")
-                label = f"process {number}, {name}{'' if is_share else f' (max {most:,.0f})'}"
-                heights = [value / (1 if is_share else most) for value in values]
-                yield Lane(label, GREEN if is_share else BLUE, (), process["at"], heights)
+        for name in sorted(process.keys() - {"at"}):
+            values = [value - process[name][0] * (name == "tokens") for value in process[name]]
+            is_share, most = name.endswith("busy"), max(values, default=0)
+            color = GREEN if is_share else LIGHT if name.endswith("waiting") else BLUE
+            label = f"process {number}, {name}{'' if is_share else f' (max {most:,.0f})'}"
+            ends = pairwise([*process["at"], step["seconds"]])
+            known = ((*own, value) for own, value in zip(ends, values, strict=True) if value > 0)
+            bars = [(*own, value / (1 if is_share else most), color, f"{value:g}") for *own, value in known]
+            rows |= {label: bars} if bars else {}
     for role, copied in step["copies"].items():
         out, both, disk = (copied[name] / 1e6 for name in COPIES[:3])
-        stall_s, bars = copied["stall_ms"] / 1e3, []
-        for name, start, end in step["phases"]:
-            if name == f"update_{role}":
-                bars.append((start, min(end, start + stall_s), RED, f"{role} waits for copies"))
-                stall_s -= bars[-1][1] - start
-        moved = f"{out:,.0f} MB out, {max(0, both - out):,.0f} in{f', disk {disk:,.0f}' if disk else ''}"
-        yield Lane(f"{role} waits for copies: {moved}", bars=bars)
+        row = f"{role} waits for copies: {out:,.0f} MB out, {max(0, both - out):,.0f} in{f', disk {disk:,.0f}' if disk else ''}"
+        start = next((start for name, start, _ in step["phases"] if name == f"update_{role}"), 0.0)
+        rows[row] = [(start, start + copied["stall_ms"] / 1e3, 1.0, RED, "wait")]
+    return rows
 
 
 def read_timeline(path: Path) -> dict[str, Step]:
     """Return the `last` and the `slowest` step of a run; {} without a file. Raises TrackingError: it is none."""
-    if not os.path.lexists(path):
+    if not (path.exists() or path.is_symlink()):
         return {}
-    fault = "is no regular file"  # a pipe would never end
-    if path.is_file():
-        try:
-            kept = json.loads(path.read_bytes())
-            for step in kept.values():
-                _require_step(step)
-            return {name: kept[name] for name in ("last", "slowest") if name in kept}
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            fault = f"is no timeline ({type(error).__name__}: {error})"
-    raise TrackingError(f"{path}: {fault}; remove it")
-
-
-def _require_step(step: Step) -> None:
-    """Raise TypeError, ValueError, KeyError or AttributeError unless this is a step as above."""
-    numbers = [step["step"], step["seconds"]]
-    for name, start, end in step["phases"]:
-        numbers += [start, end, len(name.strip())]
-    for process in step["processes"]:
-        if not all(isinstance(values, list) and len(values) == len(process["at"]) for values in process.values()):
-            raise ValueError("expected lists of one length in `processes`")
-        numbers += [value for values in process.values() for value in values]
-    numbers += [copied[name] for copied in step["copies"].values() for name in COPIES]
-    if not all(type(each) in (int, float) and 0 <= each < 1 << 53 for each in numbers) or type(step["step"]) is not int:
-        raise ValueError("expected numbers from 0 on")
-    if type(step["is_first"]) is not bool:
-        raise TypeError("expected true or false in `is_first`")
+    try:
+        if not path.is_file():  # a pipe would never end
+            raise ValueError("no regular file")
+        kept = json.loads(path.read_bytes())
+        for step in kept.values():
+            numbers = [step["step"], step["seconds"], step["pace"]]
+            numbers += [copied[name] for copied in step["copies"].values() for name in COPIES]
+            for name, start, end in step["phases"]:
+                numbers += [start, end, len(name.strip())]
+            for process in step["processes"]:
+                is_table = all(type(each) is list and len(each) == len(process["at"]) for each in process.values())
+                numbers += [value for each in process.values() for value in each] if is_table else [None]
+            if not all(type(each) in (int, float) and 0 <= each < 1 << 53 for each in numbers):
+                raise ValueError("expected numbers from 0 on, in lists of one length")
+        return {name: kept[name] for name in ("last", "slowest") if name in kept}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as fault:
+        raise TrackingError(f"{path}: is no timeline ({type(fault).__name__}: {fault}); remove it") from None

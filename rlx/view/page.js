@@ -207,26 +207,22 @@ function chart() {
 
 // Timeline ---------------------------------------------------------------------------------------------------------
 
-function lane(own, seconds) {
-  const row = make("div", "lane"), svg = shape("svg", { viewBox: `0 0 ${seconds || 1} 1`, preserveAspectRatio: "none" });
-  for (const [start, end, fill, name] of own.bars) {
-    const bar = shape("rect", { x: start, y: 0, width: Math.max(0, end - start), height: 1, fill });
-    bar.append(shape("title", {}, visible(`${name}, ${start} to ${end} s`)));
-    svg.append(bar);
-  }
-  const [first] = own.times, steps = own.heights.map((height, k) => `V${1 - height}H${own.times[k + 1] ?? seconds}`);
-  if (steps.length) svg.append(shape("path", { d: `M${first} 1${steps.join("")}V1Z`, fill: own.color }));
-  row.append(make("span", "", visible(own.label)), svg);
-  return row;
-}
-
 function timeline() {
-  const step = index.timeline[byId("timeline-step").value], axis = make("div", "lane"), ends = make("div");
-  const phases = new Map(step.lanes[0].bars.map(([, , color, name]) => [name, color]));
+  const [seconds, rows] = index.timeline[byId("timeline-step").value], axis = make("div", "lane"), ends = make("div");
+  const phases = new Map(rows.phases.map(([, , , color, name]) => [name, color]));
   byId("timeline-legend").replaceChildren(...[...phases].flatMap(([name, color]) => [swatch(color), visible(name)]));
-  ends.append(make("span", "", "0"), make("span", "", `${step.seconds} s`));
+  byId("timeline").replaceChildren(...Object.entries(rows).map(([label, bars]) => {
+    const row = make("div", "lane"), svg = shape("svg", { viewBox: `0 0 ${seconds || 1} 1`, preserveAspectRatio: "none" });
+    row.append(make("span", "", visible(label)), svg);
+    for (const [start, end, height, fill, name] of bars) {
+      const bar = shape("rect", { x: start, y: 1 - height, width: Math.max(0, end - start), height, fill });
+      bar.append(shape("title", {}, visible(`${name}, ${start} to ${end} s`)));
+      svg.append(bar);
+    }
+    return row;
+  }), axis);
+  ends.append(make("span", "", "0"), make("span", "", `${seconds} s`));
   axis.append(make("span"), ends);
-  byId("timeline").replaceChildren(...step.lanes.map((own) => lane(own, step.seconds)), axis);
 }
 
 // State in the address, so that a view can be kept: #step=3&sample=17&colour=gap -----------------------------------
@@ -257,11 +253,12 @@ async function start() {
   byId("metric").append(...names.map((n) => new Option(n, n)));
   if (names.includes("reward/mean")) byId("metric").value = "reward/mean";
   byId("chart-box").hidden = names.length === 0;
-  byId("timeline-box").hidden = index.timeline.length === 0;
+  const titles = Object.keys(index.timeline);
+  byId("timeline-box").hidden = titles.length === 0;
   byId("timeline-box").open = all.step.length === 0;
-  byId("timeline-step").append(...index.timeline.map((step, k) => new Option(step.title, k)));
+  byId("timeline-step").append(...titles.map((title) => new Option(title)));
   byId("timeline-step").addEventListener("input", timeline);
-  if (index.timeline.length) timeline();
+  if (titles.length) timeline();
   const without = index.left_out ? ` ${plural(index.left_out, "sample")} ${index.left_out === 1 ? "is" : "are"} listed without tokens, because the page would be too large.` : "";
   byId("note").textContent = `${plural(steps.length, "step")}, ${plural(all.step.length, "sample")}.${without}${all.step.length ? "" : " Set trainer.transcripts=True to keep samples."}`;
   if (asked.get("colour") in COLOURS) chosen.colour = asked.get("colour");

@@ -74,9 +74,7 @@ def write_page(
         "scale": {"advantage": packed.largest_advantage or 1.0, "gap": min(packed.largest_gap, LARGEST_GAP) or 1.0},
         "metrics": {step: {name: _short(value) for name, value in row.items()} for step, row in metrics.items()},
         "left_out": packed.left_out,
-        "timeline": [
-            {**step._asdict(), "lanes": [lane._asdict() for lane in step.lanes]} for step in pictures(timeline)
-        ],
+        "timeline": pictures(timeline),
     }
     name = printable(" / ".join(run.resolve().parts[-2:]))
     if os.path.lexists(out) and not (out.is_symlink() or out.is_file()):

@@ -6,11 +6,10 @@ import time
 import pytest
 from matplotlib.image import imread
 
-from rlx.config.schema import ActorRolloutRefConfig, EnvironmentConfig, PPOConfig, RolloutConfig
-from rlx.trainer.bottleneck import costliest
+from rlx.config.schema import ActorRolloutRefConfig, PPOConfig, RolloutConfig
 from rlx.trainer.progress import Span
 from rlx.trainer.report import write_report
-from rlx.trainer.timeline import MOST_READINGS, TIMELINE_FILE, Timeline, costs, read_timeline
+from rlx.trainer.timeline import MOST_READINGS, TIMELINE_FILE, Timeline, costliest, costs_of, read_timeline
 from rlx.trainer.tracking import TrackingError
 
 READINGS = {
@@ -49,14 +48,14 @@ def test_the_last_and_the_slowest_step_are_kept_and_a_resumed_run_continues_them
     assert last["processes"][1]["engine 1 running"] == [0, 8, 1, 0] and last["copies"]["actor"]["stall_ms"] == 500.0
     assert last["processes"][0]["at"] == pytest.approx([1, 2, 7, 9], abs=0.1)
     resumed = Timeline(tmp_path)
-    assert resumed.rewind(3) is None
+    resumed.rewind(3)
     take(resumed, 4, 50.0)
     resumed.write()
     kept = read_timeline(file)
     assert (kept["last"]["step"], kept["slowest"]["step"]) == (4, 3), "the first step of a process counts as a start"
-    assert Timeline(tmp_path).rewind(2) is None
     file.write_text(json.dumps({"last": {**last, "phases": 1}}))
-    assert str(file) in (Timeline(tmp_path).rewind(9) or "")
+    with pytest.raises(TrackingError, match=TIMELINE_FILE):
+        Timeline(tmp_path).rewind(9)
 
 
 def test_many_readings_are_thinned_and_those_before_the_step_are_left_out(tmp_path):
@@ -73,14 +72,18 @@ def test_the_costs_of_a_step_are_those_of_its_readings(tmp_path):
     timeline = Timeline(tmp_path)
     take(timeline, 1)
     timeline.write()
-    found = costs(read_timeline(tmp_path / TIMELINE_FILE)["last"])
+    found = costs_of(read_timeline(tmp_path / TIMELINE_FILE)["last"])
     assert {name: round(value, 1) for name, value in found.items()} == {
-        "step": 10.0, "rollout": 8.0, "update_actor": 1.0, "stall/actor": 0.5, "cpu": 0,
-        "tail": 2.0, "waiting": 5.0, "idle": 0.0, "busy": 2.5, "known": 5.0,
+        "steps": 1, "step": 10.0, "rollout": 8.0, "update_actor": 1.0, "stall/actor": 0.5, "cpu": 0,
+        "tail": 2.0, "waiting": 5.0, "no request": 0.0, "no kernel": 2.5,
     }  # fmt: skip
-    assert "rollout" in timeline.costliest(PPOConfig(), start_s=9.0)
-    assert timeline.costliest(PPOConfig(), start_s=11.0).startswith("start-up, 11.0s")
-    assert Timeline(tmp_path).costliest(PPOConfig(), start_s=11.0) == ""
+    take(timeline, 2, seconds=20.0)
+    take(timeline, 3, seconds=20.0)
+    assert (timeline.costs["steps"], timeline.costs["step"]) == (2, 40.0), "those of the first step do not count"
+    said = costliest(timeline.costs, PPOConfig(), start_s=41.0)
+    assert said.startswith("start-up, 41.0s, which a longer run pays once; then rollout, 8.0s of 20.0s a step (40%): ")
+    assert costliest(timeline.costs, PPOConfig(), start_s=39.0).startswith("rollout")
+    assert costliest(Timeline(tmp_path).costs, PPOConfig(), start_s=39.0) == ""
 
 
 SAMPLING = {"step": 10.0, "rollout": 6.0, "update_actor": 3.0}
@@ -90,9 +93,13 @@ SAMPLING = {"step": 10.0, "rollout": 6.0, "update_actor": 3.0}
     ("sampler", "spent", "said"),
     [
         ("vllm", {}, "rollout, 6.0s of 10.0s a step (60%)"),
-        ("vllm", {"tail": 3.0}, "50% of it waits for the last few answers; lower data.max_response_length"),
-        ("vllm", {"idle": 3.0}, "raise environment.processes"),
-        ("vllm", {"busy": 1.0, "known": 4.0}, "the GPU is busy in 25% of it"),
+        (
+            "vllm",
+            {"tail": 3.0},
+            "50% of it waits for few long answers; lower data.max_response_length",
+        ),
+        ("vllm", {"no request": 3.0}, "raise environment.processes"),
+        ("vllm", {"no kernel": 3.0}, "50% of it; raise actor_rollout_ref.rollout.engines_per_gpu"),
         ("vllm", {"waiting": 5.0}, "raise actor_rollout_ref.rollout.max_num_seqs"),
         ("hf", {}, "actor_rollout_ref.rollout.name=vllm"),
         ("hf", {"cpu": 1, "reward": 7.0}, "reward.num_workers"),
@@ -104,9 +111,9 @@ SAMPLING = {"step": 10.0, "rollout": 6.0, "update_actor": 3.0}
     ],
 )
 def test_the_costliest_phase_is_named_with_its_key(sampler, spent, said):
-    policy, tools = ActorRolloutRefConfig(rollout=RolloutConfig(name=sampler)), EnvironmentConfig(name="calculator")
-    config = PPOConfig(actor_rollout_ref=policy, environment=tools)
-    text = costliest({name: 2 * value for name, value in (SAMPLING | spent).items()}, 2, config)
+    config = PPOConfig(actor_rollout_ref=ActorRolloutRefConfig(rollout=RolloutConfig(name=sampler)))
+    costs = {"steps": 2, **{name: 2 * value for name, value in (SAMPLING | spent).items()}}
+    text = costliest(costs, config, start_s=1.0)
     assert said in text, text
 
 

@@ -46,7 +46,7 @@ def sample(step, group, number, tokens=24, seed=0):
     }
 
 
-def timeline(step, seconds=10.0, first=False, processes=None):
+def timeline(step, seconds=10.0):
     """A step of timeline.json: of ten seconds eight are rollout, two of them a tail; two engines of one process."""
     of_engines = {
         "at": [0.0, 1.0, 6.0, 8.0],
@@ -60,9 +60,9 @@ def timeline(step, seconds=10.0, first=False, processes=None):
     return {
         "step": step,
         "seconds": seconds,
-        "is_first": first,
+        "pace": seconds,
         "phases": [["rollout", 0.0, 8.0], ["<b>", 8.0, 8.5], ["update_actor", 8.5, 10.0]],
-        "processes": [of_engines] if processes is None else processes,
+        "processes": [of_engines],
         "copies": {"actor": {"offloaded_bytes": 2e6, "copied_bytes": 5e6, "disk_bytes": 0.0, "stall_ms": 500.0}},
     }
 

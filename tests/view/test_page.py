@@ -84,19 +84,21 @@ def test_the_timelines_of_the_last_and_the_slowest_step_are_there_also_without_s
     run = make_run(steps=3, groups=1, samples=1)
     shutil.rmtree(run / "transcripts")
     assert write_page(run, run / "view.html") == (0, 0, 0)
-    last, slowest = Parsed(run / "view.html").unpacked("index")["timeline"]
-    assert (last["title"], slowest["title"], slowest["seconds"]) == ("Last step 3", "Slowest step 1", 20.0)
-    rows = {lane["label"]: lane for lane in last["lanes"]}
+    timelines = Parsed(run / "view.html").unpacked("index")["timeline"]
+    assert [(title, seconds) for title, (seconds, _) in timelines.items()] == [
+        ("Last step 3", 10.0), ("Slowest step 1", 20.0)
+    ]  # fmt: skip
+    rows = timelines["Last step 3"][1]
     assert list(rows) == [
-        "phases", "process 1, engine 1 running (max 8)", "process 1, engine 1 waiting (max 4)",
-        "process 1, engine 2 running (max 8)", "process 1, tokens (max 400)", "process 1, GPU busy",
+        "phases", "process 1, GPU busy", "process 1, engine 1 running (max 8)", "process 1, engine 1 waiting (max 4)",
+        "process 1, engine 2 running (max 8)", "process 1, tokens (max 400)",
         "actor waits for copies: 2 MB out, 3 in",
     ]  # fmt: skip
-    assert rows["phases"]["bars"][2] == [8.5, 10.0, "#16966b", "update actor"]
-    assert rows["process 1, engine 2 running (max 8)"]["heights"] == [0.0, 1.0, 0.25, 0.0]
-    assert rows["process 1, tokens (max 400)"]["heights"] == [0.0, 0.0, 0.75, 1.0]
-    assert rows["process 1, GPU busy"]["heights"] == [0.0, 0.5, 0.25, 1.0]
-    assert rows["actor waits for copies: 2 MB out, 3 in"]["bars"][0][:2] == [8.5, 9.0]
+    assert rows["phases"][2] == [8.5, 10.0, 1.0, "#16966b", "update actor"]
+    assert [bar[:3] for bar in rows["process 1, engine 2 running (max 8)"]] == [[1.0, 6.0, 1.0], [6.0, 8.0, 0.25]]
+    assert [bar[:3] for bar in rows["process 1, tokens (max 400)"]] == [[6.0, 8.0, 0.75], [8.0, 10.0, 1.0]]
+    assert [bar[2] for bar in rows["process 1, GPU busy"]] == [0.5, 0.25, 1.0]
+    assert rows["actor waits for copies: 2 MB out, 3 in"][0][:2] == [8.5, 9.0]
 
 
 def test_nothing_that_was_written_by_a_model_is_html_and_no_other_script_may_run(make_run):
