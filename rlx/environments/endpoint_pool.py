@@ -13,7 +13,7 @@ import secrets
 import time
 from typing import Any, NamedTuple
 
-from rlx.environments.environment_pool import FAREWELL_S, SLACK_S, EnvironmentPool, _Conversation
+from rlx.environments.environment_pool import SLACK_S, EnvironmentPool, _Conversation
 from rlx.environments.protocol import Failure, Observation, Reset, Turn
 from rlx.environments.spec import EnvironmentSpec
 from rlx.processes.pool import IsolatedProcess, Lost, WorkerPool
@@ -52,10 +52,6 @@ class Finished(NamedTuple):
 
 
 Event = Asked | Cancelled | Restarted | Finished
-
-
-class EndpointFailed(RuntimeError):
-    """The process that serves the address has ended."""
 
 
 class AgentPool(EnvironmentPool):
@@ -124,11 +120,6 @@ class AgentPool(EnvironmentPool):
         self._idle.pop(key, None)
         self._ended.pop(key, None)
 
-    def close(self, patience_s: float = FAREWELL_S) -> None:
-        """See EnvironmentPool."""
-        super().close(patience_s)
-        self._url, self._server = "", None
-
     def _leave(self, key: int, number: int) -> None:
         self._calls[key].discard(number)
         if not self._calls[key]:
@@ -160,7 +151,7 @@ class AgentPool(EnvironmentPool):
         if isinstance(what, Lost):
             self._server = None
             self.close()
-            raise EndpointFailed(f"the process that serves the address {what.how}; see its output above")
+            raise RuntimeError(f"the process that serves the address {what.how}; see its output above")
         kind, number, *content = what
         if kind == "address":
             self._url = number

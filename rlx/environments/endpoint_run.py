@@ -380,9 +380,6 @@ def _gap(node: Node, added: int) -> Gap:
 
 def _longest(nodes: Iterable[Node], ids: list[int]) -> tuple[Node | None, list[int]]:
     """Return the longest turn whose row a prompt begins with, and the rest of the prompt."""
-    found: tuple[Node | None, list[int]] = None, ids
-    for node in nodes:
-        tokens = node.tokens
-        if len(ids) - len(tokens) < len(found[1]) and ids[: len(tokens)] == tokens:
-            found = node, ids[len(tokens) :]
-    return found
+    begun = [node for node in nodes if ids[: len(tokens := node.tokens)] == tokens]
+    found = max(begun, key=lambda node: len(node.tokens), default=None)
+    return found, ids[len(found.tokens) if found else 0 :]

@@ -16,26 +16,10 @@ from rlx.environments.tools import arguments_of, call_id, with_calls
 
 MODEL = "policy"
 MOST_CHOICES, MOST_MESSAGES, MOST_TOOLS, MOST_STOPS = 64, 4096, 256, 16
-CHOSEN_BY_RUN = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-)
+PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
+CHOSEN_BY_RUN = ("temperature", "top_p", "top_k", "min_p", *PENALTIES)
 """Fields that would change the distribution that the trainer assumes: the run's own values hold."""
-WITHOUT_EFFECT = {
-    "model",
-    "user",
-    "store",
-    "metadata",
-    "service_tier",
-    "prompt_cache_key",
-    "safety_identifier",
-    "parallel_tool_calls",
-}
+WITHOUT_EFFECT = {"model", "user", "store", "metadata", "service_tier", "prompt_cache_key", "parallel_tool_calls"}
 ONLY_OF = {
     True: {"messages", "tools", "tool_choice", "top_logprobs", "response_format", "max_completion_tokens"},
     False: {"prompt", "best_of", "echo"},

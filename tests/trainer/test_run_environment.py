@@ -159,8 +159,9 @@ def test_an_agent_at_the_address_trains_the_same_weights_and_resumes_exactly(tra
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("cpu_vllm")
+@pytest.mark.parametrize("name", ["Echo", "endpoint"])
 def test_processes_around_one_vllm_engine_have_the_same_conversations_and_train_on_the_rows_it_saw(
-    train, own, shortening
+    train, own, shortening, name
 ):
     """Only the first process has environments; the trainer's log-probs of every turn are the sampler's, also of forks."""
     options = [
@@ -172,7 +173,7 @@ def test_processes_around_one_vllm_engine_have_the_same_conversations_and_train_
         "data.max_response_length=48",
         "trainer.n_gpus_per_node=2",
         "trainer.total_training_steps=1",
-        *own("Echo", "environment.rewards=replace", "environment.max_parallel=20"),
+        *own(name, "environment.rewards=replace", "environment.max_parallel=20"),
     ]
     folder, steps = train(*options, *shortening)
     assert steps[1]["conversation/turns_max"] == 2 and steps[1]["conversation/forks"] > 0
