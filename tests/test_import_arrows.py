@@ -1,7 +1,6 @@
 """Imports go along the arrows of docs/architecture.md, wherever in a file they stand, and never in a circle.
 
-`python tests/test_import_arrows.py rlx/offload` prints the rooms of a folder, their floors and the arrows between them;
-`python tests/test_import_arrows.py --write` writes the table of docs/architecture.md.
+`python tests/test_import_arrows.py` writes the counts of rooms, floors and arrows into docs/architecture.md.
 """
 
 import ast
@@ -229,16 +228,6 @@ class Rooms(NamedTuple):
     back: Set[tuple[str, str]]
     floors: list[list[str]]
 
-    def __str__(self) -> str:
-        text = [
-            f"{floor:2}  {room:18} -> {', '.join(sorted(b for a, b in self.arrows if a == room)) or 'nothing'}"
-            for floor in range(len(self.floors), 0, -1)
-            for room in self.floors[floor - 1]
-        ]
-        back = "".join(f"\n    {a} -> {b}" for a, b in sorted(self.back))
-        counts = f"{sum(map(len, self.floors))} rooms on {len(self.floors)} floors"
-        return "\n".join([*text, f"{counts}, {len(self.arrows)} arrows, {len(self.back)} back up{back}"])
-
 
 def rooms(folder: str, imports: list[Import], modules: Iterable[str]) -> Rooms:
     """The rooms of a package, given by its dotted name."""
@@ -294,7 +283,7 @@ def test_the_table_names_every_part():
 
 def test_the_page_counts_rooms_and_arrows():
     page = PAGE.read_text()
-    assert counted(page) == page, "python tests/test_import_arrows.py --write"
+    assert counted(page) == page, "python tests/test_import_arrows.py"
     assert len(re.findall(r"^\| `rlx.*` \|( \d+ \|){3} 0 \|$", page, re.MULTILINE)) == 3, "no arrow runs back up"
 
 
@@ -375,7 +364,4 @@ def test_the_check_sees_what_it_should(tmp_path: Path, files: dict[str, str], ar
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["--write"]:
-        PAGE.write_text(counted(PAGE.read_text()))
-    for folder in () if sys.argv[1:] == ["--write"] else sys.argv[1:]:
-        print(rooms(folder.strip("/").replace("/", "."), imports_of(ROOT), module_names(ROOT)))
+    PAGE.write_text(counted(PAGE.read_text()))

@@ -13,7 +13,6 @@ from rlx.config.compose.command_line import compose
 from rlx.config.machine import Machine
 from rlx.data.files import DataError
 from rlx.data.prompts import PromptDataset
-from rlx.driver import main
 from rlx.models.tiny import make_tiny_tokenizer
 from rlx.trainer.try_inputs import check_data, training_rows
 
@@ -175,12 +174,3 @@ def test_a_file_that_cannot_be_read_is_a_fault(tmp_path: Path, text: str):
     for kind in ("jsonl", "parquet"):
         (tmp_path / f"bad.{kind}").write_text(text)
         assert len(found(str(tmp_path / f"bad.{kind}"))) == 1
-
-
-@pytest.mark.parametrize("check", [[], ["--check"]])
-def test_the_driver_refuses_the_run_before_ray_starts(written, check, monkeypatch, capsys):
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr("rlx.driver.launch", lambda *_: pytest.fail("it started"))
-    assert main([*check, f"data.train_files={written(PLAIN)}", "data.val_files=builtin:arithmetic"]) == 2
-    told = " ".join(capsys.readouterr().err.split())
-    assert "2 fault(s)" in told and "set data.answer_key=answer" in told and "64 with 1 prompts" in told

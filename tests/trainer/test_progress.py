@@ -15,9 +15,6 @@ from rlx.trainer.progress import (
     PROGRESS_COLUMNS,
     Progress,
     StepTable,
-    count,
-    duration,
-    number,
     printable,
 )
 
@@ -108,13 +105,6 @@ def test_a_row_stands_under_its_header_and_holds_every_column_within_120_charact
         assert row[end - 1] != " " and row[end] == " ", f"{column.title} is not aligned: {row!r}"
 
 
-def test_phases_are_the_longest_that_fit_in_the_order_of_the_road():
-    wide = StepTable(200, 10, OPTIONAL).row(3, METRICS)
-    assert wide.endswith("roll 12.3 actor 7.5 sync 1.0")  # 0.01 s of reward would read as 0.0
-    narrow = StepTable(len(wide) - 1, 10, OPTIONAL).row(3, METRICS)
-    assert narrow.endswith("roll 12.3 actor 7.5")
-
-
 def memory_of(**phases: tuple[float, float]) -> dict[str, float]:
     return {
         f"memory/{phase}_{moment}_gb": gb
@@ -136,35 +126,12 @@ def test_memory_before_and_after_each_phase_comes_with_a_header_and_when_it_chan
     assert [lines[index - 1].split()[0] for index in found] == ["1/100", "4/100", f"{HEADER_EVERY + 1}/100"]
 
 
-def test_missing_metrics_show_as_a_dash_and_nan_as_nan():
-    cells = (
-        StepTable(PLAIN_WIDTH, 10, OPTIONAL)
-        .row(1, {"reward/mean": float("nan"), "actor/grad_norm": float("inf")})
-        .split()
-    )
-    assert cells[0] == "1/10" and cells[1] == "nan" and cells[8] == "inf"
-    assert cells.count("-") == len(WITHOUT_CRITIC) - 2
-
-
 @pytest.mark.parametrize("width", [20, 40, 80, 100])
 def test_a_narrow_terminal_drops_columns_but_not_the_reward(width: int):
     table = StepTable(width, 1000)
     assert max(len(table.header()), len(table.row(7, METRICS))) <= width
     assert StepTable(120, 300, OPTIONAL).header().endswith("  s by phase"), "no column of a pipe is without a name"
     assert table.header().split()[:2] == ["step", "reward"]
-
-
-def test_numbers_keep_to_their_width():
-    assert [number(v, 6) for v in (0.0, 0.1234, -12.3456, 12345.6, 1e9)] == [
-        "0.000",
-        "0.123",
-        "-12.35",
-        "12346",
-        "1e+09",
-    ]
-    assert number(2e-7, 8) == "2.0e-07"
-    assert [count(v) for v in (4.26, 9950.0, 12345.6, 123456.7, 4.5e6)] == ["4.3", "9950", "12.3k", "123k", "4.5M"]
-    assert [duration(s) for s in (7.31, 59.99, 125, 11225)] == ["7.3s", "60.0s", "2m05s", "3h07m"]
 
 
 def test_a_pipe_gets_plain_lines_with_a_header_every_few_rows(monkeypatch: pytest.MonkeyPatch):

@@ -8,7 +8,7 @@ import pytest
 
 from rlx.config.check.rules_memory import remedies
 from rlx.config.compose.command_line import compose
-from rlx.config.forecast.forecast_text import checkpoint_text, long_text, role_checkpoints, short_text
+from rlx.config.forecast.forecast_text import long_text, role_checkpoints, short_text
 from rlx.config.forecast.memory_forecast import MemoryForecast
 from rlx.config.machine import Cluster, Machine, named_machine
 from rlx.offload.plan.run_memory import NO_LIMIT, Phase
@@ -507,20 +507,6 @@ def test_the_short_text_has_a_row_for_each_phase(forecast):
     assert " in the 0.02 GB of their machine; " in host
 
 
-def test_the_long_text_has_the_parts(forecast):
-    found = forecast(on=machine(device_gb=1))
-    lines = long_text(found).splitlines()
-    parts = ["others", "weights", "gradients", "optimizer", "gathered", "working", "sampler"]
-    assert lines[0].split() == ["parts", "in", "GB", *parts] and max(map(len, lines[: lines.index("")])) <= 100
-    assert lines[2].split()[0] == "update_actor" and lines[2].split()[5] != "-"
-    peaks = lines[lines.index("") + 1 :]
-    assert peaks[0].split()[-2:] == ["peak", "in"] and peaks[2].split()[0] == "update_actor"
-    assert peaks[2].split()[-1] == "backward" and peaks[2].split()[4] == "device"
-    assert lines[-1] == "old log-probs take no pass of their own: one update a batch"
-    halves = long_text(forecast(f"{ACTOR}.ppo_mini_batch_size=2")).splitlines()[-1]
-    assert halves.startswith("old log-probs of 6 of 8 prompts take a pass of their own: only the first mini-batch ")
-
-
 def of_7b(forecast, state: object, device_gb: float, host_gb: float = 300, response: int = 8192) -> MemoryForecast:
     """Qwen2-7B's shape in bf16 with fp32 masters, one sequence in a micro-batch, on one device."""
     return forecast(
@@ -601,18 +587,3 @@ SAVES = ("trainer.save_freq=1", f"{ACTOR}.fsdp_config.model_dtype=bf16", f"{ACTO
 def test_a_checkpoint_takes_disk_and_its_staging_host_memory(forecast, overrides, nbytes, staged):
     (actor,) = role_checkpoints(forecast(*SAVES, *overrides)).values()
     assert actor[:2] == (nbytes * N, staged * N), "bytes a weight: bf16, fp32 masters and moments"
-
-
-def test_check_tells_what_checkpoints_take(forecast, tmp_path):
-    (nothing,) = checkpoint_text(forecast("trainer.save_last=False"), tmp_path)
-    assert nothing.startswith("no checkpoint will be written; trainer.save_freq=20")
-    last, disk = checkpoint_text(forecast(), tmp_path)
-    assert last.startswith("one checkpoint will be written, after the last step and without the optimizer's state")
-    assert disk.startswith("checkpoints: ")
-    assert checkpoint_text(forecast("trainer.val_only=True"), tmp_path) == []
-    gpus = ("trainer.n_gpus_per_node=2", "trainer.nnodes=2", f"{ACTOR}.fsdp_config.optimizer_offload=True")
-    kept = ("trainer.max_actor_ckpt_to_keep=2", "trainer.default_local_dir=s3://bucket/runs")
-    disk, staged = checkpoint_text(forecast(*SAVES, *gpus, *kept, vocab_size=10_000_000), tmp_path / "a" / "b")
-    assert disk.startswith("checkpoints: 17.9 GB each (actor 17.9), up to 53.8 GB with the one that is written; ")
-    assert f"are free for {tmp_path / 'a' / 'b'}; copies go to s3://bucket/runs" in disk
-    assert "a save copies 1.28 GB to the host memory of each machine" in staged
