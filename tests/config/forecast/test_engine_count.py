@@ -18,7 +18,7 @@ RACE = f"{ROLLOUT}.n=8 {ROLLOUT}.gpu_memory_utilization=0.4 data.max_response_le
 
 def forecast_of(folder: Path, shape: str, options: str, machine: Machine) -> MemoryForecast:
     (folder / "config.json").write_text(json.dumps(SHAPES[shape]))
-    words = f"{ROLLOUT}.name=vllm {MODEL}.path={folder} trainer.n_gpus_per_node=1 {GSM8K} {options}".split()
+    words = f"{ROLLOUT}.name=vllm {MODEL}.path={folder} trainer.n_gpus_per_node=1 {GSM8K} {ROLLOUT}.engines_per_gpu=auto {options}".split()
     return MemoryForecast.of(compose(words).partial, machine)
 
 
