@@ -24,13 +24,6 @@ def test_a_step_of_each_kind_is_watched_from_forward_to_optimizer(model_folder, 
     assert theirs["host_bytes"] is None
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("first_tokens", "expected"), [(16, [16, 64, 64]), (100, [64] * 3)])
-def test_the_step_before_the_measured_ones_may_be_shorter(first_tokens, expected, model_folder, one_rank):
-    (seen,) = one_rank("step", "tokens_by_step", model_folder, "rlx", first_tokens)
-    assert seen == [tokens - 1 for tokens in expected], "nothing follows the last token, which no model reads"
-
-
 @pytest.mark.nightly
 def test_two_processes_share_a_sequence_and_the_state(model_folder):
     arguments = ["--modes=rlx", "--tokens=65", "--optimizer-state=device", f"--folder={model_folder}"]

@@ -10,7 +10,7 @@ from rlx.checkpoint.manifest import seal
 from rlx.config.compose.command_line import compose
 from rlx.driver import main
 from rlx.supervisor import link
-from rlx.trainer.checkpoints import DriverState, end_of_run, nothing_to_train, write_driver_state
+from rlx.trainer.checkpoints import DriverState, end_of_run, write_driver_state
 
 ON = ("trainer.resume_mode=auto", "trainer.device=cpu")
 
@@ -49,21 +49,6 @@ def test_a_run_is_finished_if_no_step_is_left(runs: str, keys: tuple[str, ...], 
     if over:
         assert over.text.startswith("nothing to train: the checkpoint is of step 4 and the run ends at 4; raise ")
         assert over.text.endswith("checkpoints/global_step_4)")
-
-
-@pytest.mark.parametrize(
-    ("keys", "remedy"),
-    [
-        (
-            ("trainer.default_local_dir=s3://a",),
-            "another trainer.default_local_dir and another trainer.experiment_name if",
-        ),
-        (("trainer.resume_mode=resume_path",), "; raise trainer.total_training_steps or trainer.total_epochs."),
-    ],
-)
-def test_another_run_is_told_the_keys_that_give_it_a_folder_of_its_own(keys: tuple[str, ...], remedy: str):
-    told = nothing_to_train(4, 4, compose([*ON, *keys]).partial.trainer)
-    assert remedy in f"{told}."
 
 
 def test_a_driver_that_was_started_again_is_not_judged(runs: str, monkeypatch: pytest.MonkeyPatch):

@@ -34,16 +34,12 @@ def test_every_column_of_a_check_is_explained(tmp_path: Path):
     assert all(f"{column}: " in long_text(forecast) for column in ("others", "gathered", "full beyond"))
 
 
-def test_the_example_of_out_of_memory_is_what_its_command_prints(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_the_command_of_out_of_memory_is_rejected_for_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
     page = (DOCS / "out_of_memory.md").read_text()
     (command,) = re.findall(r"^rlx check (.*)$", page, re.M)
-    (example,) = re.findall(r"```text\n(.*?)```", page, re.S)
     (tmp_path / "config.json").write_text(json.dumps(SHAPES["qwen2-7b"]))
     (tmp_path / "mine.jsonl").write_text('{"prompt": "What is 7 + 5?", "answer": "12"}\n' * 300)
     (tmp_path / "reward.py").write_text("def compute_score(*_, **__):\n    return 1.0\n")
     monkeypatch.chdir(tmp_path)
     assert main(["--check", *shlex.split(command.replace("Qwen/Qwen2.5-7B-Instruct", "."))]) == 2
-    printed = capsys.readouterr()
-    assert example == printed.err + printed.out.splitlines()[-1] + "\n"
+    assert "1. the run does not fit into" in capsys.readouterr().err
