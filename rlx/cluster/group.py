@@ -24,6 +24,7 @@ LOOK_S = 15.0  # between two looks at ranks that work
 SLOW_START_S = 30.0  # processes that start longer than that get a line
 ANSWER_S = 5.0  # for the answer where a rank stands
 FETCH_S = 0.25  # between two looks at what a call has finished
+NOTICE_S = 0.02  # until the end of a call is noticed that something else works beside
 
 Meanwhile = Callable[[list[Any], float], bool]
 """Works on what a call has finished since the last time, at most this long; returns False at once if there is nothing to do."""
@@ -259,7 +260,7 @@ class _Stream:
         """Return the first call that has ended, as `_wait`."""
         until_s = time.monotonic() + timeout_s
         while (left_s := until_s - time.monotonic()) > 0:
-            is_busy = self._meanwhile(self._fetched(), min(FETCH_S, left_s))
+            is_busy = self._meanwhile(self._fetched(), min(NOTICE_S, left_s))
             if done := _wait(calls, 0.0 if is_busy else min(FETCH_S, left_s)):
                 return done
         return []
