@@ -22,7 +22,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, seco
         time.sleep(seconds)
     return len(set(solution_str)) / 16
 """
-STEPS = 3
+STEPS = 2
 
 
 def main() -> None:
