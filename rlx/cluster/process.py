@@ -172,7 +172,7 @@ class WorkerProcess:
     @ray.method(concurrency_group=WATCH)
     def finished(self, role: str) -> list[Any]:
         """Return what the role's call that runs has finished since the last time."""
-        return self._worker.finished(role)  # type: ignore[no-any-return]
+        return self._worker.roles[role].finished()  # type: ignore[no-any-return]
 
     def _reply(self, value: Any, fault: RankFault | None = None) -> WorkerReply:
         records = [self._log.get() for _ in range(self._log.qsize())]

@@ -28,8 +28,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MATHS = "rlx.rewards.math"
-MATH_LIMIT_S, MATH_CPU_LIMIT_S = 10.0, 2.0
-"""math-verify grades most answers in milliseconds. The first limit holds also in code that cannot be interrupted."""
+MATH_LIMIT_S, MATH_CPU_LIMIT_S = 20.0, 2.0
+"""math-verify grades most answers in milliseconds. The first limit, which is long for a process of low priority on a busy machine,
+holds also in code that cannot be interrupted."""
 POOL_FIGURES = ("errors", "timeouts", "crashes", "retries", "processes")
 MOST_WORKERS = 16
 TRIAL_S, TRIED_AT_ONCE = 30.0, 1000
@@ -127,13 +128,6 @@ class RewardFailure(NamedTuple):
 Report = Numbers | RewardFailure
 
 
-class Begun(NamedTuple):
-    """A call that began while others were sampled."""
-
-    response: str
-    number: int  # of the call in the pool
-
-
 class RewardManager:
     """Scores samples with the reward function of each data source. A context that ends the reward processes.
 
@@ -159,7 +153,7 @@ class RewardManager:
         size = reward.num_workers or min(MOST_WORKERS, cores)
         self._beside_sampler = reward.num_workers or max(1, min(size, cores - sampler_cores))
         self._pool = ScoringPool(size, reward.memory_limit_gb, reward.max_concurrent)
-        self._begun: dict[int, Begun] = {}  # by the seed of the sample
+        self._begun: dict[int, tuple[str, int]] = {}  # by the seed of a sample: its response, and the call's number
         limit_s, options = reward.timeout_s, {"format_score": reward.format_score}
         grade_number = Function("rlx.rewards.gsm8k", "compute_score", limit_s, options=options)
         grade_maths = Function(
@@ -236,8 +230,7 @@ class RewardManager:
         for seed, sample in zip(batch["seed"].tolist(), _samples(batch), strict=True):
             function = self._called_early(sample["data_source"])
             if function is not None:
-                number = self._number_of(RewardCall(function, sample), seed)
-                self._begun[seed] = Begun(sample["solution_str"], number)
+                self._begun[seed] = sample["solution_str"], self._number_of(RewardCall(function, sample), seed)
 
     def work(self, wait_s: float) -> bool:
         """Score what has begun until this time has passed or a call has ended; return False at once if there is nothing to do."""
@@ -250,11 +243,11 @@ class RewardManager:
 
     def _number_of(self, call: RewardCall, seed: int | None) -> int:
         """Return the number of a call in the pool; add it unless it has begun."""
-        begun = None if seed is None else self._begun.pop(seed, None)
-        if begun is not None:
-            if begun.response == call.arguments["solution_str"]:
-                return begun.number
-            self._pool.forget(begun.number)  # the sampler failed, and sampled another response after its restart
+        if seed in self._begun:
+            response, number = self._begun.pop(seed)
+            if response == call.arguments["solution_str"]:
+                return number
+            self._pool.forget(number)  # the sampler failed, and sampled another response after its restart
         return self._pool.add(call)
 
     def sequences(self, batch: Batch) -> Batch:

@@ -71,6 +71,7 @@ class ScoringPool(WorkerPool):
         self._waiting: dict[Function, deque[int]] = {}
         self._again: deque[list[int]] = deque()
         self._put_off: list[int] = []
+        self._puts_off = False  # whether a call that takes too long goes there
         self._busy: set[IsolatedProcess] = set()
         self._ended_with: Counter[int] = Counter()
         self._counts: Counter[str] = Counter()
@@ -109,12 +110,14 @@ class ScoringPool(WorkerPool):
         Returns:
             False at once if there is nothing to wait for.
         """
-        return self._advance(most, wait_s, puts_off=True)
+        self._puts_off = True
+        return self._advance(most, wait_s)
 
     def take(self, numbers: Collection[int]) -> tuple[dict[int, Outcome], Counts]:
         """Wait for calls; return their outcomes by number, and what all calls have cost since the last time. Raises as `run`."""
         self._again.extend([number] for number in self._put_off)
-        self._put_off.clear()
+        self._counts["retries"] += len(self._put_off)
+        self._put_off, self._puts_off = [], False
         try:
             for number in numbers:
                 while number not in self._outcomes:
@@ -142,19 +145,19 @@ class ScoringPool(WorkerPool):
     def _is_open(self, number: int) -> bool:
         return number in self._calls and number not in self._outcomes
 
-    def _advance(self, most: int, wait_s: float, puts_off: bool = False) -> bool:
+    def _advance(self, most: int, wait_s: float) -> bool:
         """Start what can be started, and wait for the first event; return whether there was anything to wait for."""
         if not self._answered and len(self._outcomes) >= HOPELESS * self.size:
             example = next(iter(self._outcomes.values()))
             self._outcomes = dict.fromkeys(self._calls, example) | self._outcomes
             return False
         while (free := most - len(self._busy)) > 0 and (numbers := self._next_part(free)):
-            self._start(numbers, puts_off)
+            self._start(numbers)
         if not self._busy:
             return False
         for worker, asked, what in self.exchange(wait_s):
             if worker in self._busy:
-                self._note(worker, asked, what, puts_off)
+                self._note(worker, asked, what)
         self._busy = {worker for worker in self._busy if worker.open}
         return True
 
@@ -176,12 +179,12 @@ class ScoringPool(WorkerPool):
                 return part
         return []
 
-    def _start(self, numbers: list[int], puts_off: bool) -> None:
+    def _start(self, numbers: list[int]) -> None:
         chosen = [self._calls[number] for number in numbers]
         try:
             content = pickle.dumps([call.arguments for call in chosen], pickle.HIGHEST_PROTOCOL)
         except (TypeError, AttributeError, pickle.PicklingError) as fault:
-            if puts_off:
+            if self._puts_off:
                 self._put_off += numbers
                 return
             raise NotSendable(
@@ -196,22 +199,20 @@ class ScoringPool(WorkerPool):
         request = ["call", code, numbers, samples, base64.b64encode(content).decode()]
         worker.ask(asked, request, chosen[0].function.limit_s)
 
-    def _note(
-        self, worker: IsolatedProcess, asked: tuple[int, int], what: Outcome | Loaded | Lost, puts_off: bool
-    ) -> None:
+    def _note(self, worker: IsolatedProcess, asked: tuple[int, int], what: Outcome | Loaded | Lost) -> None:
         if isinstance(what, Outcome):
             number = asked[0]
             if not self._is_open(number):
                 return
             # A limit in processor time does not depend on how busy the machine is.
-            if what.kind == "timeout" and puts_off and not self._calls[number].function.cpu_limit_s:
-                self._repeat(number)
+            if what.kind == "timeout" and self._puts_off and not self._calls[number].function.cpu_limit_s:
+                self._put_off.append(number)
             else:
                 self._outcomes[number] = what
                 self._answered |= what.kind in ("", "error")
         elif isinstance(what, Lost):
             self._busy.remove(worker)
-            self._lose(worker, what, puts_off)
+            self._lose(worker, what)
         elif what.fault is not None:
             failed = Outcome([], "error", str(what.fault), str(what.fault.__cause__ or "").lstrip())
             self._outcomes |= dict.fromkeys(filter(self._is_open, worker.open), failed)
@@ -219,7 +220,7 @@ class ScoringPool(WorkerPool):
             worker.open.clear()
             self.stop(worker)
 
-    def _lose(self, worker: IsolatedProcess, lost: Lost, puts_off: bool) -> None:
+    def _lose(self, worker: IsolatedProcess, lost: Lost) -> None:
         """Handle the end of a process, see Note [once more]."""
         self._counts["processes"] += 1
         kind = "timeout" if lost.kind == "timeout" else "crash"
@@ -228,8 +229,8 @@ class ScoringPool(WorkerPool):
         again = [[number for number in numbers if number not in blamed]] if blamed else [[number] for number in numbers]
         self._ended_with.update(blamed or numbers)
         for number in blamed:
-            if kind == "timeout" and puts_off:
-                self._repeat(number)
+            if kind == "timeout" and self._puts_off:
+                self._put_off.append(number)
             elif kind == "timeout" or self._ended_with[number] > 1:
                 self._outcomes[number] = Outcome([], kind, "" if kind == "timeout" else lost.how)
             else:
@@ -237,11 +238,6 @@ class ScoringPool(WorkerPool):
         for part in filter(None, again):
             self._counts["retries"] += len(part)
             self._again.appendleft(part)
-
-    def _repeat(self, number: int) -> None:
-        """Let `take` make a call again that took too long."""
-        self._counts["retries"] += 1
-        self._put_off.append(number)
 
 
 def to_outcome(message: Any, asked: dict[int, tuple[int, int]]) -> tuple[int, Outcome]:

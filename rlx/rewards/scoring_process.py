@@ -21,8 +21,7 @@ from rlx.processes.lines import line_of
 from rlx.rewards.function import Function, Outcome, outcome_of, raised
 
 NICE = 5
-"""The sampler, which works at the same time, gets three quarters of a core that both want. So a grading with 2 s of processor time
-still ends in time; with lower priority it would not."""
+"""The sampler, which works at the same time, gets three quarters of a core that both want; the limits are in wall time."""
 
 
 def serve(connection: socket.socket, at_once: int) -> None:

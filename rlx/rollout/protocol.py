@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
+from queue import SimpleQueue
 from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 import torch
@@ -137,13 +138,6 @@ class Completion(NamedTuple):
     stop_string: str | None = None
 
 
-class Finished(NamedTuple):
-    """A sample that is finished while others are not."""
-
-    seed: int  # of its row
-    token_ids: list[int]  # of its response
-
-
 class EngineLoad(NamedTuple):
     """How many requests an engine works on now, and how many wait for a place."""
 
@@ -186,6 +180,7 @@ class Rollout(ABC):
         self._requests: dict[int, Request] = {}  # those in flight by number, oldest first
         self._numbers = count()
         self._load = SamplerLoad(max_num_seqs)
+        self._finished = SimpleQueue[tuple[int, list[int]]]()
 
     @property
     def running(self) -> int:
@@ -243,12 +238,8 @@ class Rollout(ABC):
             del self._requests[number]
         self._load.note(self.running)
 
-    def generate(
-        self, requests: Sequence[Request], finished: Callable[[Request, Completion], None] | None = None
-    ) -> list[Completion]:
+    def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """Complete every request and return completions in the order given: `add_request` and `step` until none runs.
-
-        Each completion goes to `finished` as soon as it is there.
 
         Raises:
             ValueError: there are no weights, a request cannot be completed, or others are in flight.
@@ -260,15 +251,20 @@ class Rollout(ABC):
             if fault := self._fault(request):
                 raise ValueError(f"generate: request {index} {fault}")
         completions: dict[int, Completion] = {}
+        self._finished = SimpleQueue()
         with aborting(self):
             numbers = [self._add(request) for request in requests]
-            request_of = dict(zip(numbers, requests, strict=True))
+            seeds = {number: request.seed for number, request in self._requests.items()}
             while self._requests:
                 for number, completion in self.step():
                     completions[number] = completion
-                    if finished is not None:
-                        finished(request_of[number], completion)
+                    self._finished.put((seeds[number], completion.token_ids))
         return [completions[number] for number in numbers]
+
+    def finished(self) -> list[tuple[int, list[int]]]:
+        """Return seed and tokens of what `generate` has completed since the last call, while it runs in another thread."""
+        queue = self._finished
+        return [queue.get() for _ in range(queue.qsize())]
 
     def take_load(self) -> dict[str, float]:
         """Return how busy the sampler was since the last call, see `SamplerLoad`; {} if it had no request."""

@@ -1,7 +1,7 @@
 """Build a worker's sampler, complete batches with it, and check that new weights reach it."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -86,12 +86,7 @@ def sampler_dtype(rollout: RolloutConfig, device: torch.device) -> torch.dtype:
 
 
 def generate_batch(
-    rollout: Rollout,
-    batch: Batch,
-    sampling: Sampling,
-    pad_token_id: int,
-    response_length: int,
-    finished: Callable[[Request, Completion], None] | None = None,
+    rollout: Rollout, batch: Batch, sampling: Sampling, pad_token_id: int, response_length: int
 ) -> Batch:
     """Complete each row once.
 
@@ -101,7 +96,6 @@ def generate_batch(
         sampling: the same for every row.
         pad_token_id: fills responses on the right.
         response_length: R, the width of the response columns [tokens], at least `max_tokens`.
-        finished: gets each row's request and completion as soon as it is there.
 
     Returns:
         The batch with input_ids, attention_mask, response_mask, policy_version and, if `sampling` asks for them,
@@ -125,7 +119,7 @@ def generate_batch(
         Request(tuple(ids[start:]), seed, sampling)
         for ids, start, seed in zip(prompts.tolist(), starts, seeds.tolist(), strict=True)
     ]
-    completions = rollout.generate(requests, finished)
+    completions = rollout.generate(requests)
     responses, response_mask = _padded(completions, pad_token_id, response_length)
     samples = batch.drop("prompt_ids", "prompt_mask").with_(
         input_ids=torch.cat([prompts, responses], dim=1),

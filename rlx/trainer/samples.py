@@ -21,7 +21,6 @@ from rlx.data.batch import Batch, concat
 from rlx.data.seeding import seed_for
 from rlx.errors import ExplainedError, storing
 from rlx.rewards.manager import Scores
-from rlx.rollout.protocol import Finished
 from rlx.trainer import environment_rows
 from rlx.trainer.environment_rows import FailedConversations, all_rows, texts_of, written_tokens
 from rlx.trainer.learning import balance
@@ -96,11 +95,13 @@ class SampleSource:
         run, rollout = self._run, self._config.actor_rollout_ref.rollout
         row_of = {seed: row for row, seed in enumerate(rows["seed"].tolist())}
 
-        def score(finished: list[Finished], wait_s: float) -> bool:
-            if known := [each for each in finished if each.seed in row_of]:  # the others are of the call before
-                texts = texts_of([each.token_ids for each in known], run.tokenizer, rollout)
-                part = rows.rows([row_of[each.seed] for each in known])
-                run.rewards.begin(part.with_({"response_text": texts}))
+        def score(finished: list[tuple[int, list[int]]], wait_s: float) -> bool:
+            known = {
+                row_of[seed]: tokens for seed, tokens in finished if seed in row_of
+            }  # others are of the call before
+            if known:
+                texts = texts_of([*known.values()], run.tokenizer, rollout)
+                run.rewards.begin(rows.rows([*known]).with_({"response_text": texts}))
             return run.rewards.work(wait_s)
 
         return score

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
@@ -36,7 +35,7 @@ from rlx.errors import storing
 from rlx.identity import machine_identity
 from rlx.models.lora import adapters_off
 from rlx.rollout.engines import EngineProcess
-from rlx.rollout.protocol import Completion, EngineError, Finished, Request, Sampling, joined_loads
+from rlx.rollout.protocol import EngineError, Sampling, joined_loads
 from rlx.rollout.sampler import ChangeCheck, build_rollout, generate_batch, sampler_dtype
 from rlx.scratch import scratch_folder
 
@@ -249,7 +248,6 @@ class RolloutRole:
         self._pad_token_id = int(tokenizer.pad_token_id)
         stops = stop_tokens(tokenizer, actor.engine)
         self._conversations = ConversationSampler(config, tokenizer) if has_environment(config) else None
-        self._finished = SimpleQueue[Finished]()  # those of `generate` that `finished` has not returned
         self.sampling: dict[Purpose, Sampling] = {p: sampling_for(config, p, stops) for p in get_args(Purpose)}
 
     def rest(self) -> None:
@@ -265,7 +263,6 @@ class RolloutRole:
             EngineError: the sampler failed a second time.
             EnvironmentFailed: an environment failed, and the run is to end then.
         """
-        self._finished = SimpleQueue()
         if self.sampler.version is None and self._synced is not None:
             self.sync(self._synced)  # the sampler slept and lost its weights
         samples, error = self._attempt(batch, purpose)
@@ -286,13 +283,9 @@ class RolloutRole:
             self._loads.append(load)
         return samples if self._conversations is None else samples.with_prompts(_largest(samples.prompt_length))
 
-    def finished(self) -> list[Finished]:
-        """Return the samples that `generate` has finished since the last call, from another thread too; of conversations none.
-
-        After a failure of the sampler the same samples come again, maybe with other tokens.
-        """
-        queue = self._finished
-        return [queue.get() for _ in range(queue.qsize())]
+    def finished(self) -> list[tuple[int, list[int]]]:
+        """Return seed and tokens of finished rows, see `Rollout.finished`; a sampler that is started again repeats them."""
+        return self.sampler.finished()
 
     def take_load(self) -> dict[str, float]:
         """Return how busy the sampler was with samples for training since the last call, see `rlx.rollout.protocol.SamplerLoad`.
@@ -332,11 +325,7 @@ class RolloutRole:
         try:
             if self._conversations is not None:
                 return self._conversations.generate(self.sampler, batch, sampling), None
-
-            def finished(request: Request, completion: Completion) -> None:
-                self._finished.put(Finished(request.seed, completion.token_ids))
-
-            return generate_batch(self.sampler, batch, sampling, self._pad_token_id, self._length, finished), None
+            return generate_batch(self.sampler, batch, sampling, self._pad_token_id, self._length), None
         except EngineError as error:
             _clear_frames(error)
             return None, error

@@ -111,12 +111,6 @@ class Worker:
         if isinstance(chosen, RolloutRole):
             self._readings.read()  # that it has ended
 
-    def finished(self, role: str) -> list[Any]:
-        """Return what the call that runs has finished since the last time, see `RolloutRole.finished`."""
-        sampler = self.roles[role]
-        assert isinstance(sampler, RolloutRole)
-        return sampler.finished()
-
     def damage(self, checkpoint: str) -> list[str]:
         """Return the damaged parts of a checkpoint's files, among this process's share; raises as `damaged_chunks`."""
         return damaged_chunks(Path(checkpoint), dist.get_rank(), dist.get_world_size())

@@ -17,7 +17,7 @@ def worker_class():
             import queue
             import sys
 
-            self.rows = queue.SimpleQueue()
+            self.rows, self.roles = queue.SimpleQueue(), {"each": self, "pair": self}
             self.torch_came_early = "torch" in sys.modules
             logging.getLogger("rlx.tests").info("built %s", name)
             logging.getLogger("rlx.tests").warning("rank %s speaks", os.environ["RANK"])
@@ -54,7 +54,7 @@ def worker_class():
                     time.sleep(0.02)
             return batch
 
-        def finished(self, role):
+        def finished(self):
             return [self.rows.get() for _ in range(self.rows.qsize())]
 
         def facts(self, role, batch, factor):

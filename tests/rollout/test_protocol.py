@@ -1,15 +1,11 @@
 """Requests in flight with the hf sampler, and the load that is counted; vLLM's are in test_vllm.py."""
 
-import re
-from pathlib import Path
-
 import pytest
 
 from rlx.rollout import protocol
 from rlx.rollout.hf import HFRollout
 from rlx.rollout.protocol import (
     Completion,
-    EngineError,
     Request,
     Rollout,
     SamplerLoad,
@@ -151,36 +147,32 @@ def test_loads_of_calls_and_processes_are_joined():
     assert joined_loads([]) == joined_loads([{}]) == {}
 
 
-class Client:
-    """A server that answers the newest request first, one at a time."""
+class NewestFirst(Rollout):
+    """Completes the newest request first, one a step, with its seed as the token."""
 
-    def __init__(self):
-        self.asked, self.cancelled = [], []
+    def _fault(self, request):
+        return None
 
-    def send(self, number, request):
-        self.asked.append((number, request))
+    def _advance(self, requests):
+        number = max(requests)
+        return [(number, Completion([requests[number].seed], None, "stop"))]
 
-    def answers(self, timeout_s):
-        number, request = self.asked.pop()
-        return [(number, ([request.seed], None, "stop"))]
+    def update_weights(self, weights, version):
+        self.version = version
 
-    def cancel(self, numbers):
-        self.cancelled += numbers
-        self.asked = [each for each in self.asked if each[0] not in numbers]
+    def probe(self):
+        raise NotImplementedError
+
+    def close(self):
+        raise NotImplementedError
 
 
-def test_the_sampler_of_the_docs_completes_requests_in_the_order_given(asked):
-    text = (Path(__file__).parents[2] / "docs" / "rollout.md").read_text()
-    (code,) = re.findall(r"```python\n(class ServerRollout.*?)```", text, re.DOTALL)
-    names = {"Rollout": Rollout, "Completion": Completion, "EngineError": EngineError}
-    exec(code, names)
-    rollout = names["ServerRollout"](Client(), max_num_seqs=4)
-    assert {name for name in vars(Rollout) if not name.startswith("_")} <= {*dir(rollout)}
-    rollout.version = 1
+def test_completions_have_the_order_of_requests_and_are_known_by_seed_when_they_are_finished(asked):
+    rollout = NewestFirst(max_num_seqs=4)
+    rollout.update_weights([], version=1)
     assert [completion.token_ids for completion in rollout.generate(asked)] == [[request.seed] for request in asked]
-    numbers = [rollout.add_request(request) for request in asked[:3]]
-    rollout.abort(numbers[:1])
-    assert rollout.client.cancelled == numbers[:1] and [number for number, _ in rollout.step()] == numbers[2:]
+    assert rollout.finished() == [(request.seed, [request.seed]) for request in reversed(asked)]
+    assert rollout.finished() == []
 
 
 def test_a_text_is_shown_up_to_its_first_stop_string():
