@@ -58,13 +58,9 @@ class Node:
     @property
     def tokens(self) -> list[int]:
         """All tokens of the row up to the end of the turn."""
-        path, node = [], self
-        while True:
-            path.append(node)
-            if node.is_first:
-                break
-            assert node.parent is not None
-            node = node.parent
+        path = [self]
+        while not path[-1].is_first:
+            path.append(path[-1].parent)  # type: ignore[arg-type]
         return [token for each in reversed(path) for token in (*each.prompt, *each.completion.token_ids)]
 
 
@@ -232,10 +228,8 @@ class AgentRun(Run):
         longest = CHARACTERS_PER_TOKEN * (self._bounds.prompt_tokens + self._bounds.response_tokens)
         for call in calls:
             call.nodes.append(self._node(call))
-            if len(call.nodes[0].said_before) > longest:
-                self._reject(call, "length", f"the messages have more than {longest} characters")
-        calls = [call for call in calls if len(call.nodes[0].said_before) <= longest]
-        chats = [call for call in calls if call.content["is_chat"]]
+        fits = {call.number for call in calls if len(call.nodes[0].said_before) <= longest}
+        chats = [call for call in calls if call.content["is_chat"] and call.number in fits]
         behind = [call for call in chats if call.nodes[0].parent is not None]
         first = [call for call in chats if call.nodes[0].parent is None]
         found = self._chat.between([_gap(call.nodes[0], len(call.content["added"])) for call in behind])
@@ -243,6 +237,8 @@ class AgentRun(Run):
         written = {call.number: each for call, each in zip(behind + first, found, strict=True)}
         for call in calls:
             try:
+                if call.number not in fits:
+                    raise _Rejected("length", f"the messages have more than {longest} characters")
                 self._write(call, written.get(call.number))
                 self._request(call)
             except _Rejected as fault:
