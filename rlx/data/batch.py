@@ -74,9 +74,6 @@ SEQUENCE = ("input_ids", "attention_mask", "response_mask")
 SAMPLE_TOKENS = "sample_tokens"
 """The column that losses read in addition, if samples of the batch have several rows."""
 
-IN_UPDATE = "in_update"
-"""The column that is there until the first update has written the old log-probs of its rows."""
-
 EXPERTS = "routed_experts"
 """The column that routers of a mixture of experts read in addition, if the sampler writes it."""
 

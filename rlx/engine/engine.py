@@ -36,7 +36,7 @@ Metrics = dict[str, float]
 
 
 class Found(NamedTuple):
-    """What the forward of a micro-batch computed, see `MicroBatch`."""
+    """What the forward of a micro-batch computed; see `MicroBatch`."""
 
     rows: list[int]
     lead: Tensor

@@ -45,10 +45,11 @@ def sequence_scores(model: nn.Module, ids_BT: Tensor, mask_BT: Tensor, pad_token
 
 
 class Distribution(NamedTuple):
-    """The temperature of next-token distributions, and whether to compute their entropy."""
+    """The temperature of next-token distributions, whether to compute their entropy, and whether a loss reads it."""
 
     temperature: float
     with_entropy: bool
+    entropy_in_loss: bool = True
 
 
 class Forward:
@@ -192,12 +193,12 @@ class Forward:
             return {"values": values.to(torch.promote_types(values.dtype, torch.float32))}
         figures: Iterable[Tensor | None]
         if not self._chooses_positions:
-            figures = token_log_probs(self._call(inputs)[:, kept], ids, *distribution)
+            figures = token_log_probs(self._call(inputs)[:, kept], ids, *distribution[:2])
         elif self._head_ends_it:
             with head_replaced(self._plain.get_output_embeddings(), ids, *distribution):
                 figures = self._call(inputs | {"logits_to_keep": logits_to_keep}).unbind(dim=-1)
         else:
-            figures = token_log_probs(self._call(inputs | {"logits_to_keep": logits_to_keep}), ids, *distribution)
+            figures = token_log_probs(self._call(inputs | {"logits_to_keep": logits_to_keep}), ids, *distribution[:2])
         return {name: x for name, x in zip(("log_probs", "entropy"), figures, strict=False) if x is not None}
 
     def _call(self, inputs: dict[str, Any]) -> Tensor:

@@ -158,8 +158,9 @@ class PolicyObjective(Objective):
     ):
         self.actor, self.horizon, self.correction = actor, horizon, correction
         self.loss_agg_mode, self.is_first = actor.loss_agg_mode, False
-        # Only the bonus needs entropy's graph; what gave old_log_probs has also measured the entropy.
-        self.distribution = Distribution(temperature, correction.bypass_mode or actor.entropy_coeff != 0)
+        # What gave old_log_probs has also measured the entropy.
+        has_bonus = actor.entropy_coeff != 0
+        self.distribution = Distribution(temperature, correction.bypass_mode or has_bonus, has_bonus)
         self.policy_loss = load_policy_loss(actor.policy_loss)
         self.settings = LossSettings(
             clip_low=actor.clip_ratio if actor.clip_ratio_low is None else actor.clip_ratio_low,
@@ -197,8 +198,12 @@ class PolicyObjective(Objective):
         old_log_probs = log_probs.detach().clone() if self.is_first else batch["old_log_probs"]
         answer = self.policy_loss(log_probs, old_log_probs, batch["advantages"], mask_BR, self.settings)
         loss_BR, stats = _checked(answer, mask_BR, actor.policy_loss)
-        if self.correction.rollout_is is not None:
-            loss_BR = loss_BR * self._rollout_is_weights(log_probs, batch, self.correction.rollout_is)
+        if (level := self.correction.rollout_is) is not None:
+            if self.is_first:
+                compared = log_probs, batch["rollout_log_probs"], batch["response_mask"]
+                loss_BR = loss_BR * importance_weights(*compared, level, *self.correction.weight_bounds, False)
+            else:
+                loss_BR = loss_BR * batch["rollout_is_weights"]
         loss = (weights * loss_BR).sum()
         metrics = {"pg_loss": loss.detach()}
         if actor.use_kl_loss:
@@ -216,12 +221,6 @@ class PolicyObjective(Objective):
             sums, maxima["mismatch/largest"] = mismatch_sums(log_probs, old_log_probs, mask_BR)
             metrics |= {f"mismatch/{name}": total for name, total in sums.items()}
         return Share(loss, _per_token(figures, mask_BR, totals.tokens) | metrics, maxima)
-
-    def _rollout_is_weights(self, log_probs: Tensor, batch: Batch, level: str) -> Tensor:
-        if not self.is_first:
-            return batch["rollout_is_weights"]
-        compared = log_probs, batch["rollout_log_probs"], batch["response_mask"]
-        return importance_weights(*compared, level, *self.correction.weight_bounds, normalize=False)
 
 
 class ValueObjective(Objective):

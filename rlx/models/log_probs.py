@@ -74,16 +74,20 @@ def head_log_probs(
 
 
 @contextmanager
-def head_replaced(head: nn.Linear, ids: Tensor, temperature: float, with_entropy: bool) -> Iterator[None]:
+def head_replaced(
+    head: nn.Linear, ids: Tensor, temperature: float, with_entropy: bool, entropy_in_loss: bool = True
+) -> Iterator[None]:
     """Make the head of a language model return log-probs of `ids` (...), and the entropy, instead of logits.
 
     The model's forward still calls the head, so FSDP, for example, gathers its weight as always. The result is (..., 1), or
-    (..., 2) with the entropy.
+    (..., 2) with the entropy. Without `entropy_in_loss` the entropy carries no gradient.
     """
 
     def forward(hidden: Tensor) -> Tensor:
-        figures = head_log_probs(hidden, head.weight, ids, temperature, with_entropy)
-        return torch.stack([x for x in figures if x is not None], dim=-1)
+        log_probs, entropy = head_log_probs(hidden, head.weight, ids, temperature, with_entropy)
+        if entropy is None:
+            return log_probs.unsqueeze(-1)
+        return torch.stack([log_probs, entropy if entropy_in_loss else entropy.detach()], dim=-1)
 
     head.forward = forward  # type: ignore[method-assign]
     try:
@@ -316,7 +320,8 @@ def _overwrite(
     of_log_probs, of_entropy = (None if grad is None else grad[part] for grad in grads)
     if of_log_probs is None:
         of_log_probs = torch.zeros_like(ids[part], dtype=ctx.temperature.dtype)
-    own = (x[part] for x in figures)
+    # Without a gradient of the entropy it runs the function that is compiled for log-probs alone.
+    own = (x[part] for x in (figures[:2] if of_entropy is None else figures))
     _differentiate_pass(logits, ids[part], ctx.temperature, of_log_probs, of_entropy, *own)
 
 

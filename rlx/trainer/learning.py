@@ -17,7 +17,7 @@ from rlx.algorithms.rollout_correction import accepted, importance_weights, not_
 from rlx.cluster.placement import share_ranges
 from rlx.config.schema import ActorConfig, AlgorithmConfig, CriticConfig, RolloutCorrectionConfig, rejections
 from rlx.config.schema.roles import has_reference, has_reference_model, log_prob_pass
-from rlx.data.batch import EXPERTS, IN_UPDATE, SAMPLE_TOKENS, SEQUENCE, Batch, concat, partition
+from rlx.data.batch import EXPERTS, SAMPLE_TOKENS, SEQUENCE, Batch, concat, partition
 from rlx.data.seeding import seed_for
 from rlx.errors import ExplainedError
 from rlx.trainer import step_metrics
@@ -27,7 +27,7 @@ from rlx.trainer.step_metrics import finite_mean, masked_mean
 
 Metrics = dict[str, float]
 
-CRITIC_UPDATE = (*SEQUENCE, "values", "returns")
+IN_UPDATE = "in_update"  # a column that is there until the first update has written the old log-probs of its rows
 
 
 class Learner:
@@ -107,7 +107,10 @@ class Learner:
         are not finite and do not enter the means. Beside them metrics that a first update gave, see `log_probs`.
         """
         metrics: Metrics = {}
-        for role, settings in self._due(batch, step):
+        due: dict[str, ActorConfig | CriticConfig] = {"critic": self._config.critic} if "values" in batch else {}
+        if step > self._config.trainer.critic_warmup:
+            due["actor"] = self._config.actor_rollout_ref.actor
+        for role, settings in due.items():
             each: list[Metrics] = []
             counted = "loss_mask" if role == "actor" and "loss_mask" in batch else "response_mask"
             batch = with_sample_tokens(batch, counted)
@@ -126,29 +129,13 @@ class Learner:
             metrics |= _joined(role, each)
         return batch, metrics
 
-    def _due(self, batch: Batch, step: int) -> Iterator[tuple[str, ActorConfig | CriticConfig]]:
-        """Yield the roles to update, with their settings."""
-        if "values" in batch:
-            yield "critic", self._config.critic
-        if step > self._config.trainer.critic_warmup:
-            yield "actor", self._config.actor_rollout_ref.actor
-
     def _columns(self, role: str, batch: Batch) -> tuple[str, ...]:
-        """Return the columns that a role's loss reads."""
-        of_samples = [SAMPLE_TOKENS] if SAMPLE_TOKENS in batch else []
-        if role == "critic":
-            return (*CRITIC_UPDATE, *of_samples)
-        actor, correction = self._config.actor_rollout_ref.actor, self._config.algorithm.rollout_correction
-        is_first, weighs = IN_UPDATE in batch, correction.rollout_is is not None
-        read = {
-            "old_log_probs": not is_first,
-            "ref_log_probs": actor.use_kl_loss,
-            "rollout_log_probs": is_first and weighs,
-            "rollout_is_weights": weighs and not is_first,
-            "loss_mask": correction.rejects,
-            EXPERTS: actor.router_replay.mode == "R3",
-        }
-        return (*SEQUENCE, "advantages", *(name for name, is_read in read.items() if is_read), *of_samples)
+        """Return the columns that a role's loss may read."""
+        replays = self._config.actor_rollout_ref.actor.router_replay.mode == "R3"
+        of_old = ["rollout_log_probs"] if IN_UPDATE in batch else ["old_log_probs", "rollout_is_weights"]
+        of_actor = ["advantages", *of_old, "ref_log_probs", "loss_mask", *([EXPERTS] if replays else [])]
+        of_role = {"actor": of_actor, "critic": ["values", "returns"]}[role]
+        return (*SEQUENCE, *(name for name in (*of_role, SAMPLE_TOKENS) if name in batch))
 
     def _cut(self, role: str, settings: ActorConfig | CriticConfig, batch: Batch, step: int) -> Iterator[list[int]]:
         """Yield the rows of each mini-batch of all epochs."""

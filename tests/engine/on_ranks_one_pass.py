@@ -1,25 +1,24 @@
 """Whole updates by the trainer's learner, with log-probs of an update's own forward and with those of a pass before it."""
 
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from on_ranks_invariance import CONVERSATION_OF_ROW
 from rank_tools import FP64, Gradients, P, R, grouped, make_batch, norms_in_fp64, weights_of
 
 from rlx.cluster.placement import Mesh, share_ranges
 from rlx.config.schema import PPOConfig
 from rlx.config.schema.roles import critic_settings
 from rlx.config.schema.tree import with_value
-from rlx.data.batch import Batch, concat
+from rlx.data.batch import SEQUENCE, Batch, concat
 from rlx.models.loading import load_tokenizer
 from rlx.trainer.learning import Learner
 from rlx.trainer.progress import Progress
 from rlx.trainer.run_state import Run
 from rlx.workers.roles import ActorRole, CriticRole, RefRole
 
-GROUPS = torch.tensor([0, 0, 0, 1, 1, 2, 3, 3])
 ACTOR, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"
 BASE = {
     "data.train_batch_size": 4,
@@ -80,13 +79,12 @@ def samples(forks: bool) -> Batch:
     batch, drawn = grouped(make_batch()), torch.Generator().manual_seed(5)
     sampled = -5.5 + 0.3 * torch.randn(8, R, generator=drawn, dtype=torch.float64)
     scores = torch.tensor([0.0, 1.0, 0.5, 1.0, 0.0, 1.0, 0.25, 1.0])
-    columns = {"scores": scores, "greedy_scores": scores.flip(0), "rollout_log_probs": sampled, "group_id": GROUPS}
-    sample = [0, 1, 2, 0, 1, 0, 0, 1]
+    columns = {"scores": scores, "greedy_scores": scores.flip(0), "rollout_log_probs": sampled}
+    number = [0, 1, 2, 0, 1, 0, 0, 1]
     if forks:
-        columns |= {"branch": torch.tensor(sample), "scores": scores[[0, 0, 0, 3, 3, 5, 6, 6]]}
-        sample = [0] * 8
-    kept = batch.select("input_ids", "attention_mask", "response_mask")
-    return kept.with_({"sample": sample, "data_source": ["a"] * 8}, **columns)
+        columns |= {"branch": torch.tensor(number), "scores": scores[[0, 0, 0, 3, 3, 5, 6, 6]]}
+    info = {"sample": [0] * 8 if forks else number}
+    return batch.select(*SEQUENCE).with_(info, group_id=CONVERSATION_OF_ROW, **columns)
 
 
 def steps(folder, options, forks=False, first=True):
@@ -95,36 +93,26 @@ def steps(folder, options, forks=False, first=True):
     Returns:
         the calls, the metrics, old_log_probs, the gradients and the weights.
     """
-    config = configured(folder, options)
+    config, calls, metrics, old = configured(folder, options), [], [], []
     workers = Workers(config, config.actor_rollout_ref.actor.ulysses_sequence_parallel_size)
-    gradients = Gradients(workers.roles["actor"].engine)
-    calls, metrics, old = [], [], []
-    with norms_in_fp64(), tempfile.TemporaryDirectory() as folder:
-        run = Run(config, workers, None, None, None, None, None, Path(folder), Progress(2, console=False), None)
-        learner = Learner(run)
+    engine, progress = workers.roles["actor"].engine, Progress(2, console=False)
+    gradients = Gradients(engine)
+    learner = Learner(Run(config, workers, None, None, None, None, None, Path(), progress, None))
+    with norms_in_fp64():
         for step in (1, 2):
             workers.calls.clear()
             batch = samples(forks)
             if not first:
-                batch = batch.with_(
-                    **workers.split(
-                        "actor", "log_probs", batch.select("input_ids", "attention_mask", "response_mask")
-                    ).tensors
-                )
-            with run.progress.step(step) as timings:
+                batch = batch.with_(**workers.split("actor", "log_probs", batch.select(*SEQUENCE)).tensors)
+            with progress.step(step) as timings:
                 batch, judged = learner.advantages(learner.log_probs(batch, step))
                 batch, updated = learner.update(batch, step)
             calls.append(([*workers.calls], "timing_s/old_log_prob" in timings))
             metrics.append(judged | updated)
             old.append(batch["old_log_probs"].masked_fill(~batch["response_mask"], 0))
             assert "in_update" not in batch
-    return (
-        calls,
-        metrics,
-        torch.stack(old),
-        torch.stack(gradients.seen or [torch.zeros(0)]),
-        weights_of(workers.roles["actor"].engine),
-    )
+    seen = torch.stack(gradients.seen or [torch.zeros(0)])
+    return calls, metrics, torch.stack(old), seen, weights_of(engine)
 
 
 def both(folder, options, forks=False):

@@ -281,3 +281,15 @@ def test_offload_policy_trains_from_the_host(gpu, large):
     metrics = update(on_host)
     assert metrics["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-3)
     assert all(p.device.type == "cpu" for p in on_host.root.parameters())
+
+
+def test_a_first_update_gives_the_log_probs_of_a_pass(gpu, large):
+    """In bf16 and the same micro-batches, with the head's gradient compiled once for both kinds of update."""
+    made, rows = engine(large, gpu, FSDPConfig()), MicroBatchRule(rows=8)
+    assert not made.differs_in_training()
+    passed = made.log_probs(ragged(), rows, 1.0)
+    objective = PolicyObjective(ActorConfig(), temperature=1.0, horizon=RESPONSE).of_first_update()
+    metrics, found = made.update_and_read(ragged(), rows, objective)
+    assert metrics["ppo_kl"] == 0 < metrics["grad_norm"]
+    for name, column in passed.items():
+        assert (found[name] - column).abs().max() < 1e-3, name

@@ -32,7 +32,7 @@ def logits():
 
 def share_of(objective, logits, batch):
     """Its share of a micro-batch of which a model gave these logits."""
-    log_probs, entropy = token_log_probs(logits, batch.responses(), *objective.distribution)
+    log_probs, entropy = token_log_probs(logits, batch.responses(), *objective.distribution[:2])
     return objective.share({"log_probs": log_probs, "entropy": entropy}, batch, TOTALS)
 
 

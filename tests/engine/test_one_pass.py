@@ -62,10 +62,7 @@ def test_two_processes_and_conversations_of_several_rows(together, model_folder,
 
 
 NEEDED_FIRST = {
-    "KL in the reward": {"algorithm.use_kl_in_reward": True},
-    "veto": {f"{CORRECTION}.rollout_token_veto_threshold": 1e-30},
-    "rejection": {f"{CORRECTION}.rollout_rs": ("token_k1",), f"{CORRECTION}.rollout_rs_threshold": ("1e9",)},
-    "normalised": {f"{CORRECTION}.rollout_is": "token", f"{CORRECTION}.rollout_is_batch_normalize": True},
+    "KL": {"algorithm.use_kl_in_reward": True},
     "warm-up": {"algorithm.adv_estimator": "gae", "trainer.critic_warmup": 2},
     "dropout": {f"{MODEL}.override_config": {"attention_dropout": 0.2}},
 }
@@ -73,6 +70,7 @@ NEEDED_FIRST = {
 
 @pytest.mark.parametrize("name", NEEDED_FIRST)
 def test_a_pass_stays_where_its_numbers_are_needed_first(name, model_folder, one_rank):
+    """The configurations are those of `test_roles`; a model that differs in training is seen when it runs."""
     ((calls, metrics, *_),) = one_rank("one_pass", "steps", model_folder, NEEDED_FIRST[name])
     for of_step, has_phase in calls:
         assert has_phase and ("actor.log_probs", ROWS) in of_step

@@ -26,8 +26,8 @@ def a_conversation(*rewards, reason="done", failed=False, info=None):
     own = Conversation([60, 61], width=8, reason=reason, failed=failed, info=info or {})
     for number, reward in enumerate(rewards):
         if number:
-            own._append([80], False, [0.0], "tool", "M")
-        own._append([70, 71], True, [-1.0, -2.0], "assistant", "CD")
+            own.append([80], False, [0.0], "tool", "M")
+        own.append([70, 71], True, [-1.0, -2.0], "assistant", "CD")
         own.turns[-1].update(reward=reward, seconds=0.5, calls=[{"name": "f", "error": number == 1}])
     return own
 

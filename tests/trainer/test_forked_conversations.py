@@ -40,7 +40,7 @@ def conversation(turns, forks=True):
             own.add_messages([MESSAGE], Written([80], ""))
         log_probs = [log_prob - k - 1 for k in range(len(tokens))]
         log_prob = log_probs[-1]
-        own._append(tokens, True, log_probs, "assistant", "CD")
+        own.append(tokens, True, log_probs, "assistant", "CD")
         own.turns[-1].update(reward=reward, seconds=0.5)
     return own
 
@@ -196,7 +196,7 @@ def test_a_row_without_history_behind_its_prompt_begins_a_turn_of_its_own():
     for branch in range(2):
         if branch:
             own.add_messages([MESSAGE], Written([60], "", True))
-        own._append([70], True, [-1.0], "assistant", "C")
+        own.append([70], True, [-1.0], "assistant", "C")
         own.turns[-1]["reward"] = 1.0
     batch = batch_of(RanConversations([own], 0.0), [ConversationRow({}, 0, [60])], 0, 4, 1, True)
     batch = batch.with_({**batch.info, "sample": [0]}, group_id=torch.zeros(1, dtype=torch.int64))

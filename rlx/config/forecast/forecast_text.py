@@ -50,18 +50,14 @@ def long_text(forecast: MemoryForecast) -> str:
         parts.append((phase.name, *(_cell(phase.parts.get(part, 0.0)) for part in PARTS)))
         lengths, others = _longest(forecast, phase), (_cell(phase.host), _cell(phase.disk), phase.where or "-")
         peaks.append((phase.name, gb(phase.peak), _limit(phase), *lengths, *others))
-    below = [COLUMNS, _legend(forecast), _log_prob_pass(forecast.config)]
+    old, size = log_prob_pass(forecast.config), forecast.config.data.train_batch_size
+    told = f"old log-probs of {old.prompts} of {size} prompts take a pass of their own: {old.why}"
+    below = [COLUMNS, _legend(forecast), told]
     tables = [*aligned(parts), "", *aligned(peaks), *below] if phases else []
     host = _host(forecast, phases)
     return "\n".join(
         [*_unknown(forecast), *tables, *_engines(forecast), *_states(forecast), *host, *_streams(forecast)]
     )
-
-
-def _log_prob_pass(config: PPOConfig) -> str:
-    found, size = log_prob_pass(config), config.data.train_batch_size
-    how_many = "take no" if not found.prompts else f"of {found.prompts} of {size} prompts take a"
-    return f"old log-probs {how_many} pass of their own: {found.why}"
 
 
 def verdict_text(forecast: MemoryForecast) -> str:

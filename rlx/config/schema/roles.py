@@ -219,40 +219,34 @@ def sharded_roles(config: PPOConfig) -> list[ModelRole]:
 
 
 class LogProbPass(NamedTuple):
-    """The samples of a step whose old log-probs take a forward of their own before the updates."""
+    """The prompts whose samples take a pass for old log-probs, before the step's updates, and why."""
 
-    prompts: int  # the samples of so many prompts
+    prompts: int
     why: str
 
 
 def log_prob_pass(config: PPOConfig, step: int = 1) -> LogProbPass:
-    """Return which samples of a step need the pass, and why they or no others do.
+    """Return which samples of a step take a pass for old log-probs.
 
-    The first update of a step has the weights that sampled. Its forward therefore gives the old log-probs of its mini-batch, unless
-    their numbers are needed before.
+    The first update has the weights that sampled. Its own forward gives those of its mini-batch, unless numbers are needed before.
     """
     algorithm, policy, size = config.algorithm, config.actor_rollout_ref, config.data.train_batch_size
-    correction, key = algorithm.rollout_correction, "algorithm.rollout_correction"
+    correction, by_sequence = algorithm.rollout_correction, algorithm.rollout_correction.rollout_is == "sequence"
     if correction.bypass_mode:
-        return LogProbPass(0, f"{key}.bypass_mode takes the sampler's")
+        return LogProbPass(0, "bypass_mode takes the sampler's")
     forks = has_environment(config) and policy.rollout.multi_turn.on_rewritten_history == "fork"
+    normalizes = correction.rollout_is is not None and correction.rollout_is_batch_normalize
     needed_first = {
-        "algorithm.use_kl_in_reward reads them": algorithm.use_kl_in_reward,
-        f"{key} rejects tokens of whole mini-batches": correction.rejects,
-        f"{key}.rollout_is_batch_normalize divides by their mean": (
-            correction.rollout_is is not None and correction.rollout_is_batch_normalize
-        ),
-        f"{key}.rollout_is=sequence weighs all rows of a conversation": correction.rollout_is == "sequence" and forks,
-        "rollout.enable_rollout_routing_replay compares experts": policy.rollout.enable_rollout_routing_replay,
+        "use_kl_in_reward reads them": algorithm.use_kl_in_reward,
+        "rollout_rs and the veto reject tokens of a whole mini-batch": correction.rejects,
+        "rollout_is_batch_normalize divides by a mean over the batch": normalizes,
+        "rollout_is=sequence weighs all rows of a conversation": by_sequence and forks,
+        "enable_rollout_routing_replay compares experts": policy.rollout.enable_rollout_routing_replay,
         "the actor is not updated in the critic's warm-up": has_critic(config) and step <= config.trainer.critic_warmup,
     }
-    for why, is_needed in needed_first.items():
-        if is_needed:
-            return LogProbPass(size, why)
-    later = size - policy.actor.ppo_mini_batch_size
-    return LogProbPass(
-        later, "only the first mini-batch meets the weights that sampled" if later else "one update a batch"
-    )
+    if reasons := [why for why, is_needed in needed_first.items() if is_needed]:
+        return LogProbPass(size, "; ".join(reasons))
+    return LogProbPass(size - policy.actor.ppo_mini_batch_size, "the first update gives the others")
 
 
 def prompts_at_once(config: PPOConfig) -> int:
