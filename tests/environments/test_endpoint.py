@@ -382,7 +382,7 @@ body = json.dumps({"messages": row["prompt"]}).encode()
 head = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}
 url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
 text = json.load(urllib.request.urlopen(urllib.request.Request(url, body, head)))["choices"][0]["message"]["content"]
-subprocess.Popen(["sleep", "1000"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+subprocess.Popen(["sleep", "1017"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 print("I said", row["ground_truth"])
 if row["ground_truth"] == "3":
     sys.exit(4)
@@ -399,9 +399,8 @@ def test_a_command_is_an_agent(sampler_of, tiny, tmp_path):
     assert [each["reward"] for each in own] == [0.5, 0.0, 2.0, 0.0] and own[0]["info"] == {"acc": 1.0}
     assert own[1]["reason"].startswith("error: raised CommandFailed: RLX_RESULT is no JSON")
     assert own[3]["reason"] == "error: raised CommandFailed: the command ended with exit code 4: I said 3"
-    children = [each for each in psutil.Process().children(recursive=True) if each.name() == "sleep"]
-    orphans = [each for each in psutil.process_iter(["cmdline"]) if each.info["cmdline"] == ["sleep", "1000"]]
-    assert not children and not orphans
+    orphans = [each for each in psutil.process_iter(["cmdline"]) if each.info["cmdline"] == ["sleep", "1017"]]
+    assert not orphans
 
 
 HOSTILE = """
