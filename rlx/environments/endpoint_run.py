@@ -310,6 +310,11 @@ class AgentRun(Run):
         most = min(room, bounds.turn_tokens or room, content["max_tokens"] or room)
         if most < sampling.max_tokens:
             sampling = replace(sampling, max_tokens=most)
+        if sample.calls and content["seed"] is None and "seed" not in _told:
+            _told.add("seed")
+            logger.warning(
+                "calls of a sample overlap, and their order decides their seeds: a resumed run may differ; give each call a seed"
+            )
         before = node.parent.tokens if node.parent is not None and not node.is_history else []
         call.nodes += [replace(node, memory=PrefixMemory()) for _ in range(content["n"] - 1)]
         for place, own in enumerate(call.nodes):

@@ -468,7 +468,7 @@ async def run(row, client):
 
 
 @pytest.mark.slow
-def test_hostile_calls_reach_nothing_and_are_not_trained_on(sampler_of, tiny):
+def test_hostile_calls_reach_nothing_and_are_not_trained_on(sampler_of, tiny, caplog):
     class Slow(Recording):
         """Does not sample bad calls as long as they wait."""
 
@@ -488,6 +488,7 @@ def test_hostile_calls_reach_nothing_and_are_not_trained_on(sampler_of, tiny):
         (prompt, response, _), *others = rows_of(found, ["hostile", "good"].index(text))[1]
         assert not others and tiny.decode(prompt) == f"<|user|>{text}<|assistant|>"
         assert sum(token in (tiny.eos_token_id, 261) for token in response) == 3, "special tokens in messages are text"
+    assert "calls of a sample overlap" in caplog.text
     assert sum("bad" in decoded(request) for request in recording.requests) >= 120
     assert not any("bad" in decoded(request) for request, _ in recording.said)
 
