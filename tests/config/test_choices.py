@@ -176,14 +176,6 @@ def test_many_rows_and_files_that_are_no_data_leave_the_usual_batch(command, tmp
         assert choices(broken, machine(1, 80))["data.train_batch_size"] == "128"
 
 
-def test_a_mistyped_key_is_the_only_fault(command, capsys: pytest.CaptureFixture[str]):
-    here = ("trainer.device=cpu", "actor_rollout_ref.rollout.name=hf")
-    assert main(["--check", *command, *here, "data.max_prompt_lenght=512"]) == 2
-    printed = capsys.readouterr()
-    assert "1 fault(s) in the configuration" in printed.err and "data.max_prompt_length" in printed.err
-    assert "chosen" not in printed.out
-
-
 def test_a_head_without_gpus_takes_no_process_from_the_others(command):
     cluster = replace(machine(8, 80), cluster=Cluster("ray://head", (0, 8, 8)))
     assert choices(command, cluster)["trainer.n_gpus_per_node"] == "8"

@@ -120,18 +120,6 @@ def test_bad_input_is_refused(refusal, arguments, words):
     assert all(word in message for word in words), message
 
 
-def test_all_wrong_values_are_reported_at_once_and_without_the_usage(capsys):
-    with pytest.raises(SystemExit) as ended:
-        main(["--model", "tiny", "--tokens", "-5", "--gpus", "0", "--hardware", "h900", "--wide"])
-    assert ended.value.code == 2
-    *wrong, last = capsys.readouterr().err.splitlines()
-    assert len(wrong) == 3, wrong
-    for line, word in zip(
-        [*wrong, last], ("--tokens: got '-5'", "--gpus: got '0'", "invalid choice", "--wide"), strict=True
-    ):
-        assert line.startswith("python -m rlx.offload.plan: error: ") and word in line
-
-
 def test_what_the_refusal_names_fits(refusal, plan):
     base = ("--model", "qwen2-7b", "--tokens", "32768", "--hardware", "h100")
     remedies = refusal(*base).split("32768 tokens fit with ")[1].split(" or ")

@@ -496,18 +496,6 @@ def test_the_memory_of_a_cluster_is_not_known(forecast):
 # In words
 
 
-def test_the_short_text_has_a_row_for_each_phase(forecast):
-    found = forecast(f"{MODEL}.enable_activation_offload=True", on=machine(device_gb=0.1, host_gb=0.02))
-    head, *rows, legend, host = short_text(found).splitlines()
-    assert head.split("  ")[0] == "memory by phase"
-    assert [row.split()[0] for row in rows] == found.names
-    longest = {row.split()[0]: row.split()[-1] for row in rows}
-    assert longest["update_actor"] == f"{found.longest('update_actor'):,}" and longest["sync"] == "any"
-    assert "memory of a device: 0.10 GB" in legend and "sequences of 16 tokens" in legend
-    assert host.startswith("host memory: in update_actor, the fullest phase, 1 process(es) keep 0.00 GB of weights, ")
-    assert " in the 0.02 GB of their machine; " in host
-
-
 def of_7b(forecast, state: object, device_gb: float, host_gb: float = 300, response: int = 8192) -> MemoryForecast:
     """Qwen2-7B's shape in bf16 with fp32 masters, one sequence in a micro-batch, on one device."""
     return forecast(
