@@ -103,12 +103,9 @@ class ScoringPool(WorkerPool):
         return number
 
     def work(self, most: int, wait_s: float) -> bool:
-        """Work on the calls, in at most `most` processes, until one ends or this time has passed.
+        """Work on the calls until one ends, at most this long and in so many processes; return False if there was none to wait for.
 
-        For a machine that is busy with something else: `take` repeats a call that took too long or cannot be sent.
-
-        Returns:
-            False at once if there is nothing to wait for.
+        The machine is busy with something else, so `take` repeats a call that took too long.
         """
         self._puts_off = True
         return self._advance(most, wait_s)
@@ -167,8 +164,7 @@ class ScoringPool(WorkerPool):
             if part := [*filter(self._is_open, self._again.popleft())]:
                 return part
         for function, waiting in self._waiting.items():
-            messages = self.size * MESSAGES_PER_PROCESS
-            longest = -(-len(waiting) // messages)
+            longest = -(-len(waiting) // (self.size * MESSAGES_PER_PROCESS))
             if function in self._async:  # concurrent calls must be in one message
                 longest = max(-(-len(waiting) // self.size), min(self._at_once, -(-len(waiting) // free)))
             part = []
@@ -185,7 +181,7 @@ class ScoringPool(WorkerPool):
             content = pickle.dumps([call.arguments for call in chosen], pickle.HIGHEST_PROTOCOL)
         except (TypeError, AttributeError, pickle.PicklingError) as fault:
             if self._puts_off:
-                self._put_off += numbers
+                self._put_off += numbers  # `take` raises
                 return
             raise NotSendable(
                 f"ground_truth or extra_info of a sample cannot be sent to the reward processes ({fault}); keep numbers, "
