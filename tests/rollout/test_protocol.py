@@ -1,5 +1,8 @@
 """Requests in flight with the hf sampler, and the load that is counted; vLLM's are in test_vllm.py."""
 
+import re
+from pathlib import Path
+
 import pytest
 
 from rlx.rollout import protocol
@@ -173,6 +176,20 @@ def test_completions_have_the_order_of_requests_and_are_known_by_seed_when_they_
     assert [completion.token_ids for completion in rollout.generate(asked)] == [[request.seed] for request in asked]
     assert rollout.finished() == [(request.seed, [request.seed]) for request in reversed(asked)]
     assert rollout.finished() == []
+
+
+def test_the_page_adds_requests_steps_and_aborts(asked):
+    rollout = NewestFirst(max_num_seqs=4)
+    rollout.update_weights([], version=1)
+    (code,) = re.findall(
+        r"```python\n(.*?)```", (Path(__file__).parents[2] / "docs" / "rollout.md").read_text(), re.DOTALL
+    )
+    names, (*steps, abort) = {"rollout": rollout, "request": asked[1]}, code.splitlines()
+    exec("\n".join(steps), names)
+    assert names["completion"].token_ids == [asked[1].seed] and not rollout.running
+    names["number"] = rollout.add_request(asked[0])
+    exec(abort, names)
+    assert not rollout.running
 
 
 def test_a_text_is_shown_up_to_its_first_stop_string():
