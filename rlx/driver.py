@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from rlx.cluster import stay_on_this_machine
+from rlx.cluster import let_idle_threads_sleep, stay_on_this_machine
 from rlx.cluster.errors import WorkerFailure, end_of
 from rlx.config.check.folders import runs_folder, warm_starts_folder
 from rlx.config.check.rules_memory import after_full_memory
@@ -60,8 +60,7 @@ def main(arguments: Sequence[str]) -> int:
         has faults, all of them listed. 130: Ctrl-C. 141: the reader
         of standard output ended first. 143: SIGTERM.
     """
-    # Waiting threads of OpenMP would spin on cores that other programs could use. Processes started here inherit it.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    let_idle_threads_sleep()
     try:
         if "--help" in arguments or "-h" in arguments:
             print(help_text())

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import psutil
 import ray
 
-from rlx.cluster import without_collection
+from rlx.cluster import let_idle_threads_sleep, without_collection
 from rlx.cluster.errors import RankFault, WorkerLocation, fault_of
 from rlx.heartbeat import beats
 
@@ -128,7 +128,7 @@ class WorkerProcess:
         """
         try:
             os.environ.update(environment)
-            os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # on a machine that is joined; see `rlx.driver.main`
+            let_idle_threads_sleep()  # on a machine that was joined; elsewhere the driver has done it
             address, cards_of = ray.util.get_node_ip_address() if several_nodes else LOOPBACK, psutil.net_if_addrs()
             found = (name for name, cards in cards_of.items() if any(card.address == address for card in cards))
             if interface := next(found, None):
