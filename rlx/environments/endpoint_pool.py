@@ -13,7 +13,7 @@ import secrets
 import time
 from typing import Any, NamedTuple
 
-from rlx.environments.environment_pool import SLACK_S, EnvironmentPool, _Conversation
+from rlx.environments.environment_pool import SLACK_S, EnvironmentPool, PooledConversation
 from rlx.environments.protocol import Failure, Observation, Reset, Turn
 from rlx.environments.spec import EnvironmentSpec
 from rlx.processes.pool import IsolatedProcess, Lost, WorkerPool
@@ -125,7 +125,7 @@ class AgentPool(EnvironmentPool):
         if not self._calls[key]:
             self._idle[key] = time.monotonic()
 
-    def _begin(self, own: _Conversation) -> None:
+    def _begin(self, own: PooledConversation) -> None:
         """Start an agent, or start it again, with a life of its own."""
         if own.key in self._life:
             self._close_life(own.key)

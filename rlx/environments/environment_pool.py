@@ -29,7 +29,7 @@ MOST_LOSSES = 8
 
 
 @dataclass(eq=False)
-class _Conversation:
+class PooledConversation:
     """The requests and answers of a conversation, so that it can restart."""
 
     number: int  # unique, because keys are reused
@@ -59,13 +59,13 @@ class EnvironmentPool(WorkerPool):
         self._spec, self._size = spec, processes
         self._retiring: set[IsolatedProcess] = set()  # get no further conversations: they ran out of memory once
         self._numbers = itertools.count(1)
-        self._of_key: dict[int, _Conversation] = {}
+        self._of_key: dict[int, PooledConversation] = {}
         self._ready: list[tuple[int, Answer]] = []
 
     def reset(self, key: int, row: dict[str, Any]) -> None:
         """Begin a conversation of this key, in the process with the fewest; return at once. `row`: see Environment.reset."""
         self.end(key)
-        own = self._of_key[key] = _Conversation(next(self._numbers), key)
+        own = self._of_key[key] = PooledConversation(next(self._numbers), key)
         try:
             own.lines.append(json.dumps(["reset", own.number, row], default=as_json))
         except (TypeError, ValueError) as fault:
@@ -110,7 +110,7 @@ class EnvironmentPool(WorkerPool):
             self.end(key)
         super().close(patience_s)
 
-    def _begin(self, own: _Conversation) -> None:
+    def _begin(self, own: PooledConversation) -> None:
         """Send the reset; the other requests follow when it is answered."""
         open_ones = self.workers - self._retiring
         home = min(open_ones, key=lambda worker: len(worker.guests), default=None)
@@ -121,10 +121,10 @@ class EnvironmentPool(WorkerPool):
         home.guests.add(own)
         self._ask(own, home)
 
-    def _ask(self, own: _Conversation, home: IsolatedProcess) -> None:
+    def _ask(self, own: PooledConversation, home: IsolatedProcess) -> None:
         home.ask({own.number: own}, own.lines[own.taken], self._spec.limit_s)
 
-    def _leave_home(self, own: _Conversation) -> None:
+    def _leave_home(self, own: PooledConversation) -> None:
         home, own.home = own.home, None
         if home in self.workers:
             home.guests.discard(own)
@@ -138,7 +138,7 @@ class EnvironmentPool(WorkerPool):
             self._retiring.discard(worker)
             self.stop(worker)
 
-    def _take(self, worker: IsolatedProcess, own: _Conversation, what: Answer | Loaded | Lost) -> None:
+    def _take(self, worker: IsolatedProcess, own: PooledConversation, what: Answer | Loaded | Lost) -> None:
         """Handle what came from a process."""
         if isinstance(what, Loaded | Lost):
             if what.fault is not None:
@@ -166,7 +166,7 @@ class EnvironmentPool(WorkerPool):
         if own.taken < len(own.lines):
             self._ask(own, worker)
 
-    def _finish(self, own: _Conversation, failure: Failure) -> None:
+    def _finish(self, own: PooledConversation, failure: Failure) -> None:
         own.has_failed = True
         self._leave_home(own)
         self._ready.append((own.key, failure))
