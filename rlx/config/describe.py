@@ -79,7 +79,9 @@ def _row(name: str, leaf: Leaf) -> str:
     kind = ", ".join(filter(None, (describe_type(leaf.hint), describe_range(leaf.info).removeprefix("one of "))))
     if leaf.info.choices is not None and not kind.startswith("list"):
         kind = kind.partition(", ")[2]
-    values = f"`{as_text(leaf.default)}`" if kind == "bool" else f"{kind}; `{as_text(leaf.default)}`"
+    if leaf.default is None:
+        kind = kind.replace(" or null", "")  # the default shows it
+    values = f"`{as_text(leaf.default)}`" if isinstance(leaf.default, bool) else f"{kind}; `{as_text(leaf.default)}`"
     row = f"| `{name}` | {values} | {leaf.info.doc} |"
     return row.replace("<=", "≤").replace(">=", "≥")
 
