@@ -66,12 +66,10 @@ def test_a_command_can_be_given(command: str, folder: Path, monkeypatch: pytest.
 
 @pytest.mark.slow
 @pytest.mark.e2e
-@pytest.mark.parametrize("is_saved", [True, False])
-def test_the_command_without_a_gpu_trains_own_data_and_reward(folder: Path, untrained: str, is_saved: bool):
+def test_the_command_without_a_gpu_trains_own_data_and_reward(folder: Path, untrained: str):
     (command,) = (line for line in COMMANDS_OF_PAGE if "rollout.name=hf" in line)
     words = shlex.split(command.replace("MODEL", untrained))[2:]
     short = ["trainer.total_training_steps=1", "trainer.device=cpu", "data.max_response_length=8"]
-    short += [] if is_saved else ["trainer.save_freq=-1"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     program = [sys.executable, "-m", "rlx.cli", "train", *words, *short]
     done = subprocess.run(program, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
@@ -79,6 +77,4 @@ def test_the_command_without_a_gpu_trains_own_data_and_reward(folder: Path, untr
     assert "trainer.n_gpus_per_node=1" in done.stdout and "1/1" in done.stdout
     (run,) = folder.glob("outputs/rlx/*/*")
     assert f"run {run}\n" in done.stdout.partition("1/1")[0], "the folder is known while the run lasts"
-    assert done.stdout.count("one checkpoint will be written, after the last step") == (not is_saved)
     assert len([*folder.glob("outputs/**/global_step_1/manifest.json")]) == 1
-    assert len([*folder.glob("outputs/**/global_step_1/actor/optimizer")]) == is_saved

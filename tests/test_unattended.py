@@ -39,21 +39,3 @@ def test_the_command_composes_and_resumes(of: str):
     composed = compose(words[words.index("rlx.main_ppo") + 1 :])
     assert not composed.faults, composed.faults
     assert composed.config.trainer.resume_mode == "auto" and composed.config.trainer.save_freq > 0
-
-
-def test_there_is_time_to_save_before_the_system_kills():
-    spec = yaml.safe_load(block("yaml"))["spec"]
-    assert spec["backoffLimit"] > 0
-    cluster = spec["rayClusterSpec"]
-    pods = [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]
-    patience = {pod["template"]["spec"]["terminationGracePeriodSeconds"] for pod in pods}
-    patience.add(int(systemd_unit()["Service"]["TimeoutStopSec"]))
-    for command in (commands()["systemd"], commands()["RayJob"]):
-        save_s = float(re.search(r"save_on_sigterm_s=(\d+)", command)[1])
-        assert min(patience) >= save_s + 30
-
-
-def test_systemd_repeats_a_killed_command_but_not_a_faulty_configuration():
-    service = systemd_unit()["Service"]
-    assert (service["Restart"], service["RestartPreventExitStatus"]) == ("on-failure", "2")
-    assert service["KillMode"] == "mixed", "the signal goes to the command alone, which passes it on"

@@ -184,9 +184,3 @@ def test_a_head_without_gpus_takes_no_process_from_the_others(command):
 def test_an_experiment_or_the_default_run_is_left_alone(command):
     for given in (["experiment=arithmetic", *command], ["data.answer_key=answer"]):
         assert choices(given, machine(4, 80)) == {}
-
-
-def test_the_choices_are_printed(command, capsys: pytest.CaptureFixture[str]):
-    assert main(["--check", *command, "trainer.device=cpu", "actor_rollout_ref.rollout.name=hf"]) == 0
-    printed = capsys.readouterr().out
-    assert "chosen for this command and machine" in printed and "trainer.n_gpus_per_node=1" in printed

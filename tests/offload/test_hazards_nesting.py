@@ -166,42 +166,6 @@ def halved(model):
     return {name: p * 0.5 for name, p in model.named_parameters()}
 
 
-class Swapped:
-    """Losses of a model whose weights `functional_call` replaces, by name of the way."""
-
-    @staticmethod
-    def results(model, ids):
-        return torch.func.functional_call(model, halved(model), (ids,))
-
-    @staticmethod
-    def twice(model, ids):
-        """Backward reaches one call while the weights of another are in place."""
-        loss = Swapped.results(model, ids)
-
-        class Other(nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.model = model
-
-            def forward(self):
-                loss.backward()
-                return self.model(ids)
-
-        other = Other()
-        weights = {name: p * 0.25 for name, p in other.named_parameters()}
-        return torch.func.functional_call(other, weights, ())
-
-    @staticmethod
-    def buffers(model, ids):
-        given = {name: (b + 0.1).requires_grad_() for name, b in model.named_buffers() if b.is_floating_point()}
-        loss = torch.func.functional_call(model, halved(model) | given, (ids,))
-        loss.backward()
-        for buffer in given.values():
-            parameter = model.layers[0].q.weight
-            parameter.grad = parameter.grad + buffer.grad.sum()
-        return loss.detach()
-
-
 def scaled(m, x):
     return x + m.mlp(attention(m, x * m.scale))
 
@@ -221,10 +185,9 @@ def tied_model(toys):
     return model
 
 
-@pytest.mark.parametrize("way", [name for name in vars(Swapped) if not name.startswith("_")])
-def test_weights_that_are_swapped_for_one_call(enable, toys, saving, way):
+def test_weights_that_are_swapped_for_one_call(enable, toys, saving):
     def step(model):
-        return getattr(Swapped, way)(model, toys.tokens())
+        return torch.func.functional_call(model, halved(model), (toys.tokens(),))
 
     model = tied_model(toys)
     expected = toys.grade(copy.deepcopy(model), step)
@@ -232,26 +195,6 @@ def test_weights_that_are_swapped_for_one_call(enable, toys, saving, way):
     toys.read(model).backward()  # what is learned about a layer from a usual call does not hold for the next
     for _ in range(2):
         expected.assert_equal(toys.grade(model, step))
-
-
-@pytest.mark.parametrize("norm_first", [False, True])
-def test_encoder_and_decoder_layers_of_torch(compare, toys, saving, norm_first):
-    options = {"dropout": 0.2, "batch_first": True, "norm_first": norm_first}
-
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            torch.manual_seed(0)
-            encoder = nn.TransformerEncoderLayer(16, 4, 32, **options)
-            decoder = nn.TransformerDecoderLayer(16, 4, 32, **options)
-            self.encoder = nn.TransformerEncoder(encoder, 3, enable_nested_tensor=False)
-            self.decoder = nn.TransformerDecoder(decoder, 3)
-
-        def forward(self, x):
-            mask = nn.Transformer.generate_square_subsequent_mask(6)
-            return self.decoder(x, self.encoder(x, mask, is_causal=True), tgt_mask=mask).square().mean()
-
-    compare(Model(), lambda m: m(toys.tokens()), **saving)
 
 
 def test_weights_of_a_subclass_that_answers_for_itself(compare, toys, saving):

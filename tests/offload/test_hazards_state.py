@@ -200,27 +200,6 @@ def test_a_count_that_backward_reads(enable, toys, stack, mode):
         first.backward()
 
 
-def test_buffers_and_modules_that_come_after_the_first_step(enable, toys, stack, mode):
-    def forward(m, x):
-        if hasattr(m, "mean"):
-            x = x * (1 + m.mean)
-            m.mean = 0.9 * m.mean + 0.1 * mean_of(x)
-        return m.block(x if m.norm is None else m.norm(x))
-
-    def prepare(m):
-        m.norm = None
-
-    model = stack(forward, prepare)
-    plain = copy.deepcopy(model)
-    enable(model, **mode)
-    for number in range(3):
-        for layer in (*model.layers, *plain.layers) if number else ():
-            layer.register_buffer("mean", torch.zeros(8))
-            del layer.norm
-            layer.norm = nn.BatchNorm1d(8)
-        toys.grade(plain, toys.step).assert_equal(toys.grade(model, toys.step))
-
-
 def last_result(m):
     m.register_buffer("result", torch.ones(8, 8))
 

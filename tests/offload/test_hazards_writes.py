@@ -154,26 +154,6 @@ def test_a_write_to_a_layers_output_is_right_or_refused(enable, toys, every_mode
     expected.assert_equal(toys.grade(model, step))
 
 
-def test_a_write_to_a_layers_input_after_the_layer_is_right_or_refused(enable, toys, mode):
-    def forward(m, x):
-        h = x + m.bias.mean()  # which does not save x
-        return m.o(m.attend(m.q(h), m.k(h), m.v(h)))
-
-    def step(model):
-        x = model.embed(toys.tokens())
-        for layer in model.layers:
-            y = layer(x)
-            with torch.no_grad():
-                x.zero_()
-            x = y
-        return model.head(x).sum()
-
-    model = toys.stack(lambda: toys.kit(forward), width=16)
-    expected = toys.grade(model, step)
-    enable(model, **mode)
-    right_or_refused(toys, model, step, expected)
-
-
 def test_a_write_to_a_kept_keyword_between_layers_is_right_or_refused(enable, toys, mode):
     """One mask, changed from layer to layer; plain autograd raises where it was saved."""
     model = toys.decoder()

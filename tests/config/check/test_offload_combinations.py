@@ -66,6 +66,10 @@ OTHERS = {
     ("min_bytes", 0): FINE,
     ("min_bytes", -1): FAULT,
     ("min_bytes", None): FAULT,
+    ("min_bytes", 1.5): FAULT,
+    ("prefetch_layers", True): FAULT,
+    ("directory", 3): FAULT,
+    ("use_streams", None): FAULT,
     ("max_host_bytes", -1): FAULT,
     ("max_inflight_bytes", MIB): WARNING,
     ("max_inflight_bytes", -1): FAULT,
@@ -103,7 +107,7 @@ def validate(tree: dict, cpu_machine: Machine) -> Callable[..., Verdict]:
 
 @pytest.fixture
 def ask_engine(caplog: pytest.LogCaptureFixture) -> Callable[[dict, bool], tuple[str, str]]:
-    """What the engine itself makes of the same options, and the line in which it says which are without effect."""
+    """What the engine itself makes of the same options, and its error or the line on those without effect."""
 
     def of(options: dict, enable_ckpt: bool) -> tuple[str, str]:
         caplog.clear()
@@ -111,8 +115,8 @@ def ask_engine(caplog: pytest.LogCaptureFixture) -> Callable[[dict, bool], tuple
         model = nn.Sequential(nn.ModuleList(nn.Linear(2, 2) for _ in range(3)))
         try:
             handle = enable_activation_offloading(model, enable_ckpt, OffloadOptions(**options))
-        except (ValueError, OSError):
-            return FAULT, ""
+        except (ValueError, OSError) as error:
+            return FAULT, str(error)
         handle.disable()
         lines = [record.getMessage() for record in caplog.records if "without effect" in record.getMessage()]
         return (WARNING if lines else FINE), "".join(lines)
@@ -168,6 +172,7 @@ def test_each_other_option(option, validate, ask_engine):
         assert name in line
     if expected == FAULT:
         assert f"{MODEL}.activation_offload.{name}" in verdict.faults[0].what
+        assert name in line and repr(value) in line
 
 
 def test_every_option_is_in_a_table():

@@ -123,11 +123,6 @@ def test_a_single_change_that_is_not_enough_is_one(predict: Predict):
     assert remedies and all(f"{MODEL}.tiled_mlp=auto is not enough: use" in remedy for remedy in remedies), remedies
 
 
-def test_adapters_and_processes_make_room(predict: Predict):
-    assert predict(GRPO, f"{MODEL}.lora_rank=16").faults == ()
-    assert predict(GRPO, gpus=8).faults == ()
-
-
 def test_frozen_layers_that_stream_make_room(predict: Predict):
     options = (GRPO, BF16, f"{MODEL}.lora_rank=16", f"{MODEL}.enable_activation_offload=True", f"{ROLLOUT}.name=hf")
     (fault,) = predict(*options, device_gb=30).faults

@@ -20,7 +20,7 @@ from rlx.config.compose.build import build
 from rlx.config.compose.command_line import Composed, compose
 from rlx.config.forecast.forecast_text import long_text
 from rlx.config.forecast.memory_forecast import MemoryForecast
-from rlx.config.machine import Cluster, Machine, inspect_machine
+from rlx.config.machine import Cluster, Machine
 from rlx.config.schema.tree import LEAVES
 from rlx.offload.plan.shapes import SHAPES
 
@@ -241,15 +241,6 @@ def test_gpus_and_clusters(verdict, command: str, where: Machine, faults: list[s
     assert whats(verdict(command.split(), where)) == faults
 
 
-def test_the_fault_about_gpus_names_both_numbers_and_what_would_fit(verdict):
-    (fault,) = verdict(["trainer.n_gpus_per_node=8"], machine(gpus=2)).faults
-    assert "trainer.n_gpus_per_node=8" in fault.got
-    assert "2 GPU(s)" in fault.got
-    assert fault.remedy == "set trainer.n_gpus_per_node=2"
-    (fault,) = verdict(["trainer.device=cuda"], machine(gpus=0)).faults
-    assert fault.remedy == "set trainer.device=cpu"
-
-
 def test_installed_packages_are_no_fault(verdict):
     where = machine(gpus=1, packages=("peft", "wandb", "flash_attn", "liger_kernel"))
     command = f"{MODEL}.lora_rank=8 trainer.logger=[wandb] {MODEL}.attn_implementation=flash_attention_2"
@@ -310,15 +301,6 @@ def test_vllm_is_told_nothing_twice(verdict):
     assert remedies[0] == f"set {ROLLOUT}.max_num_seqs instead" and "remove it" in remedies[2]
 
 
-def test_tensor_parallel_groups_take_all_processes(verdict):
-    where = replace(machine(), vllm="0.32.0")
-    command = [f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.tensor_model_parallel_size=2"]
-    assert whats(verdict([*command, "trainer.n_gpus_per_node=4"], where)) == []
-    assert whats(verdict([*command, "trainer.n_gpus_per_node=3"], where)) == [
-        f"{ROLLOUT}.tensor_model_parallel_size does not divide the processes"
-    ]
-
-
 def test_heads_that_vllm_has_no_kernel_for_are_refused_on_the_cpu_alone(tmp_path):
     def faults(gpus: int, *overrides: str):
         found = compose([f"{ROLLOUT}.name=vllm", f"{MODEL}.path={tmp_path}", *overrides])
@@ -330,13 +312,6 @@ def test_heads_that_vllm_has_no_kernel_for_are_refused_on_the_cpu_alone(tmp_path
     [fault] = faults(0)
     assert fault.got == "head_dim=16" and f"{ROLLOUT}.name=hf" in fault.remedy
     assert faults(1) == faults(0, f"+{MODEL}.override_config.head_dim=32") == faults(0, f"{ROLLOUT}.name=hf") == []
-
-
-def test_this_machine_can_be_inspected():
-    found = inspect_machine()
-    assert found.cpus == len(os.sched_getaffinity(0))
-    assert found.gpus >= 0
-    assert found.cluster is None
 
 
 # Faults of reading and faults of rules together

@@ -10,7 +10,7 @@ from rlx.config.check.rules_memory import remedies
 from rlx.config.compose.command_line import compose
 from rlx.config.forecast.forecast_text import long_text, role_checkpoints, short_text
 from rlx.config.forecast.memory_forecast import MemoryForecast
-from rlx.config.machine import Cluster, Machine, named_machine
+from rlx.config.machine import Cluster, Machine
 from rlx.offload.plan.run_memory import NO_LIMIT, Phase
 from rlx.offload.plan.shapes import SHAPES
 
@@ -317,14 +317,6 @@ def test_frozen_layers_wait_on_the_host(forecast):
     assert forecast(KL, streams, on=Machine(0, 8, frozenset())).streaming == []
 
 
-@pytest.mark.parametrize(("name", "rate"), [("8xa100-80", 27), ("8xh100", 55)])
-def test_a_time_on_the_link_is_that_of_the_machine_that_is_named(forecast, name, rate):
-    streams = (KL, f"{MODEL}.layer_offload=True")
-    assert f" s at {rate} GB/s, beside compute" in long_text(forecast(*streams, on=named_machine(name)))
-    on_disk = forecast(*streams, f"{MODEL}.layer_offload_directory=/tmp", on=named_machine(name))
-    assert "streams 0.00 GB from /tmp, once" in long_text(on_disk) and "GB/s" not in long_text(on_disk)
-
-
 def test_a_quantised_base_has_nine_sixteenths_of_a_byte_per_weight(forecast):
     lora = (f"{MODEL}.lora_rank=2", f"{ACTOR}.fsdp_config.model_dtype=bf16")
     full, small = forecast(*lora), forecast(*lora, f"{MODEL}.quantization=nf4")
@@ -356,16 +348,6 @@ def test_one_process_without_room_for_copies_of_all_layers_is_told_to_copy_them_
     assert f"{key}=True" in remedies(forecast(on=machine(device_gb=peaks[1] / 1e9), **deep))
     two = forecast("trainer.n_gpus_per_node=2", on=machine(2, device_gb=peaks[1] / 4e9), **deep)
     assert key not in remedies(two)
-
-
-@pytest.mark.parametrize("processes", [1, 2])
-def test_adapters_on_a_base_too_large_for_the_device_are_told_to_stream_it(forecast, processes):
-    lora = (f"{MODEL}.lora_rank=2", f"{ACTOR}.fsdp_config.model_dtype=bf16", f"trainer.n_gpus_per_node={processes}")
-    offloads = (*lora, f"{MODEL}.enable_activation_offload=True", f"{MODEL}.layer_offload=True")
-    needed = max(phase.peak for phase in forecast(*offloads, num_hidden_layers=8).phases())
-    small = machine(device_gb=1.3 * needed / 1e9)
-    text = remedies(forecast(*lora, num_hidden_layers=8, on=small))
-    assert f"{MODEL}.enable_activation_offload=True with {MODEL}.layer_offload=True" in text
 
 
 def test_rows_and_tokens_limit_a_micro_batch(forecast):
@@ -526,16 +508,6 @@ def test_auto_keeps_as_much_of_the_state_on_the_device_as_all_phases_leave(forec
     assert f"optimizer state: of the actor's 91.4 GB in each process {staying / 1e9:.1f} stay on the device" in text
     least = of_7b(forecast, "auto", 50).decided()
     assert least.split_states()[0][1] == 0, "a device that is too small keeps nothing"
-
-
-def test_with_auto_the_host_may_be_full_first(forecast):
-    found = of_7b(forecast, "auto", 150, host_gb=137)
-    longest = found.longest("update_actor")
-    assert 393_216 < longest < 600_000
-    beyond = found.phase("update_actor", longest + 64)
-    assert beyond.fits_device() and not beyond.fits_host()
-    row = next(line for line in long_text(found).splitlines() if line.startswith("update_actor") and "," in line)
-    assert row.split()[3:5] == [f"{longest:,}", "host"]
 
 
 def test_a_split_state_moves_bytes_from_the_device_to_the_host(forecast):
