@@ -28,11 +28,12 @@ class Column(NamedTuple):
     meaning: str
 
 
-I64, I16, F32, BOOL = torch.int64, torch.int16, torch.float32, torch.bool
+I64, I32, I16, F32, BOOL = torch.int64, torch.int32, torch.int16, torch.float32, torch.bool
 
 TENSORS: dict[str, Column] = {
     "prompt_ids": Column("BP", I64, "data", "prompt tokens, left padded; removed when the rollout writes input_ids"),
     "prompt_mask": Column("BP", BOOL, "data", "True on prompt tokens"),
+    "budget": Column("B", I64, "trainer", "most tokens to sample now; 0: all that are left"),
     "group_id": Column("B", I64, "trainer", "samples of one prompt share it; unique within a batch"),
     "seed": Column("B", I64, "trainer", "sampling seed: a hash of (run, step, prompt, sample)"),
     "input_ids": Column("BT", I64, "rollout", "prompt and response"),
@@ -41,7 +42,7 @@ TENSORS: dict[str, Column] = {
     "rollout_log_probs": Column("BR", F32, "rollout", "log-prob of each token under the sampler"),
     # 0 in layers without experts, on padding and the last token
     "routed_experts": Column("BTLK", I16, "rollout", "experts that the sampler used"),
-    "policy_version": Column("B", I64, "rollout", "number of weight updates the sampler had received"),
+    "policy_versions": Column("BR", I32, "rollout", "weight updates that the sampler of each token had received"),
     "turn_rewards": Column("BR", F32, "rollout", "reward of an environment for a turn, on the turn's last token"),
     # These two only if a conversation of the batch forked
     "branch": Column("B", I64, "trainer", "index of the row among those of its conversation"),
@@ -86,6 +87,7 @@ INFO: dict[str, str] = {
     "response_text": "str: all decoded tokens behind the prompt without special tokens (trainer)",
     "sample": "int: index among the samples of its prompt (trainer)",
     "conversation": "dict: the turns with their times and rewards, and the reason of the end (rollout, with an environment)",
+    "kept": "Kept or Conversation: what the sample has so far (rollout)",
     "earlier_rows": "Batch or None: the rows of the conversation before this one, if it forked (rollout, with an environment)",
 }
 

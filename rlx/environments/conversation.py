@@ -6,6 +6,7 @@ and a fork follows, a new branch begins: a row of its own, with that history. Pu
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any, NamedTuple
@@ -27,6 +28,7 @@ class Branch(NamedTuple):
     token_ids: list[int]
     sampled: list[bool]
     log_probs: list[float]
+    versions: Sequence[int] = ()  # of the weights that sampled its first tokens; those behind are as new as the sampler
 
 
 @dataclass
@@ -43,6 +45,7 @@ class Conversation:
     token_ids: list[int] = field(default_factory=list)  # behind the prompt
     sampled: list[bool] = field(default_factory=list)  # whether the model sampled each of them
     log_probs: list[float] = field(default_factory=list)  # of each under the sampler; 0 if it was not sampled
+    versions: list[int] = field(default_factory=list)  # see Branch
     # A record for each turn and each observation, as transcripts have it. Its `start` and `end` count from the first
     # token of the prompt of its `branch`. The record of a rewritten history has the role `history`.
     turns: list[dict[str, Any]] = field(default_factory=list)
@@ -59,7 +62,7 @@ class Conversation:
 
     @property
     def branches(self) -> list[Branch]:
-        return [*self.earlier, Branch(self.prompt_ids, self.token_ids, self.sampled, self.log_probs)]
+        return [*self.earlier, Branch(self.prompt_ids, self.token_ids, self.sampled, self.log_probs, self.versions)]
 
     @property
     def own_turns(self) -> list[dict[str, Any]]:
@@ -104,7 +107,7 @@ class Conversation:
             if len(ids) - prompt >= self.width:
                 return False
             self.earlier = self.branches
-            self.prompt_ids, self.token_ids, self.sampled, self.log_probs = ids[:prompt], [], [], []
+            self.prompt_ids, self.token_ids, self.sampled, self.log_probs, self.versions = ids[:prompt], [], [], [], []
             ids = ids[prompt:]
         elif len(ids) >= self.room:
             return False

@@ -141,7 +141,7 @@ def batch_of(
     """Return the conversations as a batch, a row for each: its last branch.
 
     Returns:
-        seed, input_ids, attention_mask, response_mask (True on sampled tokens alone), policy_version, turn_rewards, with log-probs
+        seed, input_ids, attention_mask, response_mask (True on sampled tokens alone), policy_versions, turn_rewards, with log-probs
         rollout_log_probs; and info conversation and earlier_rows. A conversation without a prompt of its own has that of its row.
     """
     shape = pad_token_id, response_length, version or 0, with_log_probs
@@ -174,13 +174,15 @@ def _columns(
     )
     responses = padded((own.token_ids for own in branches), pad_token_id, torch.int64)
     written = padded(([True] * len(own.token_ids) for own in branches), False, torch.bool)
+    sampled = padded((own.sampled for own in branches), False, torch.bool)
+    versions = [[*own.versions, *[version] * (len(own.token_ids) - len(own.versions))] for own in branches]
     batch = Batch.of(
         {
             "seed": torch.tensor([row.seed for row in rows], dtype=torch.int64),
             "input_ids": torch.cat([prompt_ids, responses], dim=1),
             "attention_mask": torch.cat([prompt_mask.bool(), written], dim=1),
-            "response_mask": padded((own.sampled for own in branches), False, torch.bool),
-            "policy_version": torch.full((len(rows),), version, dtype=torch.int64),
+            "response_mask": sampled,
+            "policy_versions": padded(versions, 0, torch.int32) * sampled,
             "turn_rewards": padded((row.rewards for row in rows), 0.0, torch.float32),
         }
     )

@@ -272,13 +272,13 @@ class EngineRollout(Rollout):
         groups: dict[Any, list[tuple[int, Request]]] = {}
         room = QUEUE_SHARE * self.max_num_seqs - sum(self._loads) if self._is_late else math.inf
         for number, request in list(self._pending.items()):
-            key = request.prompt_ids if (known := _conversation(request)) is None else known
+            key = request.prompt if (known := _conversation(request)) is None else known
             if room > 0 or key in groups or known is not None:  # turns of conversations do not wait
                 groups.setdefault(key, []).append((number, self._pending.pop(number)))
                 room -= 1
         # The prompt of a group is read once.
         tokens = [
-            [r.sampling.max_tokens + len(r.prompt_ids) // len(group) if not self._is_late else 1 for _, r in group]
+            [r.room + len(r.prompt_ids) // len(group) if not self._is_late else 1 for _, r in group]
             for group in groups.values()
         ]
         fixed = [key % len(self._engines) if isinstance(key, int) else None for key in groups]

@@ -166,9 +166,10 @@ class HFRollout(Rollout):
 
     @torch.inference_mode()
     def _decode(self, batch: list[Request]) -> list[Completion]:
-        sampling, limits = batch[0].sampling, [request.sampling.max_tokens for request in batch]
+        sampling, limits = batch[0].sampling, [request.room for request in batch]
         longest = max(limits)
-        uniforms = request_uniforms([request.seed for request in batch], longest).to(self._device)
+        kept = [request.kept for request in batch]
+        uniforms = request_uniforms([request.seed for request in batch], longest, kept).to(self._device)
         stops = torch.tensor(sampling.stop_token_ids, device=self._device, dtype=torch.int64)
         tokens = torch.zeros(len(batch), longest, dtype=torch.int64, device=self._device)
         log_probs = torch.zeros(len(batch), longest, device=self._device)

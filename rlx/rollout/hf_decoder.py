@@ -177,10 +177,16 @@ def experts_by_row(
     return [own[width - p : width + n - 1].clone() for own, p, n in zip(every, prompts, lengths, strict=True)]
 
 
-def request_uniforms(seeds: list[int], count: int) -> Tensor:
-    """Return `count` numbers in [0, 1) per seed, (len(seeds), count) fp64 on CPU; row i depends on seeds[i] alone."""
-    generator = torch.Generator()
-    rows = [torch.rand(count, generator=generator.manual_seed(seed), dtype=torch.float64) for seed in seeds]
+def request_uniforms(seeds: list[int], count: int, kept: Sequence[int] | None = None) -> Tensor:
+    """Return `count` numbers in [0, 1) per seed, (len(seeds), count) fp64 on CPU; row i depends on seeds[i] alone.
+
+    With `kept`, row i is what follows the first kept[i] numbers of its seed.
+    """
+    generator, skipped = torch.Generator(), kept or [0] * len(seeds)
+    rows = [
+        torch.rand(skip + count, generator=generator.manual_seed(seed), dtype=torch.float64)[skip:]
+        for seed, skip in zip(seeds, skipped, strict=True)
+    ]
     return torch.stack(rows)
 
 

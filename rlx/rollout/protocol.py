@@ -106,12 +106,27 @@ class Request:
         seed: in [0, 2**63); with the prompt and the weights it determines the completion.
         sampling: how to choose tokens.
         memory: the same for all turns of a conversation; a sampler may ignore it.
+        kept: the last so many of `prompt_ids` begin the completion: an earlier request with this seed sampled them.
+        budget: most tokens to sample now; None: all that `sampling.max_tokens` leaves.
     """
 
     prompt_ids: tuple[int, ...]
     seed: int
     sampling: Sampling
     memory: PrefixMemory | None = field(default=None, compare=False, repr=False)
+    kept: int = 0
+    budget: int | None = None
+
+    @property
+    def room(self) -> int:
+        """Most tokens to sample now."""
+        left = self.sampling.max_tokens - self.kept
+        return left if self.budget is None else min(left, self.budget)
+
+    @property
+    def prompt(self) -> tuple[int, ...]:
+        """The prompt without the tokens that begin the completion."""
+        return self.prompt_ids[: len(self.prompt_ids) - self.kept]
 
 
 class EngineError(RuntimeError):
@@ -122,10 +137,11 @@ class Completion(NamedTuple):
     """One completion.
 
     Args:
-        token_ids: at least one token. If `finish_reason` is "stop" the last is a stop token, or completes `stop_string`.
+        token_ids: at least one token, behind those that the request has. If `finish_reason` is "stop" the last is a stop token, or
+            completes `stop_string`.
         log_probs: of each token, from log_softmax(logits / temperature) over the whole vocabulary, before penalties, biases and
             cuts: the trainer's definition. Greedy sampling uses temperature 1. None if they were not asked for.
-        finish_reason: "stop", or "length" after `max_tokens`.
+        finish_reason: "stop", "length" after `max_tokens`, or "budget": another request may continue it.
         experts: of prompt and completion without the last token, which the model does not read: (tokens, decoder layers, experts
             of a token) uint8, or int16 if a layer has more than 256; 0 in layers without experts. None if not asked for.
         stop_string: the one of `Sampling.stop` that ended it.
@@ -133,9 +149,23 @@ class Completion(NamedTuple):
 
     token_ids: list[int]
     log_probs: list[float] | None
-    finish_reason: Literal["stop", "length"]
+    finish_reason: Literal["stop", "length", "budget"]
     experts: Tensor | None = None
     stop_string: str | None = None
+
+
+class Kept(NamedTuple):
+    """What a sample has so far: tokens, their log-probs if asked for, and the version of the weights that sampled each."""
+
+    token_ids: Sequence[int] = ()
+    log_probs: Sequence[float] = ()
+    versions: Sequence[int] = ()
+    is_finished: bool = False
+
+    def continued(self, completion: Completion, version: int) -> "Kept":
+        tokens, log_probs = [*self.token_ids, *completion.token_ids], [*self.log_probs, *(completion.log_probs or ())]
+        versions = [*self.versions, *[version] * len(completion.token_ids)]
+        return Kept(tokens, log_probs, versions, completion.finish_reason != "budget")
 
 
 class EngineLoad(NamedTuple):
@@ -195,7 +225,7 @@ class Rollout(ABC):
             EngineError: the sampler failed; build another.
         """
         self._require_weights("add_request")
-        if fault := self._fault(request):
+        if fault := self._any_fault(request):
             raise ValueError(f"add_request: the request {fault}")
         return self._add(request)
 
@@ -214,9 +244,11 @@ class Rollout(ABC):
         except EngineError:
             self._requests.clear()  # the failed engine has lost them
             raise
-        for number, completion in stopped:
-            del self._requests[number]
+        for place, (number, completion) in enumerate(stopped):
+            request = self._requests.pop(number)
             self.tokens += len(completion.token_ids)
+            if completion.finish_reason == "length" and request.kept + request.room < request.sampling.max_tokens:
+                stopped[place] = number, completion._replace(finish_reason="budget")
         self._load.note(self.running, has_stopped=bool(stopped))
         return stopped
 
@@ -248,21 +280,23 @@ class Rollout(ABC):
         self._require_weights("generate")
         self._require_idle("generate")
         for index, request in enumerate(requests):
-            if fault := self._fault(request):
+            if fault := self._any_fault(request):
                 raise ValueError(f"generate: request {index} {fault}")
         completions: dict[int, Completion] = {}
         self._finished = SimpleQueue()
         with aborting(self):
             numbers = [self._add(request) for request in requests]
-            seeds = {number: request.seed for number, request in self._requests.items()}
+            begun = dict(self._requests)
             while self._requests:
                 for number, completion in self.step():
-                    completions[number] = completion
-                    self._finished.put((seeds[number], completion.token_ids))
+                    completions[number], request = completion, begun[number]
+                    if completion.finish_reason != "budget":
+                        kept = request.prompt_ids[len(request.prompt_ids) - request.kept :]
+                        self._finished.put((request.seed, [*kept, *completion.token_ids]))
         return [completions[number] for number in numbers]
 
     def finished(self) -> list[tuple[int, list[int]]]:
-        """Return seed and tokens of what `generate` has completed since the last call, while it runs in another thread."""
+        """Return seed and all tokens of what `generate` has completed since the last call, while it runs in another thread."""
         queue = self._finished
         return [queue.get() for _ in range(queue.qsize())]
 
@@ -318,6 +352,11 @@ class Rollout(ABC):
 
     def _leave(self, numbers: Sequence[int]) -> None:  # noqa: B027
         """Free all that requests hold, because they are aborted."""
+
+    def _any_fault(self, request: Request) -> str | None:
+        if request.room < 1:
+            return f"has {request.kept} of {request.sampling.max_tokens} tokens and a budget of {request.budget}; expected room for one"
+        return self._fault(request)
 
     def _add(self, request: Request) -> int:
         number = next(self._numbers)

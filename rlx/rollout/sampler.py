@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -16,7 +17,7 @@ from rlx.errors import ExplainedError
 from rlx.models.loading import load_config
 from rlx.rollout.engines import EngineProcess, EngineRollout, start_engines
 from rlx.rollout.hf import HFRollout
-from rlx.rollout.protocol import Completion, Request, Rollout, Sampling, evenly_spaced, on_cpu
+from rlx.rollout.protocol import Kept, Request, Rollout, Sampling, evenly_spaced, on_cpu
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -98,7 +99,7 @@ def generate_batch(
         response_length: R, the width of the response columns [tokens], at least `max_tokens`.
 
     Returns:
-        The batch with input_ids, attention_mask, response_mask, policy_version and, if `sampling` asks for them,
+        The batch with input_ids, attention_mask, response_mask, policy_versions and, if `sampling` asks for them,
         rollout_log_probs and routed_experts, instead of prompt_ids and prompt_mask; without rows one without rows.
 
     Raises:
@@ -109,41 +110,67 @@ def generate_batch(
         raise ValueError(
             f"max_tokens: got {sampling.max_tokens}, expected at most {response_length}, the width of the response columns"
         )
+    completions, version = rollout.generate(_requests(batch, sampling)), rollout.version
+    assert version is not None
+    kept = [Kept().continued(completion, version) for completion in completions]
+    samples = samples_of(batch, kept, pad_token_id, response_length, sampling.with_log_probs)
+    if sampling.with_experts and len(batch):
+        starts = (batch["prompt_mask"].shape[1] - batch["prompt_mask"].sum(dim=1)).tolist()
+        experts = [completion.experts for completion in completions]
+        samples = samples.with_(routed_experts=_placed(experts, starts, samples["input_ids"].shape[1]))
+    return samples
+
+
+def continue_batch(rollout: Rollout, batch: Batch, sampling: Sampling) -> Batch:
+    """Sample more tokens of each row, which info `kept` begins, at most as many as its `budget`; return seed and `kept`."""
+    requests = [
+        replace(
+            request, prompt_ids=(*request.prompt_ids, *kept.token_ids), kept=len(kept.token_ids), budget=most or None
+        )
+        for request, kept, most in zip(
+            _requests(batch, sampling), batch.info["kept"], batch["budget"].tolist(), strict=True
+        )
+    ]
+    completions, version = rollout.generate(requests), rollout.version
+    assert version is not None
+    pairs = zip(batch.info["kept"], completions, strict=True)
+    return batch.select("seed").with_({"kept": [kept.continued(completion, version) for kept, completion in pairs]})
+
+
+def _requests(batch: Batch, sampling: Sampling) -> list[Request]:
     prompts, masks, seeds = batch["prompt_ids"], batch["prompt_mask"], batch["seed"]
     empty = (~masks.any(dim=1)).nonzero().flatten().tolist()
     if empty:
         raise BatchError(f"row {empty[0]} has an empty prompt; expected at least one token")
     # Lists and arrays of the whole batch; row by row this would take as long as several steps of decoding.
     starts = (prompts.shape[1] - masks.sum(dim=1)).tolist()
-    requests = [
+    return [
         Request(tuple(ids[start:]), seed, sampling)
         for ids, start, seed in zip(prompts.tolist(), starts, seeds.tolist(), strict=True)
     ]
-    completions = rollout.generate(requests)
-    responses, response_mask = _padded(completions, pad_token_id, response_length)
-    samples = batch.drop("prompt_ids", "prompt_mask").with_(
-        input_ids=torch.cat([prompts, responses], dim=1),
-        attention_mask=torch.cat([masks, response_mask], dim=1),
-        response_mask=response_mask,
-        policy_version=torch.full((len(batch),), rollout.version, dtype=torch.int64),
-    )
-    if sampling.with_experts and len(batch):
-        experts = [completion.experts for completion in completions]
-        samples = samples.with_(routed_experts=_placed(experts, starts, samples["input_ids"].shape[1]))
-    if not sampling.with_log_probs:
-        return samples
-    log_probs = torch.zeros(response_mask.shape)
-    log_probs[response_mask] = _joined([c.log_probs or () for c in completions], np.float32)
-    return samples.with_(rollout_log_probs=log_probs)
 
 
-def _padded(completions: list[Completion], pad_token_id: int, width: int) -> tuple[Tensor, Tensor]:
-    """Return tokens and mask, each (B, width)."""
-    lengths = torch.tensor([len(completion.token_ids) for completion in completions], dtype=torch.int64)
-    mask = torch.arange(width) < lengths[:, None]
+def samples_of(
+    batch: Batch, kept: Sequence[Kept], pad_token_id: int, response_length: int, with_log_probs: bool
+) -> Batch:
+    """Return the prompts of a batch with these responses, see `generate_batch`."""
+    lengths = torch.tensor([len(each.token_ids) for each in kept], dtype=torch.int64)
+    mask = torch.arange(response_length) < lengths[:, None]
     responses = torch.full(mask.shape, pad_token_id, dtype=torch.int64)
-    responses[mask] = _joined([completion.token_ids for completion in completions], np.int64)
-    return responses, mask
+    responses[mask] = _joined([each.token_ids for each in kept], np.int64)
+    versions = torch.zeros(mask.shape, dtype=torch.int32)
+    versions[mask] = _joined([each.versions for each in kept], np.int32)
+    samples = batch.drop("prompt_ids", "prompt_mask").with_(
+        input_ids=torch.cat([batch["prompt_ids"], responses], dim=1),
+        attention_mask=torch.cat([batch["prompt_mask"], mask], dim=1),
+        response_mask=mask,
+        policy_versions=versions,
+    )
+    if not with_log_probs:
+        return samples
+    log_probs = torch.zeros(mask.shape)
+    log_probs[mask] = _joined([each.log_probs for each in kept], np.float32)
+    return samples.with_(rollout_log_probs=log_probs)
 
 
 def _placed(experts: Sequence[Tensor | None], starts: Sequence[int], width: int) -> Tensor:

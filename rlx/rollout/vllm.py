@@ -165,10 +165,11 @@ class VLLMEngine:
         self._has_unseeded |= not seeded
         prompt = tokens_input(list(request.prompt_ids))  # vLLM would render a `TokensPrompt` to it, at a cost
         self._hashes.expect(request.memory)
+        params = _sampling_params(request, seeded, self._temperature)
+        if seeded and request.kept and not self.has_free_seeds:
+            params.seed = (request.seed + request.kept) % 2**63  # the first runner's generator would repeat its numbers
         with _failing():
-            self._engine.llm_engine.add_request(
-                str(number), prompt, _sampling_params(request, seeded, self._temperature), lora_request=self._adapters
-            )
+            self._engine.llm_engine.add_request(str(number), prompt, params, lora_request=self._adapters)
 
     def step(self, requests: Mapping[int, Request]) -> list[tuple[int, Completion]]:
         """Decode a token of each request that has a place, and return those that stopped; raises EngineError."""
@@ -391,6 +392,7 @@ def _sampling_params(request: Request, seeded: bool, divided_by: float) -> Sampl
     for name in changeable:
         setattr(params, name, getattr(usual, name).copy())
     params.seed = request.seed if seeded else None
+    params.max_tokens = request.room
     return params
 
 

@@ -340,9 +340,9 @@ def request_fault(request: Request, longest: int, has_texts: bool, temperature: 
     prompt, sampling = len(request.prompt_ids), request.sampling
     if not prompt:
         return "has an empty prompt; expected at least one token"
-    if prompt + sampling.max_tokens > longest:
+    if prompt + request.room > longest:
         return (
-            f"has a prompt of {prompt} tokens and asks for {sampling.max_tokens} more, but vLLM's max_model_len is {longest}; "
+            f"has a prompt of {prompt} tokens and asks for {request.room} more, but vLLM's max_model_len is {longest}; "
             "raise data.max_prompt_length, or engine_kwargs.vllm.max_model_len if set"
         )
     if sampling.needs_tokenizer and not has_texts:

@@ -133,7 +133,7 @@ def test_after_each_users_message_the_model_reads_what_a_server_would_give_it(na
     assert batch["branch"].tolist() == [0, 1, 2] and "let me see" not in tokenizer.decode(requests[2])
     check_rows(conversation, requests, batch, tokenizer)
     assert batch["turn_rewards"].sum(dim=1).tolist() == [1.0, 2.0, 4.0]
-    assert batch["seed"].tolist() == [5] * 3 and batch["policy_version"].tolist() == [3] * 3
+    assert batch["seed"].tolist() == [5] * 3 and (batch["policy_versions"] == 3 * batch["response_mask"]).all()
     lengths = [len(prompt) for prompt in batch.prompt_tokens()]
     # R1's prompt ends with the opened thought, which the history lacks.
     assert lengths == ([len(requests[0])] * 3 if name == "qwen3" else [len(requests[0]), *[len(requests[0]) - 2] * 2])

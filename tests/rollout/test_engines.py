@@ -15,7 +15,7 @@ import torch
 
 from rlx.config.schema import EngineKwargsConfig, ModelConfig, RolloutConfig
 from rlx.rollout.engines import EngineProcess, EngineRollout, start_engines
-from rlx.rollout.protocol import EngineError, PrefixMemory, Request, Sampling
+from rlx.rollout.protocol import Completion, EngineError, PrefixMemory, Request, Sampling
 
 pytestmark = pytest.mark.slow  # three processes that import vLLM
 
@@ -107,6 +107,23 @@ def test_samples_are_those_of_one_engine(one_and_two, sampling):
     assert load["running_max"] == 12
     with pytest.raises(ValueError, match=r"request 0 has a prompt of 50 tokens and asks for 15 more, .* is 64"):
         one_and_two[1].generate([Request((5,) * 50, 0, Sampling(15))])
+
+
+def test_rounds_of_a_budget_give_the_unbroken_completions(one_and_two):
+    asked = requests(Sampling(12, 0.0, stop_token_ids=(1, 2, 3)), groups=3)
+    whole = one_and_two[0].generate(asked)
+    for sampler in one_and_two:
+        found = [[] for _ in asked]
+        for _ in range(3):  # 5, 5 and 2 tokens
+            left = [row for row, parts in enumerate(found) if not parts or parts[-1].finish_reason == "budget"]
+            kept = {row: [token for part in found[row] for token in part.token_ids] for row in left}
+            begun = [(replace(asked[row], kept=len(kept[row]), budget=5), kept[row]) for row in left]
+            answers = sampler.generate([replace(each, prompt_ids=(*each.prompt_ids, *ids)) for each, ids in begun])
+            for row, answer in zip(left, answers, strict=True):
+                found[row].append(answer)
+        assert {len(parts) for parts in found} >= {3}
+        parts = [Completion(*([x for part in each for x in part[i]] for i in (0, 1)), *each[-1][2:]) for each in found]
+        assert_equal(parts, whole)
 
 
 def test_requests_come_while_others_are_in_flight_and_conversations_stay_with_their_engine(one_and_two):

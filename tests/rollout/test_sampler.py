@@ -1,5 +1,7 @@
 """What a worker does with its sampler: build it, complete a batch, notice weights that did not arrive."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -7,8 +9,15 @@ from rlx.config.schema import LoraConfig, ModelConfig, RolloutConfig
 from rlx.data.batch import Batch, BatchError, concat
 from rlx.models.loading import load_model
 from rlx.models.lora import adapter_weights, add_lora
-from rlx.rollout.protocol import SAMPLED_PER_TENSOR, Request, Sampling, evenly_spaced, on_cpu
-from rlx.rollout.sampler import ChangeCheck, StaleSamplerError, build_rollout, generate_batch
+from rlx.rollout.protocol import SAMPLED_PER_TENSOR, Kept, Request, Sampling, evenly_spaced, on_cpu
+from rlx.rollout.sampler import (
+    ChangeCheck,
+    StaleSamplerError,
+    build_rollout,
+    continue_batch,
+    generate_batch,
+    samples_of,
+)
 
 PAD = 0
 SAMPLING = Sampling(max_tokens=8, stop_token_ids=(1, 2, 3, 4, 5))
@@ -80,7 +89,7 @@ def test_columns_hold_prompt_response_and_what_the_sampler_said(batch, prompts, 
     )
     assert out.response_length == 12 and "prompt_ids" not in out and "prompt_mask" not in out
     assert out.info == batch.info and torch.equal(out["group_id"], batch["group_id"])
-    assert out["policy_version"].tolist() == [1] * 4
+    assert torch.equal(out["policy_versions"], out["response_mask"].int())
     for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
         length = len(completion.token_ids)
         mask = out["attention_mask"][row]
@@ -90,6 +99,30 @@ def test_columns_hold_prompt_response_and_what_the_sampler_said(batch, prompts, 
         assert torch.equal(mask[10:], out["response_mask"][row])
         assert out["rollout_log_probs"][row, :length].tolist() == pytest.approx(completion.log_probs)
         assert out["rollout_log_probs"][row, length:].eq(0).all()
+
+
+@pytest.mark.parametrize("sampled", [SAMPLING, replace(SAMPLING, temperature=0.0)], ids=["sampled", "greedy"])
+def test_rounds_of_a_budget_give_the_unbroken_responses(sampled, batch, make_model, make_rollout):
+    model = make_model()
+    rollout = make_rollout(model, max_num_seqs=3)
+    whole = generate_batch(rollout, batch, sampled, PAD, 12)
+    rows, versions = batch.with_({"kept": [Kept()] * len(batch)}, budget=torch.tensor([3, 3, 2, 0])), []
+    while open_rows := [row for row, kept in enumerate(rows.info["kept"]) if not kept.is_finished]:
+        rollout.update_weights(model.state_dict().items(), version=7 + len(versions))
+        answered = continue_batch(rollout, rows.rows(open_rows), sampled)
+        for row, kept in zip(open_rows, answered.info["kept"], strict=True):
+            rows.info["kept"][row] = kept
+        versions += [7 + len(versions)]
+    kept = rows.info["kept"]
+    assert len(versions) > 1 and set(kept[3].versions) == {7}, "a row without a budget ends in its first round"
+    for row in kept[:3]:
+        most = 2 if row is kept[2] else 3
+        assert row.versions == [7 + token // most for token in range(len(row.token_ids))]
+    joined = samples_of(rows.drop("budget"), kept, PAD, 12, True)
+    assert torch.equal(joined["input_ids"], whole["input_ids"])
+    torch.testing.assert_close(joined["rollout_log_probs"], whole["rollout_log_probs"], atol=2e-5, rtol=0)
+    with pytest.raises(ValueError, match=r"request 0 has 8 of 8 tokens and a budget of 3; expected room for one"):
+        continue_batch(rollout, rows.rows([0]).with_({"kept": [Kept([5] * 8)]}), sampled)
 
 
 def test_shares_of_a_batch_join_to_the_whole(batch, make_model, make_rollout):

@@ -49,7 +49,7 @@ def test_a_batch_holds_each_conversation(batch):
     assert batch["response_mask"].int().tolist() == [[1, 1, 0, 1, 1, 0, 0, 0], [0] * 8]
     assert batch["rollout_log_probs"].tolist() == [[-1, -2, 0, -1, -2, 0, 0, 0], [0] * 8]
     assert batch["turn_rewards"].tolist() == [[0, 0.5, 0, 0, 1, 0, 0, 0], [0] * 8]
-    assert batch["policy_version"].tolist() == [7, 7] and batch["seed"].tolist() == [3, 4]
+    assert batch["policy_versions"].tolist() == [[7, 7, 0, 7, 7, 0, 0, 0], [0] * 8] and batch["seed"].tolist() == [3, 4]
 
 
 def test_a_share_without_rows_has_the_columns():

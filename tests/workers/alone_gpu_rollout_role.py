@@ -72,7 +72,7 @@ def test_it_sleeps_while_another_role_works_and_takes_the_weights_again(worker, 
         assert awake - used_bytes() > 0.7 * UTILIZATION * torch.cuda.mem_get_info()[1]
         again = call(worker, "rollout", "generate", prompts, "train")
         assert torch.equal(again["input_ids"], samples["input_ids"])
-        assert torch.equal(again["policy_version"], samples["policy_version"])
+        assert torch.equal(again["policy_versions"], samples["policy_versions"])
 
 
 def test_an_engine_that_fails_is_started_again_in_the_same_memory(worker, prompts, samples, caplog):

@@ -41,7 +41,7 @@ def samples(ranks, shares):
 
 def assert_equal(answers, samples):
     for (batch, _, _), expected in zip(answers, samples, strict=True):
-        for name in ("input_ids", "response_mask", "policy_version", "seed"):
+        for name in ("input_ids", "response_mask", "policy_versions", "seed"):
             assert torch.equal(batch[name], expected[name])
         torch.testing.assert_close(batch["rollout_log_probs"], expected["rollout_log_probs"], atol=1e-5, rtol=0)
 
@@ -114,7 +114,11 @@ def test_several_engines_give_the_same_samples_and_one_that_is_killed_is_started
     answers = ranks("role", "on_two_engines", with_vllm, shares)
     assert_equal([first for first, _, _ in answers], samples)
     assert_equal(
-        [(batch.with_(policy_version=batch["policy_version"] - 1), *rest) for _, (batch, *rest), _ in answers], samples
+        [
+            (batch.with_(policy_versions=batch["policy_versions"] - batch["response_mask"].int()), *rest)
+            for _, (batch, *rest), _ in answers
+        ],
+        samples,
     )
     for (_, (_, warnings, _), left), cause in zip(answers, ["on another rank", " of 2 (process "], strict=True):
         (warning,) = warnings

@@ -71,7 +71,7 @@ def test_a_step_fills_every_column(stepped, prompts):
     # Reference and actor are one model before the first update, and so are trainer and sampler, but for rounding.
     assert torch.equal(batch["ref_log_probs"], batch["old_log_probs"])
     torch.testing.assert_close(batch["rollout_log_probs"][mask], batch["old_log_probs"][mask], atol=1e-4, rtol=0)
-    assert (batch["policy_version"] == 0).all() and (batch["entropy"][mask] > 0).all()
+    assert (batch["policy_versions"] == 0).all() and (batch["entropy"][mask] > 0).all()
     for name in ("actor/grad_norm", "critic/grad_norm"):
         assert metrics[name] > 0
     assert metrics["actor/skipped"] == 0 and metrics["actor/kl_loss"] == 0
@@ -93,7 +93,7 @@ def test_readings_show_when_the_sampler_worked(stepped):
 def test_the_sampler_has_the_updated_weights(workers, stepped, prompts):
     before = stepped[0]
     batch = workers.split("rollout", "generate", prompts, "train")
-    assert (batch["policy_version"] == 1).all()
+    assert torch.equal(batch["policy_versions"], batch["response_mask"].int())
     log_probs = workers.split("actor", "log_probs", batch.select(*SEQUENCE))["old_log_probs"]
     mask = batch["response_mask"]
     torch.testing.assert_close(batch["rollout_log_probs"][mask], log_probs[mask], atol=1e-4, rtol=0)
