@@ -1,8 +1,12 @@
 """Functions that the benchmarks share: options, timing, and folders of random weights."""
 
+import contextlib
 import json
+import os
+import signal
+import subprocess
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -72,6 +76,34 @@ def seconds_of(work: Callable[[], Any], device: torch.device) -> float:
     began = clock(device)
     work()
     return clock(device) - began
+
+
+@contextlib.contextmanager
+def running(command: Sequence[str], log: Path, **options: Any) -> Iterator[subprocess.Popen[bytes]]:
+    """Start a command that appends its output to `log`; afterwards end it and the processes that it left running.
+
+    `options` are those of Popen. vLLM samples without flashinfer, which not every installation has.
+    """
+    environment = {**os.environ, "VLLM_USE_FLASHINFER_SAMPLER": "0", **options.pop("env", {})}
+    with log.open("a") as file:
+        process = subprocess.Popen(
+            command, stdout=file, stderr=subprocess.STDOUT, env=environment, start_new_session=True, **options
+        )
+    try:
+        yield process
+    finally:
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, number)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(20)
+
+
+def wait_at_most(process: subprocess.Popen[bytes], limit_s: float) -> int | None:
+    """Wait for a process and return its exit code; None if it still runs after `limit_s` seconds."""
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        return process.wait(max(0.0, limit_s))
+    return None
 
 
 def random_model(shape: str, device: torch.device, **changes: Any) -> "PreTrainedModel":

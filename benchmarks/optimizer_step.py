@@ -5,8 +5,8 @@ python -m benchmarks.optimizer_step --tokens 32768,131072,393216 --optimizer-sta
 Each step runs in a process of its own: forward, loss over all tokens but the first, backward, clipping, AdamW. Weights are bf16.
 `rlx` has fp32 masters and moments, of which `--optimizer-state` says where they are; with `--lossy` its AdamW has bf16 moments
 alone, as the other modes: less memory, but at RL's learning rates rounding hides most updates. `--micro-batches` of so many
-sequences each are summed before AdamW, in fp32 for `rlx`; the other modes have one. With `--gpus` processes share each sequence
-(Ulysses), weights, gradients and state; device memory and seconds are then those of the fullest and slowest, and the figures of
+sequences each are summed before AdamW, in fp32 for `rlx`; the other modes have one. With `--gpus` processes share weights, gradients
+and state, and `--ulysses` of them each sequence; device memory and seconds are then those of the fullest and slowest, and the figures of
 the host are sums.
 Seconds by phase are measured between events on the device: layers forward, the head both ways, layers backward, the work
 between backward and AdamW (gradients of embeddings, FSDP's last sum, clipping), and AdamW with the rest. `hand-over` follows
@@ -76,7 +76,7 @@ def engine_step(folder: str, options: argparse.Namespace, device: torch.device) 
         strategy="fsdp2",
         device=device,
         optim=OptimConfig(lr=1e-6, master_weights=not options.lossy),
-        sequence_parallel=dist.get_world_size(),
+        sequence_parallel=options.ulysses,
     )
 
     def step(ids_T: Tensor, rows: int) -> None:
@@ -271,7 +271,8 @@ def options_of() -> argparse.Namespace:
         help="rlx: device, host, or the part of AdamW's state on the device [10^9 bytes]; one or several (default device)",
     )
     parser.add_argument("--micro-batches", type=int, default=1, help="rlx: sequences of a step (default 1)")
-    parser.add_argument("--gpus", type=int, default=1, help="rlx: processes that share each sequence (default 1)")
+    parser.add_argument("--gpus", type=int, default=1, help="rlx: processes (default 1)")
+    parser.add_argument("--ulysses", type=int, help="rlx: processes that share each sequence (default: all)")
     parser.add_argument("--rounds", type=int, default=1, help="steps to measure, after a first one (default 1)")
     first = "tokens of the first step, which makes the optimizer's state (default: as many)"
     parser.add_argument("--first-tokens", type=int, help=first)
@@ -283,6 +284,9 @@ def options_of() -> argparse.Namespace:
         parser.error(f"--modes: got {', '.join(unknown)}, expected some of {', '.join((RLX, *PEERS))}")
     if options.gpus > 1 and options.modes != [RLX]:
         parser.error(f"--gpus {options.gpus}: the other modes do not share sequences; set --modes {RLX}")
+    options.ulysses = options.ulysses or options.gpus
+    if options.gpus % options.ulysses:
+        parser.error(f"--ulysses: got {options.ulysses}, expected a divisor of --gpus {options.gpus}")
     return options
 
 
@@ -311,7 +315,11 @@ def main() -> int:
         for name in ("first_tokens", "directory", "max_host_gb"):
             if (given := getattr(options, name)) is not None:
                 passed_on.append(f"--{name.replace('_', '-')}={given}")
-        passed_on += [f"--gpus={options.gpus}", f"--micro-batches={options.micro_batches}"]
+        passed_on += [
+            f"--gpus={options.gpus}",
+            f"--ulysses={options.ulysses}",
+            f"--micro-batches={options.micro_batches}",
+        ]
         passed_on += ["--lossy"] * options.lossy
         states = [state if isinstance(state, str) else f"{state / GB:g}" for state in options.optimizer_state]
         for mode, where in [(m, s) for m in options.modes for s in (states if m == RLX else ["device"])]:

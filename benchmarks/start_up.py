@@ -21,8 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.common import benchmark_parser, chosen_device, title, write_json
-from benchmarks.grpo_step import settings
-from benchmarks.race.inputs import write_inputs
+from benchmarks.race.inputs import settings, write_inputs
 from rlx.offload.plan.shapes import SHAPES
 
 CACHES = ("VLLM_CACHE_ROOT", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "CUDA_CACHE_PATH")

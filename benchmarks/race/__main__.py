@@ -13,7 +13,6 @@ did count: `steps` is the number of those in the medians.
 import contextlib
 import json
 import os
-import signal
 import statistics
 import subprocess
 import sys
@@ -25,9 +24,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.common import cell, chosen_device, title, write_json
-from benchmarks.grpo_step import PHASE, add_work, settings
-from benchmarks.race.inputs import write_inputs
+from benchmarks.common import cell, chosen_device, running, title, wait_at_most, write_json
+from benchmarks.race.inputs import PHASE, add_work, settings, write_inputs
 from rlx.trainer.tracking import METRICS_FILE, read_metrics
 
 Steps = dict[int, dict[str, float]]
@@ -46,7 +44,8 @@ VERL_LORA = [  # how verl 0.9.1 trains adapters beside vLLM 0.26; two other ways
     "actor_rollout_ref.actor.strategy=fsdp2",  # with FSDP1 vLLM gets an adapter without weights
     "actor_rollout_ref.ref.strategy=fsdp2",
 ]
-CHECKS = {"tokens": "response_length/mean", "grad norm": "actor/grad_norm"}  # which show that all do the same work
+CHECKS = {"tokens": "response_length/mean", "grad norm": "actor/grad_norm", "saved": "actor/tokens_saved"}
+"""Figures that show that all do the same work, and the share of tokens that only rlx saves."""
 
 
 class Racer(NamedTuple):
@@ -173,25 +172,8 @@ def run(racer: Racer, limit: float) -> tuple[Steps, float | None]:
     """Do a run of at most `limit` seconds; return its steps and the most memory of the device [GB]."""
     racer.folder.mkdir()
     began, log = time.perf_counter(), racer.folder / "log.txt"
-    environment = {**os.environ, "VLLM_USE_FLASHINFER_SAMPLER": "0", **racer.environment}
-    with polled_memory() as memory, log.open("w") as file:
-        process = subprocess.Popen(
-            racer.command,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            env=environment,
-            start_new_session=True,
-            cwd=racer.folder,
-        )
-        try:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(limit)
-        finally:
-            for number in (signal.SIGTERM, signal.SIGKILL):  # and what it left running
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, number)
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(20)
+    with polled_memory() as memory, running(racer.command, log, env=racer.environment, cwd=racer.folder) as process:
+        wait_at_most(process, limit)
     steps = racer.steps()
     seconds = [round(row[f"{PHASE}step"], 1) for row in steps.values()]
     print(

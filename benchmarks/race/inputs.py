@@ -1,10 +1,12 @@
-"""Model, prompts and reward of whole runs on random weights, the same for every framework.
+"""Keys, model, prompts and reward of whole runs on random weights, the same for every framework, and the medians of their steps.
 
 Responses have exactly the longest length: no framework needs an option for it, since EOS and padding are never sampled.
 """
 
 import json
-from argparse import Namespace
+import statistics
+from argparse import ArgumentParser, Namespace
+from collections.abc import Mapping
 from itertools import chain, islice, product
 from pathlib import Path
 from random import Random
@@ -15,10 +17,13 @@ import torch
 
 from benchmarks.common import random_model
 from benchmarks.offload.device import clean_up
+from rlx.offload.plan.shapes import SHAPES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+PHASE = "timing_s/"
+OTHERS = ("actor/tokens_saved", "actor/grad_norm", "response_length/mean", "perf/tokens", "perf/peak_memory_gb")
 SPECIAL = ("<|pad|>", "<|end|>")
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 REWARD = "def score(data_source, solution_str, ground_truth, extra_info=None): return len(set(solution_str)) / 64\n"
@@ -92,3 +97,48 @@ def write_inputs(folder: Path, options: Namespace, device: torch.device) -> list
         f"custom_reward_function.path={folder / 'reward.py'}",
         "custom_reward_function.name=score",
     ]
+
+
+def settings(options: Namespace, gpus: int = 1) -> list[str]:
+    """Return the overrides of every run but those of its inputs. verl knows them too."""
+    tokens = options.micro_batch * (options.prompt + options.response)
+    policy = "actor_rollout_ref"
+    return [
+        "algorithm.adv_estimator=grpo",
+        f"data.train_batch_size={options.prompts}",
+        f"data.max_prompt_length={options.prompt}",
+        f"data.max_response_length={options.response}",
+        f"{policy}.rollout.n={options.samples}",
+        f"{policy}.rollout.max_num_seqs={options.prompts * options.samples}",
+        f"{policy}.actor.ppo_mini_batch_size={options.prompts // options.updates}",
+        f"{policy}.actor.use_dynamic_bsz=True",
+        f"{policy}.actor.ppo_max_token_len_per_gpu={tokens}",
+        f"{policy}.actor.use_kl_loss=True",
+        f"trainer.n_gpus_per_node={gpus}",
+        f"trainer.total_training_steps={options.steps}",
+        "trainer.val_before_train=False",
+        "trainer.test_freq=-1",
+        "trainer.save_freq=-1",
+    ]
+
+
+def add_work(parser: ArgumentParser) -> None:
+    """Add the options that say how much work a step is."""
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen2-0.5b")
+    for name, default, meaning in (
+        ("--prompts", 8, "of a step"),
+        ("--samples", 8, "responses to a prompt"),
+        ("--prompt", 4096, "tokens of a prompt"),
+        ("--response", 512, "tokens of a response"),
+        ("--updates", 1, "optimizer steps of a step"),
+        ("--micro-batch", 8, "responses of a forward"),
+        ("--steps", 4, "of each run, at least 2"),
+    ):
+        parser.add_argument(name, type=int, default=default, help=f"{meaning} (default %(default)s)")
+
+
+def medians(metrics: Mapping[int, Mapping[str, float]]) -> dict[str, float]:
+    """Return the median of each phase and of `OTHERS` over all steps but the first, which compiles and plans."""
+    steps = [metrics[step] for step in sorted(metrics) if f"{PHASE}step" in metrics[step]][1:]
+    names = {name for step in steps for name in step if name.startswith(PHASE) or name in OTHERS}
+    return {name: statistics.median(step.get(name, 0.0) for step in steps) for name in sorted(names)}

@@ -1,6 +1,7 @@
 """One run from a checked configuration to its report; `rlx.trainer.launch` calls it when Ray and the processes have started."""
 
 import shlex
+import time
 from contextlib import ExitStack
 from dataclasses import replace
 from importlib import import_module
@@ -153,9 +154,11 @@ def _train(
 
 def _resume(run: Run, saver: Saver, yaml: str, changed: list[ChangedKey], checkpoint: Path) -> None:
     """Load a checkpoint, keep the settings that changed since, and show them."""
-    trainer = run.config.trainer
+    trainer, began = run.config.trainer, time.monotonic()
     falls_back = trainer.resume_mode == "auto" or _folder_to_continue(run.config) is not None
     run.load(checkpoint, saver, falls_back)
+    if "console" in trainer.logger:
+        run.progress.remark(f"loaded in {time.monotonic() - began:.1f} s")
     # Only now are later checkpoints set aside; a restart before this begins as this driver did.
     link.tell(folder=str(run.folder))
     if trainer.val_only:

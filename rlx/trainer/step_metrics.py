@@ -36,7 +36,7 @@ def memory_of(usage: Sequence[Mapping[str, float]], phases: Iterable[str] = OF_S
     Returns:
         memory/<phase>_before_gb (the previous role is already offloaded) and memory/<phase>_after_gb [10^9 bytes]: all bytes in
         use on the device on CUDA, the process's resident size on CPU. On CUDA also memory/<phase>_before_allocated_gb and
-        _after_allocated_gb, the bytes in torch's tensors.
+        _after_allocated_gb, the bytes in torch's tensors, and _peak_allocated_gb, the most of them during the phase.
     """
     found = {}
     for phase in phases:
@@ -46,6 +46,9 @@ def memory_of(usage: Sequence[Mapping[str, float]], phases: Iterable[str] = OF_S
                 name = f"memory/{call}_{moment}_{figure}"
                 if name in usage[0]:
                     found[f"memory/{phase}_{moment}_{figure}"] = max(each[name] for each in usage)
+        peaks = [name for call in noted if (name := f"memory/{call}_peak_allocated_gb") in usage[0]]
+        if peaks:
+            found[f"memory/{phase}_peak_allocated_gb"] = max(each[name] for each in usage for name in peaks)
     return found
 
 

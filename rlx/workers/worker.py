@@ -138,12 +138,7 @@ class Worker:
         if isinstance(sampler, RolloutRole):
             figures |= {f"load/{name}": value for name, value in sampler.take_load().items()}
         figures |= {f"memory/host_{user}_gb": held / 1e9 for user, held in host_use().items()}
-        if self.device.type == "cpu":
-            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        else:
-            peak = torch.accelerator.max_memory_allocated(self.device)
-            torch.accelerator.reset_peak_memory_stats(self.device)
-        return {**figures, "peak_memory_gb": peak / 1e9, "readings": self._readings.take()}
+        return {**figures, "peak_memory_gb": self._memory.take_peak_gb(), "readings": self._readings.take()}
 
 
 def join_process_group(choice: str, timeout_s: float = 1800.0) -> torch.device:
@@ -194,26 +189,46 @@ def memory_in_use(device: torch.device) -> dict[str, float]:
 
 
 class MemoryLog:
-    """Records memory before the first and after the last of consecutive calls of one name."""
+    """Records memory before the first and after the last of consecutive calls of one name, and on a device the peak of torch's tensors."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._figures: dict[str, float] = {}
         self._last = ""
+        self._peak_gb = 0.0
 
     @contextmanager
     def around(self, name: str) -> Iterator[None]:
-        """Record the memory in use before and after a block of code."""
+        """Record the memory in use before and after a block of code, and its peak."""
         if name != self._last:
             self._note(f"{name}_before")
-        self._last = name
+        self._last, peak = name, f"{name}_peak_allocated_gb"
+        self._look_at_peak()
         yield
+        if self._device.type != "cpu":
+            self._figures[peak] = max(self._figures.get(peak, 0.0), self._look_at_peak())
         self._note(f"{name}_after")
 
     def take(self) -> dict[str, float]:
         """Return `<name>_before_gb`, `<name>_after_gb` and so on for the last run of calls of each name, and reset them."""
         figures, self._figures, self._last = self._figures, {}, ""
         return figures
+
+    def take_peak_gb(self) -> float:
+        """Return the largest memory since the last call [10^9 bytes]: allocated by torch; on CPU resident, since the process started."""
+        self._look_at_peak()
+        found, self._peak_gb = self._peak_gb, 0.0
+        return found
+
+    def _look_at_peak(self) -> float:
+        """Return the peak since the last look, and keep it for `take_peak_gb`."""
+        if self._device.type == "cpu":
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        else:
+            peak = torch.accelerator.max_memory_allocated(self._device)
+            torch.accelerator.reset_peak_memory_stats(self._device)
+        self._peak_gb = max(self._peak_gb, peak / 1e9)
+        return peak / 1e9
 
     def _note(self, moment: str) -> None:
         for figure, value in memory_in_use(self._device).items():

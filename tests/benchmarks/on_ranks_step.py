@@ -10,7 +10,7 @@ TOKENS = 64
 
 
 def _options(**changed):
-    fixed = {"save": "boundary", "optimizer_state": ["device"], "micro_batches": 1, "lossy": True}
+    fixed = {"save": "boundary", "ulysses": 1, "optimizer_state": ["device"], "micro_batches": 1, "lossy": True}
     return argparse.Namespace(**fixed | {"rounds": 3, "directory": None, "max_host_gb": None} | changed)
 
 

@@ -111,12 +111,17 @@ def test_phases_take_the_figures_of_their_calls_from_the_process_with_the_most()
         noted(rollout__generate=(1.0, 9.0), actor__update=(2.0, 3.0)) | {"memory/actor.update_after_allocated_gb": 0.5},
         noted(rollout__generate=(2.0, 8.0), actor__update=(1.0, 4.0)) | {"memory/actor.update_after_allocated_gb": 0.7},
     ]
+    usage[0] |= {"memory/actor.first_update_peak_allocated_gb": 6.0, "memory/actor.first_update_after_gb": 2.5}
+    usage[0] |= {"memory/actor.first_update_before_gb": 2.0, "memory/actor.update_peak_allocated_gb": 1.5}
+    usage[1] |= {**usage[0], **usage[1], "memory/actor.update_peak_allocated_gb": 7.0}
+
     assert step_metrics.memory_of(usage) == {
         "memory/rollout_before_gb": 2.0,
         "memory/rollout_after_gb": 9.0,
         "memory/update_actor_before_gb": 2.0,
         "memory/update_actor_after_gb": 4.0,
         "memory/update_actor_after_allocated_gb": 0.7,
+        "memory/update_actor_peak_allocated_gb": 7.0,
     }
 
 

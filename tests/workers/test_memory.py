@@ -70,3 +70,18 @@ def test_on_a_device_all_that_is_in_use_counts_and_what_torch_has_allocated():
     assert during["gb"] - before["gb"] >= 0.99 and cached["gb"] == during["gb"], "what torch keeps for later is in use"
     assert cached["allocated_gb"] == before["allocated_gb"]
     assert memory_in_use(device)["gb"] <= before["gb"] + 0.05
+
+
+@pytest.mark.gpu
+def test_on_a_device_a_call_has_a_peak_and_the_process_that_of_all_its_calls():
+    device = torch.device("cuda", 0)
+    log = MemoryLog(device)
+    log.take_peak_gb()
+    for name, size in ("actor.update", 3), ("rollout.sync", 1), ("actor.update", 2):
+        with log.around(name):
+            torch.ones(MEGABYTES_100 * size, device=device)
+    peaks = {name: value for name, value in log.take().items() if "peak" in name}
+    assert peaks["actor.update_peak_allocated_gb"] - peaks["rollout.sync_peak_allocated_gb"] == pytest.approx(
+        0.2, abs=0.01
+    )
+    assert log.take_peak_gb() == peaks["actor.update_peak_allocated_gb"]

@@ -4,7 +4,7 @@ from argparse import Namespace
 
 import torch
 
-from benchmarks.grpo_step import settings, write_inputs
+from benchmarks.race.inputs import settings, write_inputs
 from rlx.config.check.validate import check
 from rlx.config.compose.command_line import compose
 from rlx.config.machine import inspect_machine

@@ -1,0 +1,82 @@
+"""Several GPUs and recipes, in small: cases run one by one, are cut off, and are compared; a recipe stands beside its forecast."""
+
+import json
+
+import pytest
+
+from benchmarks import recipe, scaling
+from rlx.config.compose.command_line import compose
+from rlx.config.forecast.memory_forecast import MemoryForecast
+from rlx.config.machine import named_machine
+
+ON_CPU = ["actor_rollout_ref.rollout.name=hf", "trainer.device=cpu"]
+SIZES = ["--shape=tiny", "--samples=2", "--prompt=16", "--response=8", "--micro-batch=4"]
+
+
+@pytest.fixture
+def command(tmp_path):
+    """A function that runs cases in small on two processes and returns the exit code and the lines of the file."""
+    places = [f"--folder={tmp_path / 'work'}", f"--json={tmp_path / 'lines.jsonl'}"]
+    lengths = ["--rounds=2", "--offload-case=64x2", "--ulysses-tokens=65", "--long-tokens=97", "--prompts=4"]
+
+    def run(*arguments):
+        code = scaling.main([*arguments, *SIZES, "--gpus=2", *places, *lengths, *ON_CPU])
+        return code, [json.loads(line) for line in (tmp_path / "lines.jsonl").read_text().splitlines()]
+
+    return run
+
+
+def figures(lines):
+    return {line["case"]: line["figures"] for line in lines if "figures" in line}
+
+
+@pytest.mark.e2e
+@pytest.mark.nightly
+def test_every_case_but_those_of_vllm_runs_in_small(command, capsys):
+    code, lines = command("grpo", "lora", "offload", "ulysses", "long", "restart", "resume")
+    assert code == 0, capsys.readouterr().out
+    found = figures(lines)
+    assert {"offload attention", "ulysses 1", "ulysses 2", "long"} < found.keys()
+    for case in ("grpo", "lora"):
+        assert found[case]["update tokens/s/GPU"] > found[case]["step tokens/s/GPU"] > 0
+        assert found[case]["response_length/mean"] == 8 and found[case]["perf/tokens"] == 4 * 2 * 24
+    assert found["restart"]["save GB"] > 0 and found["restart"]["from kill to row s"] > found["restart"]["load s"]
+    assert found["resume"]["from command to row s"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.e2e
+def test_a_case_that_is_cut_off_or_lacks_what_it_needs_says_so_and_the_next_one_begins(command, capsys):
+    code, lines = command("grpo", "resume", "--limit=3")
+    assert code == 1
+    assert "cut off after 3 s" in lines[0]["error"] and "needs the checkpoint of the case restart" in lines[1]["error"]
+    assert "tiny, grpo, 2 GPUs: RuntimeError: cut off" in capsys.readouterr().out
+
+
+def test_the_speed_of_a_gpu_is_compared_with_that_of_the_fewest(capsys):
+    name = "update tokens/s/GPU"
+    line = {"case": "grpo", "shape": "qwen2-7b"}
+    scaling.show([{**line, "gpus": gpus, "figures": {name: speed}} for gpus, speed in ((4, 9.0), (2, 8.0), (2, 10.0))])
+    rows = capsys.readouterr().out.split("\n")
+    assert rows[1].split()[-4:] == ["2", "GPUs", "4", "GPUs"]
+    assert [row.split()[-2:] for row in rows[2:4]] == [["10", "9"], ["1", "0.9"]]
+
+
+def test_seconds_of_an_update_are_those_of_its_micro_batches():
+    keys = ["experiment=qwen3_8b_lora_1x80gb"]
+    forecast = MemoryForecast.of(compose(keys).config, named_machine("1xh100")).decided()
+    one = recipe.update_s(forecast, 16_384)
+    assert recipe.update_s(forecast, 10 * 16_384) == pytest.approx(10 * one)
+    operations = 8 * 8.2e9 * 16_384  # forward, recomputation, and backward as if all weights had gradients
+    assert operations / 989e12 < one < 3 * operations / 989e12
+
+
+@pytest.mark.e2e
+@pytest.mark.nightly
+def test_a_recipe_runs_in_small_beside_its_forecast(tmp_path):
+    small = ["--shape=tiny", "--prompts=4", "--prompt=16", "--response=8", f"--json={tmp_path / 'figures.json'}"]
+    assert recipe.main(["qwen3_8b_lora_1x24gb", *small, *ON_CPU, "actor_rollout_ref.rollout.n=2"]) == 0
+    found = json.loads((tmp_path / "figures.json").read_text())
+    assert len(found["steps"]) == 3
+    for phase in ("rollout", "old_log_prob", "update_actor", "sync"):
+        assert all(found["phases"][phase][column] > 0 for column in ("seconds", "measured GB", "predicted GB"))
