@@ -40,6 +40,8 @@ class Sampling:
         frequency_penalty: subtracted from a token's logit for each time that the completion has it.
         bad_words: texts that are not sampled: after all tokens of one but its last, the last is not.
         logit_bias: tokens, and what is added to their logits.
+        by_position: each draw depends on the request's seed and the token's place in the completion alone, so a request that goes on
+            from kept tokens draws what one without a break would have drawn. The hf sampler always draws like this.
     """
 
     max_tokens: int
@@ -57,6 +59,7 @@ class Sampling:
     frequency_penalty: float = 0.0
     bad_words: tuple[str, ...] = ()
     logit_bias: tuple[tuple[int, float], ...] = ()
+    by_position: bool = False
 
     @property
     def changes_logits(self) -> bool:

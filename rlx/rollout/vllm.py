@@ -12,6 +12,7 @@ import inspect
 import itertools
 import logging
 import os
+import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -27,6 +28,7 @@ from rlx.models.loading import load_config, load_skeleton
 from rlx.models.lora import AdapterKind, peft_name, write_config
 from rlx.rollout import vllm_support as support
 from rlx.rollout.protocol import Completion, EngineError, Request, Rollout, Sampling
+from rlx.rollout.vllm_draws import DrawsByPosition, hand_over
 from rlx.rollout.vllm_support import USE_HF, DeviceMemory, restored_process_state
 from rlx.scratch import scratch_folder
 
@@ -54,9 +56,11 @@ with restored_process_state():
     from vllm.lora.request import LoRARequest
     from vllm.lora.utils import parse_fine_tuned_lora_name
     from vllm.sampling_params import RequestOutputKind
+    from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 
 logger = logging.getLogger(__name__)
 _MERGE = "actor_rollout_ref.model.lora.merge=True to send merged weights, or actor_rollout_ref.rollout.name=hf"
+_PROCESS = uuid.uuid4().hex
 _ADAPTER_OPTIONS = inspect.signature(LoRAModel.from_lora_tensors).parameters
 support.hush()
 
@@ -124,6 +128,8 @@ class VLLMEngine:
         if (finalizer := getattr(self._client, "_finalizer", None)) is not None:
             finalizer.detach()
         self._hashes = support.ContinuedHashes(getattr(self._client, "engine_core", None))
+        if not self.has_free_seeds:
+            self._llm.collective_rpc(support.add_logits_processor, args=(DrawsByPosition(process_dict_updates),))
 
     @property
     def max_model_len(self) -> int:
@@ -160,14 +166,20 @@ class VLLMEngine:
         """
         self._random.seed(seed)
 
-    def add(self, number: int, request: Request, seeded: bool) -> None:
-        """Take a request, which draws from its own seed or from the stream of all; raises EngineError if the engine fails."""
+    def add(self, number: int, request: Request, seeded: bool, version: int | None = None) -> None:
+        """Take a request, which draws from its own seed or from the stream of all; raises EngineError if the engine fails.
+
+        With a version vLLM finds only what weights of this version have read, even in a cache that outlives the process.
+        """
+        seeded |= request.sampling.by_position
         self._has_unseeded |= not seeded
-        prompt = tokens_input(list(request.prompt_ids))  # vLLM would render a `TokensPrompt` to it, at a cost
-        self._hashes.expect(request.memory)
         params = _sampling_params(request, seeded, self._temperature)
-        if seeded and request.kept and not self.has_free_seeds:
-            params.seed = (request.seed + request.kept) % 2**63  # the first runner's generator would repeat its numbers
+        if request.sampling.by_position and not self.has_free_seeds:
+            hand_over(params, request)
+        salt = None if version is None else f"{_PROCESS} {version}"
+        # vLLM would render a `TokensPrompt` to it, at a cost
+        prompt = tokens_input(list(request.prompt_ids), cache_salt=salt)
+        self._hashes.expect(request.memory)
         with _failing():
             self._engine.llm_engine.add_request(str(number), prompt, params, lora_request=self._adapters)
 
@@ -530,7 +542,7 @@ class VLLMRollout(Rollout):
         self._wake("weights", "kv_cache")
         if not self.running:
             self.engine.seed(request.seed)
-        self.engine.add(number, request, self.has_seeds)
+        self.engine.add(number, request, self.has_seeds, self.version)
 
     def _advance(self, requests: Mapping[int, Request]) -> list[tuple[int, Completion]]:
         return self.engine.step(requests)

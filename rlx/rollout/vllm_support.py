@@ -480,6 +480,11 @@ def divide_logits(worker: Any, temperature: float) -> None:
     model.compute_logits = compute_divided
 
 
+def add_logits_processor(worker: Any, processor: Any) -> None:
+    """Let the first model runner apply a logits processor to what it samples, after all others."""
+    worker.model_runner.input_batch.logitsprocs.argmax_invariant.append(processor)
+
+
 def has_head(worker: Any) -> bool:
     """Return whether the model has a head of its own, which may be tied to the embedding."""
     return any(name.rpartition(".")[2] == "lm_head" for name, _ in worker.get_model().named_modules())

@@ -4,6 +4,7 @@ import os
 import random
 import socket
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy
@@ -225,6 +226,21 @@ def test_cycles_of_sleep_training_sync_and_generation_give_the_same_tokens_and_t
     assert min(awake) - max(asleep) > 0.7 * UTILIZATION * total, "weights and cache are given back"
     # Two cycles to warm up: kernels and allocators take what they keep.
     assert max(asleep[2:]) <= asleep[1] + 64 * MIB and max(awake[2:]) <= awake[1] + 64 * MIB
+
+
+def test_a_request_that_goes_on_from_kept_tokens_draws_what_it_would_have_drawn(pair):
+    sync(pair, 0)
+    asked = requests(Sampling(RESPONSE, top_p=0.95, by_position=True))
+    whole = tokens(pair.vllm.generate(asked))
+    rest = [
+        replace(each, prompt_ids=(*each.prompt_ids, *ids[:20]), kept=20, budget=3)
+        for each, ids in zip(asked, whole, strict=True)
+    ]
+    found = tokens(pair.vllm.generate(rest[::-1]))[::-1]
+    equal = sum(more == ids[20:23] for more, ids in zip(found, whole, strict=True))
+    assert equal >= (0.5 if pair.has_experts else 0.8) * len(whole), (
+        "bf16 may turn a token; by chance none would be equal"
+    )
 
 
 def process() -> dict[str, object]:

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy
 import torch
 import torch.distributed as dist
+from rounds import in_rounds
 from transformers import AutoTokenizer
 
 from rlx.config.schema import ActorConfig, EngineKwargsConfig, FSDPConfig, ModelConfig, OptimConfig, RolloutConfig
@@ -21,7 +22,7 @@ from rlx.data.batch import Batch
 from rlx.engine.engine import Engine
 from rlx.engine.micro_batches import MicroBatchRule
 from rlx.engine.objectives import PolicyObjective
-from rlx.rollout.protocol import Completion, FirstRank, PrefixMemory, Request, Rollout, Sampling
+from rlx.rollout.protocol import Completion, FirstRank, Kept, PrefixMemory, Request, Rollout, Sampling
 from rlx.rollout.sampler import build_rollout, generate_batch
 from rlx.rollout.vllm_support import ContinuedHashes
 from rlx.workers.roles import DequantizedBase
@@ -174,6 +175,24 @@ def generate(sampling, name="vllm", seed=0, only=None) -> list[Completion]:
 def generate_from_other_random_states(sampling) -> list[Completion]:
     torch.manual_seed(dist.get_rank())
     return generate(sampling)
+
+
+def in_rounds_of(budget, sampling) -> list[Kept]:
+    return in_rounds(NOW[-1].vllm, requests(sampling), budget)
+
+
+def cached_tokens(versions):
+    """How many tokens of one prompt are in the cache, for a request of each version in turn."""
+    engine, found = NOW[-1].vllm.engine, []
+    request = Request(tuple(range(2, 40)), 0, Sampling(1, with_log_probs=False))
+    for version in versions:
+        engine.add(0, request, seeded=True, version=version)
+        (own,) = engine._client.engine_core.scheduler.requests.values()
+        stats = own.prefill_stats
+        while not engine.step({0: request}):
+            pass
+        found.append(stats.num_cached_tokens)
+    return found
 
 
 def forget_prefixes():

@@ -15,7 +15,8 @@ import torch
 
 from rlx.config.schema import EngineKwargsConfig, ModelConfig, RolloutConfig
 from rlx.rollout.engines import EngineProcess, EngineRollout, start_engines
-from rlx.rollout.protocol import Completion, EngineError, PrefixMemory, Request, Sampling
+from rlx.rollout.protocol import EngineError, PrefixMemory, Request, Sampling
+from tests.rollout.rounds import in_rounds
 
 pytestmark = pytest.mark.slow  # three processes that import vLLM
 
@@ -29,6 +30,7 @@ SETTINGS = RolloutConfig(
     ),
 )
 SAMPLED = Sampling(12, top_k=20, stop_token_ids=(1, 2, 3), stop=("e",))
+PLACED = replace(SAMPLED, stop=(), by_position=True)
 
 
 def children():
@@ -110,20 +112,12 @@ def test_samples_are_those_of_one_engine(one_and_two, sampling):
 
 
 def test_rounds_of_a_budget_give_the_unbroken_completions(one_and_two):
-    asked = requests(Sampling(12, 0.0, stop_token_ids=(1, 2, 3)), groups=3)
+    asked = requests(PLACED, groups=3)
     whole = one_and_two[0].generate(asked)
     for sampler in one_and_two:
-        found = [[] for _ in asked]
-        for _ in range(3):  # 5, 5 and 2 tokens
-            left = [row for row, parts in enumerate(found) if not parts or parts[-1].finish_reason == "budget"]
-            kept = {row: [token for part in found[row] for token in part.token_ids] for row in left}
-            begun = [(replace(asked[row], kept=len(kept[row]), budget=5), kept[row]) for row in left]
-            answers = sampler.generate([replace(each, prompt_ids=(*each.prompt_ids, *ids)) for each, ids in begun])
-            for row, answer in zip(left, answers, strict=True):
-                found[row].append(answer)
-        assert {len(parts) for parts in found} >= {3}
-        parts = [Completion(*([x for part in each for x in part[i]] for i in (0, 1)), *each[-1][2:]) for each in found]
-        assert_equal(parts, whole)
+        for found, expected in zip(in_rounds(sampler, asked, 4), whole, strict=True):
+            assert list(found.token_ids) == expected.token_ids
+            assert found.log_probs == pytest.approx(expected.log_probs, abs=1e-6)
 
 
 def test_requests_come_while_others_are_in_flight_and_conversations_stay_with_their_engine(one_and_two):
@@ -176,6 +170,25 @@ def test_new_weights_reach_every_engine(one_and_two, make_model):
     one, two = (each.generate(requests()) for each in one_and_two)
     assert_equal(two, one)
     assert [each.token_ids for each in two] != [each.token_ids for each in before]
+
+
+def test_what_goes_on_after_a_sync_reads_its_kept_tokens_with_the_new_weights(one_and_two, make_model, make_rollout):
+    begun = [replace(each, budget=5) for each in requests(replace(PLACED, stop_token_ids=()))]
+    kept = [each.token_ids for each in one_and_two[0].generate(begun)]
+    model = make_model()
+    for parameter in model.parameters():
+        parameter.data *= 1.1
+    rest = [
+        replace(each, prompt_ids=(*each.prompt_ids, *ids), kept=5, budget=None)
+        for each, ids in zip(begun, kept, strict=True)
+    ]
+    expected = make_rollout(model).generate(rest)
+    for sampler in one_and_two:
+        assert [each.token_ids for each in sampler.generate(begun)] == kept, "now it is in the cache of each engine"
+        sampler.update_weights(model.state_dict().items(), version=2)
+        for found, own in zip(sampler.generate(rest), expected, strict=True):
+            assert found.token_ids == own.token_ids
+            assert found.log_probs == pytest.approx(own.log_probs, abs=1e-4)
 
 
 def until_it_fails(sampler, said, sampling=SAMPLED):

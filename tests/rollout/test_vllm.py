@@ -114,6 +114,36 @@ def test_samples_come_from_seeds_alone(started, ranks):
             assert tokens(own) == [samples[index].token_ids for index in order]
 
 
+def test_draws_by_position_do_not_depend_on_breaks_and_are_those_of_hf(started, ranks):
+    sampling = replace(started.sampling, by_position=True, stop_token_ids=(3, 9))
+    whole = ranks("vllm", "generate", sampling)
+    for budget in (1, 5):
+        for found, expected in zip(ranks("vllm", "in_rounds_of", budget, sampling), whole, strict=True):
+            assert_close(found, expected)
+    for found, expected in zip(ranks("vllm", "late", sampling), whole, strict=True):
+        assert_close(found, expected)
+    assert len({completion.finish_reason for samples in whole for completion in samples}) == 2
+    penalties = {"presence_penalty": 1.5, "repetition_penalty": 1.3}
+    for other in (
+        started.sampling,
+        Sampling(RESPONSE, started.rollout.temperature),
+        Sampling(RESPONSE, 2.5, top_p=0.6, min_p=0.05, with_log_probs=False, **penalties),
+        GREEDY,
+    ):
+        placed = replace(other, by_position=True)
+        plain, found, hf = (
+            [*map(tokens, ranks("vllm", "generate", *asked))] for asked in ((other,), (placed,), (other, "hf"))
+        )
+        assert found == hf and (found == plain) == (other is GREEDY)
+    assert ranks("vllm", "cached_tokens", (5, 5, 6, 6, 5)) == [[0, 32, 0, 32, 32]] * 2, "of the same version alone"
+
+
+def assert_close(found, expected):
+    assert tokens(found) == tokens(expected)
+    for one, other in zip(found, expected, strict=True):
+        assert one.log_probs == pytest.approx(other.log_probs, abs=1e-4)
+
+
 def twice(ranks, sampling):
     """Samples that do not depend on the random states of the process."""
     # With prefixes in the cache prompts are read in fewer steps, and requests without seeds draw otherwise.
@@ -135,9 +165,7 @@ def test_requests_may_come_while_others_are_in_flight_in_one_order_for_a_group(s
     if started.rollout.tensor_model_parallel_size > 1:
         assert late[0] == late[1]
     for found, expected in zip(late, together, strict=True):
-        assert tokens(found) == tokens(expected)
-        for one, other in zip(found, expected, strict=True):
-            assert one.log_probs == pytest.approx(other.log_probs, abs=1e-4)
+        assert_close(found, expected)
 
 
 def test_an_aborted_request_frees_its_blocks_and_the_others_go_on(started, ranks):
