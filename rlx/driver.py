@@ -266,7 +266,7 @@ def _run(composed: Composed, forecast: MemoryForecast, overrides: Sequence[str])
         print(f"\nrlx stopped: {type(error).__name__}: {' '.join(str(error).split())}", file=sys.stderr)
         tell(end=end_of(error))
         return FAILED
-    for command in next_commands(folder, overrides):
+    for command in () if config.trainer.val_only else next_commands(folder, overrides):
         print(command)
     return DONE
 

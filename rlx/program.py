@@ -10,6 +10,7 @@ CALLED_AS = "RLX_CALLED_AS"
 MODULES = {
     "train": "rlx.main_ppo",
     "check": "rlx.main_ppo --check",
+    "eval": "rlx.trainer.evaluate",
     "export": "rlx.export",
     "report": "rlx.trainer.report",
     "gsm8k": "rlx.data.gsm8k",

@@ -37,7 +37,6 @@ RUN_BY = {  # tests that run the Python of a page
     "docs/algorithms.md": "tests/engine/test_objectives.py",
     "docs/environments.md": "tests/examples/test_environment.py",
     "docs/agents.md": "tests/examples/test_environment.py",
-    "docs/export.md": "tests/test_code_blocks.py",
     "docs/from_trl.md": "tests/test_code_blocks.py",
     "docs/layer_offloading.md": "tests/test_code_blocks.py",
     "docs/planning.md": "tests/offload/plan/test_planning_docs.py",
@@ -170,11 +169,6 @@ def run(page: str, names: dict[str, object], **replaced: str) -> None:
         for old, new in replaced.items():
             program = program.replace(old, new)
         exec(program, names)
-
-
-def test_an_exported_model_answers(untrained: str, capsys: pytest.CaptureFixture[str]):
-    run("docs/export.md", {}, **{"my-model": untrained})
-    assert "What is 7 + 5?" in capsys.readouterr().out
 
 
 def test_frozen_weights_stream_as_the_page_says(untrained: str):

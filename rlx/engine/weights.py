@@ -116,13 +116,15 @@ class Weights:
     def finish_save(self) -> None:
         self._writer.finish()
 
-    def load(self, folder: str | Path) -> None:
+    def load(self, folder: str | Path, to_train: bool = True) -> None:
         """Continue from a checkpoint of any number of processes and either strategy; its digests are not checked.
+
+        Without `to_train` the optimizer's state is not read.
 
         If it lacks the optimizer's state or the position in the schedule, these start from zero, with a warning. Raises CheckpointError
         if it is no checkpoint, has no model, its model has another head, or its tensors do not fit.
         """
-        folder, sharded, stepper = Path(folder), self._sharded, self._stepper
+        folder, sharded, stepper = Path(folder), self._sharded, self._stepper if to_train else None
         self._writer.finish()
         self._memory.free_gathered()
         on_host = stepper.on_host if stepper is not None and sharded.state_dict_shares_storages else None

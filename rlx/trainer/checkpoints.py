@@ -38,6 +38,8 @@ from rlx.trainer.try_inputs import training_rows
 
 RUN_FOLDER = re.compile(r"(\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d)(?:_(\d+))?")
 SUPERSEDED = "superseded"
+EVALUATION = "settings.json"
+"""In the folder of an evaluation: what its samples depend on."""
 COUNTS = ("step", "seed", "policy_version", "skipped_steps", "sampler.epoch", "sampler.position")
 
 
@@ -230,8 +232,16 @@ def order_of(run: str) -> tuple[str, int]:
     return (found[1], int(found[2] or 0)) if found else (run, 0)
 
 
+def is_evaluation(config: PPOConfig) -> bool:
+    """Whether this is a validation of `rlx eval`, which writes to `validation_data_dir` alone; see `rlx/trainer/evaluate.py`."""
+    folder = config.trainer.validation_data_dir
+    return config.trainer.val_only and folder is not None and (Path(folder) / EVALUATION).is_file()
+
+
 def run_folder(config: PPOConfig, checkpoint: Path | None) -> Path:
     """Return the folder of this run: the resumed run's own, or a new one named by the time."""
+    if is_evaluation(config):
+        return Path(config.trainer.validation_data_dir or "")
     if checkpoint is not None:
         return checkpoint.parent.parent
     base = runs_folder(config)

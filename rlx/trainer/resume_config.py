@@ -78,7 +78,7 @@ def changes(folder: Path, step: int, text: str, knows_rows: bool = False) -> lis
     """
     if not (folder / FIRST).is_file():
         return []
-    before, now = _at(folder, step), _flat(_read(text, "the new configuration"))
+    before, now = config_at(folder, step), flat(text, "the new configuration")
     known = [key for key in now if key in before and not _is_one_of(key, OF_THE_RESUME)]
     found = [ChangedKey(key, before[key], now[key]) for key in known if before[key] != now[key]]
     refused = {
@@ -147,7 +147,7 @@ def longer(changed: list[ChangedKey], text: str) -> dict[str, str]:
 
     That is so if no learning rate depends on the number of steps. `changed` is from `changes`, `text` the new configuration.
     """
-    now = _flat(_read(text, "the new configuration"))
+    now = flat(text, "the new configuration")
     for role in ("actor_rollout_ref.actor", *(["critic"] if now.get("algorithm.adv_estimator") == "gae" else [])):
         kind, steps, ratio = (
             now.get(f"{role}.optim.lr_{name}") for name in ("scheduler_type", "warmup_steps", "warmup_steps_ratio")
@@ -161,9 +161,9 @@ def longer(changed: list[ChangedKey], text: str) -> dict[str, str]:
     }
 
 
-def _at(folder: Path, step: int) -> dict[str, Any]:
+def config_at(folder: Path, step: int) -> dict[str, Any]:
     """Return the configuration that led to this step, by dotted key. A resume from an earlier step undid later changes."""
-    known = _flat(_read((folder / FIRST).read_text(), folder / FIRST))
+    known = flat((folder / FIRST).read_text(), folder / FIRST)
     history: list[tuple[int, dict[str, Any]]] = []
     for _, begin, file in _later(folder):
         history = [part for part in history if part[0] <= begin]
@@ -179,8 +179,12 @@ def _later(folder: Path) -> list[tuple[int, int, Path]]:
     return sorted((int(match[1]), int(match[2]), file) for match, file in found if match)
 
 
+def flat(text: str, source: object) -> dict[str, Any]:
+    """Return the values of a YAML text by dotted key of the schema; a mapping that is one key's value stays whole."""
+    return _flat(_read(text, source))
+
+
 def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the values by dotted key of the schema; a mapping that is one key's value stays whole."""
     found: dict[str, Any] = {}
     for name, value in tree.items():
         key = f"{prefix}{name}"

@@ -18,7 +18,7 @@ from rlx.errors import storing
 from rlx.program import program
 from rlx.supervisor import link
 from rlx.supervisor.link import Stopping
-from rlx.trainer.checkpoints import SUPERSEDED, newest_whole, require_step, run_folder, set_aside_later
+from rlx.trainer.checkpoints import SUPERSEDED, is_evaluation, newest_whole, require_step, run_folder, set_aside_later
 from rlx.trainer.loop import Trainer
 from rlx.trainer.progress import Progress
 from rlx.trainer.resume_config import ChangedKey, changes, keep, longer
@@ -64,6 +64,8 @@ def run(config: PPOConfig, yaml: str, workers: WorkerGroup) -> Path:
         progress = Progress(steps, console, verbose=trainer.verbose, where_answers_are=answers)
         _tell_beginning(config, yaml, prepared, folder, progress)
         trained = _train(config, yaml, prepared, folder, progress, workers)
+        if is_evaluation(config):
+            return folder
         picture = _picture(folder, progress)
         if (remote := RemoteRun.of(config, folder)) is not None:  # the picture was not there at the last copy
             remote.send(None, [])

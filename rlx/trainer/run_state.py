@@ -77,8 +77,9 @@ class Run:
             return
         state = read_driver_state(whole)
         for role in trained_roles(self.config):
-            self.workers.call(role.name, "load", str(whole / role.name))
-        self.sampler.load_state_dict(state.sampler)
+            self.workers.call(role.name, "load", str(whole / role.name), not trainer.val_only)
+        if not trainer.val_only:
+            self.sampler.load_state_dict(state.sampler)
         self.kl_controller.load_state_dict(state.kl_controller)
         self.finished_steps, self.seed = state.step, state.seed
         self.policy_version, self.skipped_steps = state.policy_version, state.skipped_steps

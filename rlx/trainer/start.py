@@ -35,7 +35,7 @@ from rlx.models.preflight import faults_of
 from rlx.models.tiny import make_tiny_tokenizer
 from rlx.rewards.manager import Conversations, RewardManager, RewardModel
 from rlx.rewards.rules import scored_sources
-from rlx.trainer.checkpoints import Choice, checkpoint_of, read_driver_state
+from rlx.trainer.checkpoints import Choice, checkpoint_of, is_evaluation, read_driver_state
 from rlx.trainer.resume_config import ChangedKey, changes_since
 from rlx.trainer.run_lock import RunLock
 from rlx.trainer.saver import fetch
@@ -123,7 +123,8 @@ def prepare(config: PPOConfig, yaml: str = "") -> Prepared:
     with ExitStack() as until_it_fails:
         checkpoint, passed_over = trial(lambda: checkpoint_of(fetch(config))) or Choice(None, [])
         if checkpoint is not None:
-            lock = until_it_fails.enter_context(RunLock(checkpoint.parent.parent))
+            if not is_evaluation(config):  # it writes nothing there, so the run may go on
+                lock = until_it_fails.enter_context(RunLock(checkpoint.parent.parent))
             changed = trial(changes_since, config, checkpoint, yaml)
         trial.faults += map(ModelError, _faults_of_models(config, sharded_roles(config)))
         tokenizer, train, val = _prompts(trial, config)
@@ -220,8 +221,8 @@ def _prompts(
     tokenizer, train, val = trial(policy_tokenizer, config), None, None
     if tokenizer is not None:
         trial(try_saving, tokenizer)
-        train = trial(load_prompts, config.data, tokenizer, "train")
         val = trial(load_prompts, config.data, tokenizer, "val") if validates(config) else None
+        train = val if is_evaluation(config) else trial(load_prompts, config.data, tokenizer, "train")
         if has_environment(config):
             trial(require_usable_template, config, tokenizer)
             trial(_check_tools, train, val)
@@ -278,7 +279,7 @@ def _check_answers(config: PPOConfig, rewards: RewardManager, *prompts: PromptDa
 def _sampler(config: PPOConfig, train: PromptDataset, checkpoint: Path | None) -> PromptSampler:
     what = (len(train), prompts_at_once(config), config.data.shuffle, config.data.seed, getattr(train, "digest", ""))
     sampler = PromptSampler(*what)
-    if checkpoint is not None:
+    if checkpoint is not None and not config.trainer.val_only:
         # DataError if it was made for other prompts. The trainer loads it again, or another one if this is damaged.
         PromptSampler(*what).load_state_dict(read_driver_state(checkpoint).sampler)
     return sampler

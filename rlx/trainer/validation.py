@@ -1,17 +1,26 @@
 """Score the policy on held-out prompts and keep its responses. Shape letters: B samples, P prompts, N samples per prompt."""
 
+import json
 import math
 from collections import defaultdict
+from contextlib import suppress
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from rlx.checkpoint.folders import replacing_file
 from rlx.data.batch import Batch
+from rlx.errors import storing
 from rlx.rewards.manager import Scores
+from rlx.trainer.checkpoints import is_evaluation
 from rlx.trainer.environment_rows import sampled_tokens
 from rlx.trainer.run_state import Run
-from rlx.trainer.samples import Part, SampleSource, dump, extras, generations, join
+from rlx.trainer.samples import Part, SampleSource, dump, extras, generations
+
+SHOWN = ("prompt_text", "response_text", "ground_truth", "data_source")
+"""Info that the dump of a validation shows."""
 
 
 class Validation:
@@ -26,24 +35,108 @@ class Validation:
         run, config = self._run, self._run.config
         val, trainer = config.actor_rollout_ref.rollout.val_kwargs, config.trainer
         samples = val.n if val.do_sample else 1  # greedy samples of a prompt are equal
-        parts: list[Part] = []
         assert run.val is not None, "loaded if the configuration asks for a validation"
         together = config.data.val_batch_size or max(len(run.val), 1)
+        folder, step = Path(trainer.validation_data_dir or run.folder / "validation"), run.finished_steps
+        parts = PartsFile(folder / f"{step}.parts.jsonl" if is_evaluation(config) else None)
         with run.progress.phase("validate"):
             for first in range(0, len(run.val), together):
-                prompts = run.val.batch([*range(first, min(first + together, len(run.val)))])
-                batch = self._samples.responses(prompts, samples, "val", step=0, first=first)
-                parts.append((batch, self._samples.scores_of(batch)))
-        batch, scores = join(parts)
-        records, step = generations(batch, scores), run.finished_steps
-        dump(records, Path(trainer.validation_data_dir or run.folder / "validation"), step)
+                if first not in parts.found:
+                    prompts = run.val.batch([*range(first, min(first + together, len(run.val)))])
+                    batch = self._samples.responses(prompts, samples, "val", step=0, first=first)
+                    parts.add(first, batch, self._samples.scores_of(batch))
+        batch, scores = parts.joined()
+        records = generations(batch, scores)
+        dump(records, folder, step)
         if shown := records[: trainer.log_val_generations]:
             run.progress.generations(shown)
             run.tracker.generations(shown, step)
         measured = summarise(batch, scores) | over_samples(batch, scores, samples)
+        if is_evaluation(config):
+            found = {"metrics": measured, "rows": [row._asdict() for row in estimates(batch, scores, samples)]}
+            with storing(folder), replacing_file(folder / f"{step}.json") as file:
+                json.dump(found, file)
+            parts.remove()
         self.last = measured | {"step": float(step)}
         run.first_validation = run.first_validation or self.last
         return measured
+
+
+class PartsFile:
+    """What measures need of the parts of a validation, by the index of their first prompt.
+
+    An evaluation keeps them in a file, a line for each, so that one that was interrupted continues.
+    """
+
+    def __init__(self, path: Path | None):
+        self._path, self.found = path, dict[int, dict[str, Any]]()
+        if path is not None and path.exists():
+            for line in path.read_text(encoding="utf-8").splitlines():
+                with suppress(ValueError):  # torn by a kill
+                    first, part = json.loads(line)
+                    self.found[first] = part
+
+    def add(self, first: int, batch: Batch, scores: Scores) -> None:
+        part = {"lengths": sampled_tokens(batch).tolist(), "info": {name: batch.info[name] for name in SHOWN}}
+        self.found[first] = part | {"scores": scores.scores.tolist(), "extra": scores.extra}
+        if self._path is not None:
+            with storing(self._path), self._path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps([first, self.found[first]], default=str) + "\n")
+
+    def joined(self) -> Part:
+        """Return a batch of the info and the responses' masks alone, and the scores; numbers that a part lacks become NaN."""
+        parts = [self.found[first] for first in sorted(self.found)]
+        lengths = torch.tensor([length for part in parts for length in part["lengths"]])
+        mask = torch.arange(max([1, *lengths.tolist()])) < lengths[:, None]
+        batch = Batch.of(
+            {"response_mask": mask}, {name: [x for part in parts for x in part["info"][name]] for name in SHOWN}
+        )
+        names = sorted({name for part in parts for name in part["extra"]})
+        lacking = [[math.nan] * len(part["lengths"]) for part in parts]
+        extra = {
+            name: [x for part, nan in zip(parts, lacking, strict=True) for x in part["extra"].get(name, nan)]
+            for name in names
+        }
+        return batch, Scores(torch.tensor([score for part in parts for score in part["scores"]]), extra)
+
+    def remove(self) -> None:
+        if self._path is not None:
+            self._path.unlink(missing_ok=True)
+
+
+class Estimate(NamedTuple):
+    """A mean over prompts with its 95 % interval: 1.96 standard errors on both sides."""
+
+    data_source: str
+    name: str
+    value: float
+    low: float
+    high: float
+    prompts: int
+
+
+def estimates(batch: Batch, scores: Scores, samples: int) -> list[Estimate]:
+    """Return avg@n and pass@k of accuracy, and avg@n of the score, by data source and, of several, of all.
+
+    They are the numbers of `over_samples`: pass@k is best@k of an accuracy of zeros and ones, for which `best_of` is unbiased.
+    """
+    rows_of, found = _rows_by_source(batch), list[Estimate]()
+    if len(rows_of) > 1:
+        rows_of = {**rows_of, "all": [*range(len(batch))]}
+    for source, rows in rows_of.items():
+        for name, of_row_B in {"": scores.right(), "reward ": scores.scores.double()}.items():
+            values_PN = of_row_B[rows].view(-1, samples)
+            best = "pass" if ((values_PN == 0) | (values_PN == 1)).all() else "best"
+            of_prompts = {f"{name}avg@{samples}": values_PN.mean(dim=1)}
+            if not name:
+                of_prompts |= {f"{best}@{k}": best_of(values_PN, k) for k in _sizes(samples)}
+            for what, values_P in of_prompts.items():
+                mean = values_PN.mean() if "avg" in what else values_P.mean()
+                half = 1.96 * (values_P.std() / len(values_P) ** 0.5 if len(values_P) > 1 else math.nan)
+                found.append(
+                    Estimate(source, what, *(x.item() for x in (mean, mean - half, mean + half)), len(values_P))
+                )
+    return found
 
 
 def summarise(batch: Batch, scores: Scores) -> dict[str, float]:
@@ -84,7 +177,6 @@ def over_samples(batch: Batch, scores: Scores, samples: int) -> dict[str, float]
     """
     if samples == 1:
         return {}
-    sizes = [*(2**power for power in range(1, samples.bit_length()) if 2**power < samples), samples]
     numbers = {"acc": scores.right(), "reward": scores.scores.double()}
     own = scores.extra.get("acc", [math.nan] * len(batch))
     metrics = {}
@@ -93,11 +185,17 @@ def over_samples(batch: Batch, scores: Scores, samples: int) -> dict[str, float]
         for name, of_row_B in numbers.items():
             values_PN = of_row_B[rows].view(-1, samples)
             found = {f"mean@{samples}": values_PN.mean(), f"std@{samples}": values_PN.std(dim=1, correction=0).mean()}
-            found |= {f"best@{k}/mean": best_of(values_PN, k).mean() for k in sizes}
+            found |= {f"best@{k}/mean": best_of(values_PN, k).mean() for k in _sizes(samples)}
             heads = (f"mean@{samples}", f"best@{samples}/mean") if name == core else ()
             for what, value in found.items():
                 metrics[f"{'val-core' if what in heads else 'val-aux'}/{source}/{name}/{what}"] = value.item()
     return metrics
+
+
+def _sizes(samples: int) -> list[int]:
+    return (
+        [*(2**power for power in range(1, samples.bit_length()) if 2**power < samples), samples] if samples > 1 else []
+    )
 
 
 def best_of(values_PN: Tensor, k: int) -> Tensor:

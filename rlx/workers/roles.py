@@ -96,8 +96,8 @@ class TrainedRole(EngineRole):
     def finish_save(self) -> None:
         self.engine.weights.finish_save()
 
-    def load(self, folder: str) -> None:
-        self.engine.weights.load(folder)
+    def load(self, folder: str, to_train: bool = True) -> None:
+        self.engine.weights.load(folder, to_train)
 
 
 class ActorRole(TrainedRole):

@@ -3,6 +3,7 @@
 import json
 import math
 from itertools import combinations
+from statistics import mean, stdev
 
 import pytest
 import torch
@@ -72,6 +73,36 @@ def test_several_samples_by_hand():
         "val-aux/b/reward/std@4": math.sqrt(3) / 2,
     }
     assert validation.over_samples(*join(parts), 4) == pytest.approx(expected)
+
+
+def test_estimates_by_hand():
+    """Right of 4 samples: 0 0 1 1 and 1 1 1 1 of source a; 1 0 0 0 of b. pass@2 of c right ones is 1 - C(4 - c, 2) / C(4, 2)."""
+    parts = [part(5, 8, "a", [0.0, 0.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0], {}), part(5, 4, "b", [1.0, 0.0, 0.0, 0.0], {})]
+    found = {(row.data_source, row.name): row for row in validation.estimates(*join(parts), 4)}
+    expected = {("a", "avg@4"): (0.5, 1.0), ("a", "pass@2"): (5 / 6, 1.0), ("a", "pass@4"): (1.0, 1.0)}
+    expected |= {("all", "avg@4"): (0.5, 1.0, 0.25), ("all", "pass@2"): (5 / 6, 1.0, 0.5)}
+    for key, values in expected.items():
+        half = 1.96 * stdev(values) / math.sqrt(len(values))
+        assert found[key][2:] == pytest.approx((mean(values), mean(values) - half, mean(values) + half, len(values)))
+    assert found["b", "avg@4"].value == 0.25 and math.isnan(found["b", "avg@4"].low), "one prompt shows no spread"
+    (best,) = [
+        row for row in validation.estimates(*part(5, 2, "a", [0.0] * 2, {"acc": [0.5, 0.25]}), 2) if "best" in row.name
+    ]
+    assert (best.name, best.value) == ("best@2", 0.5), "an accuracy between 0 and 1 is not passed or failed"
+
+
+def test_finished_parts_of_an_evaluation_are_kept_even_if_a_kill_tore_the_last_line(tmp_path):
+    parts = [part(5, 2, "a", [0.1, 0.0], {}), part(7, 1, "b", [1.0], {"steps": [4.0]})]
+    file = validation.PartsFile(tmp_path / "parts")
+    for first, each in zip((2, 0), parts, strict=True):
+        file.add(first, *each)
+    batch, scores = file.joined()
+    with (tmp_path / "parts").open("a") as opened:
+        opened.write('[4, {"lengths": [3')
+    again, scores_again = validation.PartsFile(tmp_path / "parts").joined()
+    expected = samples.generations(*join(parts[::-1]))
+    assert samples.generations(batch, scores) == samples.generations(again, scores_again) == expected
+    assert validation.summarise(again, scores_again) == validation.summarise(*join(parts[::-1]))
 
 
 def test_one_sample_of_each_prompt_gives_no_further_metric():

@@ -51,11 +51,13 @@ class ModelRole(NamedTuple):
 
 
 def has_critic(config: PPOConfig) -> bool:
-    return config.algorithm.needs(CRITIC)
+    """Whether there is a critic; a validation alone needs none."""
+    return config.algorithm.needs(CRITIC) and not config.trainer.val_only
 
 
 def has_reference(config: PPOConfig) -> bool:
-    return config.actor_rollout_ref.actor.use_kl_loss or config.algorithm.use_kl_in_reward
+    asks = config.actor_rollout_ref.actor.use_kl_loss or config.algorithm.use_kl_in_reward
+    return asks and not config.trainer.val_only
 
 
 def has_reference_model(config: PPOConfig) -> bool:
@@ -154,7 +156,8 @@ def _trained_role(
 def actor_role(config: PPOConfig) -> ModelRole:
     policy, key = config.actor_rollout_ref, "actor_rollout_ref.actor"
     keys = (key, "actor_rollout_ref.model", f"{key}.fsdp_config")
-    return _trained_role("actor", keys, policy.actor, policy.model, policy.actor.fsdp_config)
+    role = _trained_role("actor", keys, policy.actor, policy.model, policy.actor.fsdp_config)
+    return role._replace(trained=not config.trainer.val_only or policy.model.lora_rank > 0)
 
 
 def critic_role(config: PPOConfig) -> ModelRole:

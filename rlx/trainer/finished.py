@@ -1,0 +1,129 @@
+"""A trained policy as a user names it: a run, one of its checkpoints, or a Hugging Face folder; and its settings as overrides."""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rlx.config.compose.command_line import MODEL_KEY, compose
+from rlx.config.secrets import HIDDEN
+from rlx.program import program
+from rlx.step_folders import step_of, steps_in
+from rlx.trainer.checkpoints import (
+    ResumeError,
+    checkpoints_in,
+    newest_whole,
+    none_is_whole,
+    read_driver_state,
+    refusal_of,
+    require_step,
+    unusable,
+)
+from rlx.trainer.resume_config import FIRST, config_at, flat
+
+TRAINING = ("trainer.", "critic.", "data.train_files")
+KEPT = ("trainer.seed", "trainer.device", "trainer.memory_check")
+"""Of the keys of TRAINING those that matter outside it."""
+CHOSEN = (
+    *("algorithm.adv_estimator", "actor_rollout_ref.actor.use_dynamic_bsz"),
+    *("actor_rollout_ref.rollout.max_num_seqs", "actor_rollout_ref.rollout.n"),
+)
+"""Keys that rlx would choose for this machine if they were not given."""
+
+
+class Policy(NamedTuple):
+    """A trained policy."""
+
+    folder: Path  # of the checkpoint, or a Hugging Face folder
+    checkpoint: Path | None
+    overrides: list[str]  # the settings that it was trained with, or the path of the model alone
+    hidden: tuple[str, ...] = ()  # keys of secrets, which no file has
+
+    @property
+    def step(self) -> int:
+        return require_step(self.checkpoint) if self.checkpoint else 0
+
+    def with_given(self, given: Sequence[str]) -> list[str]:
+        """Return the overrides with the user's own in place of those of the same keys. Raises ResumeError if a secret is missing."""
+        keys = {each.partition("=")[0].lstrip("+") for each in given}
+        if missing := [key for key in self.hidden if key not in keys]:
+            raise ResumeError(
+                f"{missing[0]}: {self.folder} was trained with a secret there, which no file keeps; add {missing[0]}=…"
+            )
+        return [*(each for each in self.overrides if each.partition("=")[0] not in keys), *given]
+
+
+def policies_at(source: str, every: bool = False) -> list[Policy]:
+    """Return the policy of a folder: of a run the newest whole checkpoint, or with `every` all of them.
+
+    Raises ResumeError if there is none, or it is damaged.
+    """
+    folder = Path(source).expanduser().absolute()
+    expected = "expected a run, its .../checkpoints/global_step_N, or a Hugging Face folder with config.json"
+    if "://" in source:
+        raise ResumeError(
+            f"{source}: got a URL, {expected} on this machine; download it, or `{program('export')} {source} my-model`"
+        )
+    if folder.name == "actor" and step_of(folder.parent) is not None:
+        folder = folder.parent
+    if not folder.is_dir():
+        beside = ", ".join(sorted(each.name for each in folder.parent.glob("*") if each.is_dir())[:8])
+        raise ResumeError(f"{source}: does not exist, {expected}; {folder.parent} has {beside or 'no folder'}")
+    if step_of(folder) is not None:
+        if faults := refusal_of(folder).faults:
+            raise unusable(folder, faults)
+        return [_of_run(folder)]
+    inside = folder / "checkpoints" if (folder / "checkpoints").is_dir() or (folder / FIRST).is_file() else folder
+    if steps_in(inside):
+        if not every:
+            checkpoint, passed_over = newest_whole(inside)
+            if checkpoint is None:
+                raise none_is_whole(inside, passed_over or ["none is finished yet"])
+            return [_of_run(checkpoint)]
+        return [_of_run(each) for each in checkpoints_in(inside) if not refusal_of(each).faults]
+    if inside != folder:
+        raise ResumeError(
+            f"{source}: got a run without a checkpoint, expected one in {inside}; wait until the run saves, which trainer.save_freq and its "
+            "end decide"
+        )
+    if not (folder / "config.json").is_file():
+        raise ResumeError(f"{source}: got a folder with {_some(folder)}, {expected}; correct the path")
+    return [Policy(folder, None, [f"{MODEL_KEY}={_written(str(folder))}"])]
+
+
+def _of_run(checkpoint: Path) -> Policy:
+    run = checkpoint.parent.parent
+    if not (run / FIRST).is_file():
+        raise ResumeError(
+            f"{checkpoint}: got no {run / FIRST}, expected the run's settings beside its checkpoints; copy the file, or "
+            f"`{program('export')} {checkpoint} my-model` and name that folder"
+        )
+    default = flat(compose([f"{MODEL_KEY}=none"]).yaml, FIRST)
+    values = config_at(run, require_step(checkpoint)) | {"trainer.seed": read_driver_state(checkpoint).seed}
+    changed = {key: value for key, value in values.items() if value != default.get(key, ...) or key in CHOSEN}
+    own = {key: value for key, value in changed.items() if not key.startswith(TRAINING) or key in KEPT}
+    hidden = tuple(key for key, value in own.items() if HIDDEN in str(value))
+    return Policy(checkpoint, checkpoint, [f"{k}={_written(v)}" for k, v in own.items() if k not in hidden], hidden)
+
+
+def _written(value: Any) -> str:
+    """Return a value as Hydra reads it in an override."""
+    match value:
+        case None:
+            return "null"
+        case str():
+            text = re.sub(r"(\\*)('|$)", lambda found: found[1] * 2 + ("\\'" if found[2] else ""), value)
+            return value if re.fullmatch(r"[A-Za-z_/][\w./:-]*", value) and value.lower() not in WORDS else f"'{text}'"
+        case list():
+            return f"[{','.join(map(_written, value))}]"
+        case dict():
+            return f"{{{','.join(f'{key}:{_written(each)}' for key, each in value.items())}}}"
+    return str(value)
+
+
+WORDS = {"null", "true", "false", "inf", "nan"}
+
+
+def _some(folder: Path) -> str:
+    names = sorted(each.name for each in folder.iterdir())
+    return ", ".join(names[:6]) + (", …" if len(names) > 6 else "") or "nothing"

@@ -1,0 +1,97 @@
+"""The command `rlx eval`: the numbers of validation, from a run, its checkpoints or a Hugging Face folder."""
+
+import json
+
+import pytest
+from run_tools import make
+
+from rlx.config.compose.command_line import compose
+from rlx.export import main as export
+from rlx.trainer.checkpoints import ResumeError
+from rlx.trainer.evaluate import main
+from rlx.trainer.finished import Policy, policies_at
+from rlx.trainer.run_lock import RunLock
+
+SAMPLED = [f"actor_rollout_ref.rollout.val_kwargs.{each}" for each in ("n=2", "do_sample=True", "temperature=1.0")]
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+def test_an_evaluation_has_the_numbers_of_the_run_s_own_validation(train, tmp_path, capfd):
+    tmp_path.joinpath("reward.py").write_text(
+        "def score(data_source, solution_str, **_):\n    return len(set(solution_str)) / 16"
+    )
+    own = [f"custom_reward_function.path={tmp_path}/reward.py", "custom_reward_function.name=score", "trainer.seed=3"]
+    steps = [
+        "trainer.total_training_steps=2",
+        "trainer.save_freq=1",
+        "trainer.test_freq=1",
+        "algorithm.adv_estimator=gae",
+    ]
+    run, metrics = train(*steps, *own, *SAMPLED)
+    before = {file: file.stat().st_mtime_ns for file in run.rglob("*") if file.is_file()}
+    with RunLock(run):  # as if it still trained
+        assert main([str(run), "--all", "--out", str(tmp_path / "found.json")]) == 0, capfd.readouterr().err
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert [each["step"] for each in found] == [1, 2]
+    for each in found:
+        assert each["metrics"] == {name: metrics[each["step"]][name] for name in each["metrics"]}
+        names = [row["name"] for row in each["rows"]]
+        assert (
+            names == ["avg@2", "pass@2", "reward avg@2"] and each["rows"][2]["value"] == each["metrics"]["val/reward"]
+        )
+    (one, two) = sorted(run.glob("evaluations/*/[12].jsonl"), key=lambda file: file.name)
+    assert [one.read_text(), two.read_text()] == [(run / f"validation/{step}.jsonl").read_text() for step in (1, 2)]
+    assert before == {file: file.stat().st_mtime_ns for file in before}, "the run itself is left alone"
+    output = capfd.readouterr().out
+    assert "global_step_1" in output and "pass@2" in output
+    main([str(run / "checkpoints/global_step_2"), "--out", str(tmp_path / "again.json")])
+    assert "Ray" not in capfd.readouterr().out and json.loads((tmp_path / "again.json").read_text()) == found[1:]
+
+    assert export([str(run / "checkpoints/global_step_2"), str(tmp_path / "model")]) == 0
+    settings = [
+        each for each in policies_at(str(run))[0].overrides if not each.startswith("actor_rollout_ref.model.path")
+    ]
+    assert main([str(tmp_path / "model"), *settings, "--out", str(tmp_path / "of_model.json")]) == 0
+    (of_model,) = json.loads((tmp_path / "of_model.json").read_text())
+    assert of_model["metrics"] == found[1]["metrics"]
+
+
+def test_every_setting_of_a_run_becomes_an_override(tmp_path):
+    given = ["actor_rollout_ref.model.path='a b/it''s'".replace("''", "\\'"), "data.val_files=[x.jsonl,'y, z.jsonl']"]
+    given += [
+        "actor_rollout_ref.rollout.stop=['</answer>',\"'\",'a\\\\']",
+        "environment.kwargs={turns:3,words:[null,'true',1.5e-07]}",
+    ]
+    given += ["data.max_prompt_length=77", "actor_rollout_ref.rollout.top_k=3", "trainer.project_name=dropped"]
+    composed = compose(given)
+    assert not composed.faults
+    run = tmp_path / "run"
+    run.mkdir()
+    run.joinpath("config.yaml").write_text(composed.yaml)
+    make(run, 3, "actor")
+    (policy,) = policies_at(str(run))
+    again = compose(policy.overrides)
+    changed = compose([*given, "trainer.project_name=rlx", "trainer.seed=1"])
+    assert not again.faults and again.yaml == changed.yaml
+    assert policy.with_given(["data.max_prompt_length=5"]).count("data.max_prompt_length=5") == 1
+    assert "data.max_prompt_length=77" not in policy.with_given(["data.max_prompt_length=5"])
+    with pytest.raises(ResumeError, match=r"reward_model\.key: .* secret"):
+        Policy(run, None, [], ("reward_model.key",)).with_given(["a=1"])
+
+
+def test_other_paths_are_rejected_with_what_is_there(tmp_path, capsys):
+    (tmp_path / "run/checkpoints").mkdir(parents=True)
+    (tmp_path / "run/config.yaml").write_text("")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/notes.txt").write_text("")
+    told = {
+        "runn": "does not exist, expected a run.* has other, run",
+        "run": "a run without a checkpoint.* wait until the run saves",
+        "other": "got a folder with notes.txt, expected a run",
+        "s3://bucket/run": "got a URL, expected a run.* download it",
+    }
+    for name, text in told.items():
+        with pytest.raises(ResumeError, match=text):
+            policies_at(name if "://" in name else str(tmp_path / name))
+    assert main([str(tmp_path / "runn")]) == 2 and "does not exist" in capsys.readouterr().err
