@@ -1,4 +1,4 @@
-"""Choose what a command leaves open: processes, algorithm, sizes of batches. `model.path=… data.train_files=…` alone then trains.
+"""Choose what a command leaves open: processes, algorithm, sizes of batches, the rate of small models. `model.path=… data.train_files=…` alone then trains.
 
 Only for a command that names a model and no experiment file; a key that it sets is never changed.
 """
@@ -8,16 +8,19 @@ from dataclasses import replace
 
 from rlx.config.compose.command_line import MODEL_KEY, Composed, compose
 from rlx.config.faults import Fault
+from rlx.config.forecast.decoders import decoder_of
 from rlx.config.forecast.memory_forecast import MemoryForecast
 from rlx.config.machine import Machine, on_accelerator
 from rlx.config.schema import ActorConfig, PPOConfig
 from rlx.config.schema.tree import with_value
+from rlx.offload.plan.decoder import Decoder
 
 ACTOR, ROLLOUT, PROCESSES = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "trainer.n_gpus_per_node"
 TOKENS, ROWS = f"{ACTOR}.ppo_max_token_len_per_gpu", f"{ACTOR}.ppo_micro_batch_size_per_gpu"
 BY_TOKENS = f"{ACTOR}.use_dynamic_bsz"
 ESTIMATOR, BATCH, MINI_BATCH = "algorithm.adv_estimator", "data.train_batch_size", f"{ACTOR}.ppo_mini_batch_size"
 FILES = "data.train_files"
+RATE = f"{ACTOR}.optim.lr"
 SAMPLES, SEQUENCES = f"{ROLLOUT}.n", f"{ROLLOUT}.max_num_seqs"
 GRPO = {ESTIMATOR: "grpo", SAMPLES: "8"}
 PROMPTS, MINI_PROMPTS = 128, 64
@@ -26,6 +29,8 @@ CPU_PROMPTS = 16
 """On a CPU, where 128 prompts would take half an hour a step."""
 CPU_SHARE = 0.5  # of a host's memory for states and activations, beside Python, torch, Ray and other programs
 MOST_TOKENS, LEAST_TOKENS = 65_536, 1024
+RATES = ((10e6, "4e-4"), (300e6, "2e-5"))
+"""Learning rates of models with fewer weights than these, from tried runs (docs/real_model.md); the default suits larger ones."""
 OF_SAMPLER = ("rollout", "sync")  # phases whose memory does not depend on the tokens of a micro-batch
 
 
@@ -54,6 +59,8 @@ def chosen(arguments: Sequence[str], composed: Composed, machine: Machine, rows:
     if composed.faults:  # a forecast needs every value
         return _texts(found)
     config = compose([*arguments, *_texts(found)]).partial
+    if RATE not in given and ESTIMATOR in found:
+        found |= _rate(config)
     if has_tokens:
         tokens = _tokens(config, machine)
         found[TOKENS], config = str(tokens), with_value(config, TOKENS, tokens)
@@ -134,6 +141,15 @@ def _sequences(config: PPOConfig, machine: Machine) -> dict[str, str]:
             break
         number //= 2
     return {SEQUENCES: str(number)} if number < usual else {}
+
+
+def _rate(config: PPOConfig) -> dict[str, str]:
+    """Return the learning rate of a small model whose weights are all trained; empty for another, or one of unknown size."""
+    model = config.actor_rollout_ref.model
+    shape = decoder_of(model)
+    if model.lora_rank or not isinstance(shape, Decoder):
+        return {}
+    return next(({RATE: rate} for weights, rate in RATES if shape.parameters < weights), {})
 
 
 def _texts(found: dict[str, str]) -> list[str]:

@@ -65,7 +65,7 @@ class Span(NamedTuple):
 PLAIN_WIDTH = 120
 HEADER_EVERY = 15
 QUIET_S, TICK_S, LONGER = 5.0, 0.5, 1.5  # without a line; between two looks; growth of the time to the next line
-MOSTLY = 0.5  # a share of truncated responses that gives a notice
+MOSTLY, OFTEN = 0.5, 0.1  # shares of truncated responses that give a notice, and at the end a line of the summary
 STEPS_PER_MEAN = 5  # the summary compares means over this many steps, because the reward of one batch is noise
 
 
@@ -147,6 +147,7 @@ class Progress(logging.Handler):
         self._optional: set[str] = set()  # columns of ONLY_WITH that have had a value
         self._memory = MemoryTable() if verbose else None
         self._rewards: list[float] = []
+        self._truncated: list[float] = []
         self._steps_without_advantage = 0
         self._has_told_of_limit = False
         self._where_answers_are = where_answers_are
@@ -227,6 +228,7 @@ class Progress(logging.Handler):
         """Show one row of the table, and a line of held-out results if `metrics` has them; step 0 is before training."""
         if "reward/mean" in metrics:
             self._rewards.append(metrics["reward/mean"])
+            self._truncated.append(metrics.get("response_length/clip_ratio", 0.0))
             if metrics.get("train/zero_advantage_share") == 1:
                 self._without_advantage(step)
             if metrics.get("response_length/clip_ratio", 0.0) > MOSTLY and not self._has_told_of_limit:
@@ -310,6 +312,11 @@ class Progress(logging.Handler):
             facts[label] = values + part
         if self._steps_without_advantage:
             facts["all advantages zero"] = f"in {self._steps_without_advantage} of {len(self._rewards)} steps{part}"
+        last = self._truncated[-STEPS_PER_MEAN:]
+        if last and (share := sum(last) / len(last)) > OFTEN:
+            facts["truncated responses"] = (
+                f"{share:.0%} in the last {len(last)} step(s); a larger data.max_response_length lets them end"
+            )
         facts |= {f"restart {number}": reason for number, reason in enumerate(restarts, start=1)}
         if costliest:
             facts["most time"] = costliest

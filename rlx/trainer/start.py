@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from textwrap import shorten
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from rlx.cluster.runtime import check_options
@@ -77,6 +78,12 @@ class Prepared(NamedTuple):
                 "the chat template writes the present date into prompts (strftime_now), so they change at midnight: a run that is resumed "
                 "on another day differs from an unbroken one. A template with a fixed date in the model's folder prevents this"
             )
+        added = added_system_prompt(self.tokenizer)
+        if added and added in self.tokenizer.decode(self.train.batch(range(1))["prompt_ids"][0]):
+            found.append(
+                f'the chat template begins prompts with a system prompt of its own, "{shorten(added, 100)}"; a system message at the '
+                "beginning of a row takes its place"
+            )
         sources = _sources(self.train, self.val)
         unused = [] if sources is None else sorted(set(config.custom_reward_function.data_sources) - sources)
         if unused:
@@ -85,6 +92,26 @@ class Prepared(NamedTuple):
                 f"{', '.join(map(repr, sorted(sources or ())))}"
             )
         return found
+
+
+def added_system_prompt(tokenizer: "PreTrainedTokenizerBase") -> str:
+    """Return the system prompt that a chat template adds where a chat has none; empty if it adds none."""
+    system, user = {"role": "system", "content": ""}, {"role": "user", "content": "?"}
+    try:
+        without, empty = (str(tokenizer.apply_chat_template(c, tokenize=False)) for c in ([user], [system, user]))
+    except Exception:  # a template raises anything, say that it knows no system message
+        return ""
+    first = _alike(without, empty)
+    last = _alike(without[first:][::-1], empty[first:][::-1])
+    # Where the empty message is a part of its own, the template adds none.
+    return without[first : len(without) - last].strip() if first + last == len(empty) else ""
+
+
+def _alike(one: str, other: str) -> int:
+    """Return the number of characters at the beginning that two texts share."""
+    return next(
+        (place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other))
+    )
 
 
 class _Trials:

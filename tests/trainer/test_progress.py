@@ -261,6 +261,7 @@ def test_steps_without_an_advantage_and_truncated_responses_are_explained_once(t
     assert "! step 3: 81% of the responses were truncated, see response_length/clip_ratio; if the reward" in said
     progress.summary({}, {}, tmp_path, None)
     assert re.search(r"all advantages zero +in 2 of 4 steps ", stream.getvalue())
+    assert re.search(r"truncated responses +66% in the last 4 step", stream.getvalue())
 
 
 def test_a_terminal_gets_a_bar_with_the_phase_and_is_left_clean(monkeypatch: pytest.MonkeyPatch):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 
 import pytest
 
@@ -12,7 +13,7 @@ from rlx.rewards.manager import RewardError
 from rlx.trainer import checkpoints as ck
 from rlx.trainer import run as module
 from rlx.trainer.run_lock import RunLocked
-from rlx.trainer.start import StartError, policy_tokenizer, prepare
+from rlx.trainer.start import StartError, added_system_prompt, policy_tokenizer, prepare
 
 
 def row(source):
@@ -121,6 +122,26 @@ def test_a_template_that_writes_the_date_is_told_of(config):
     assert said[-5:-1].isdigit(), "the year"
     (notice,) = prepared.notices(config())
     assert "the present date" in notice and "fixed date" in notice
+
+
+TURNS = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}"
+NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + TURNS
+
+
+@pytest.mark.parametrize(
+    ("template", "added"),
+    [
+        ("{% if messages[0].role != 'system' %}<system>You are kind.</>{% endif %}" + TURNS, "You are kind."),
+        *((template, "") for template in (TURNS, "<system>always</>" + TURNS, NO_SYSTEM)),
+    ],
+)
+def test_a_system_prompt_of_the_templates_own_is_shown(config, untrained, tmp_path, template, added):
+    tokenizer, folder = prepare(config()).tokenizer, shutil.copytree(untrained, tmp_path / "model")
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(folder)
+    assert added_system_prompt(tokenizer) == added
+    notices = prepare(config("data.max_prompt_length=256", model=folder)).notices(config())
+    assert [f'of its own, "{added}"; a system message' in each for each in notices] == [True] * bool(added)
 
 
 def test_a_class_of_the_users_own_may_make_its_own_data_sources(config, rows, tmp_path):

@@ -1,14 +1,16 @@
 """Print the forecast of memory, in short at the start of a run and in full for `rlx check`, and what checkpoints take."""
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 from rlx.config.forecast.decoders import fewest_positions
-from rlx.config.forecast.memory_forecast import LENGTH_STEP, REFUSED_FROM, MemoryForecast
+from rlx.config.forecast.memory_forecast import ENGINES, LENGTH_STEP, REFUSED_FROM, MemoryForecast
 from rlx.config.machine import processes
 from rlx.config.schema import PPOConfig
 from rlx.config.schema.roles import has_critic, log_prob_pass, may_save, saves
+from rlx.config.schema.tree import with_value
 from rlx.offload.plan.run_memory import Phase
 from rlx.offload.plan.text_table import aligned
 
@@ -37,7 +39,7 @@ def short_text(forecast: MemoryForecast) -> str:
         for phase in phases:
             rows.append((phase.name, gb(phase.peak), _limit(phase), _longest(forecast, phase)[0]))
         lines += [*aligned(rows, texts=1), _legend(forecast), *_states(forecast), *_host(forecast, phases)]
-        lines += [*_streams(forecast), *(_engines(forecast) if forecast.engines.per_gpu > 1 else [])]
+        lines += [*_streams(forecast), *(_engines(forecast) if _best_engines(forecast) > 1 else [])]
     return "\n".join(lines)
 
 
@@ -118,10 +120,20 @@ def _legend(forecast: MemoryForecast) -> str:
 
 
 def _engines(forecast: MemoryForecast) -> list[str]:
-    """Return a line about vLLM's engines on a GPU, and why there are so many."""
+    """Return a line about vLLM's engines on a GPU, and why there are so many, or that more would be faster."""
     if forecast.config.actor_rollout_ref.rollout.name != "vllm" or not forecast.on_device:
         return []
-    return [f"vLLM: {forecast.engines.per_gpu} engine(s) for each GPU; {forecast.engines.reason}"]
+    own, best = forecast.engines, _best_engines(forecast)
+    reason = own.reason
+    if own.per_gpu == 1 < best:
+        reason = f"a model so small keeps the GPU waiting for one: {ENGINES}=auto starts {best} (docs/rollout.md)"
+    return [f"vLLM: {own.per_gpu} engine(s) for each GPU; {reason}"]
+
+
+def _best_engines(forecast: MemoryForecast) -> int:
+    """Return the number of engines on a GPU, or where it is 1 that which `auto` would choose."""
+    own = forecast.engines.per_gpu
+    return own if own > 1 else replace(forecast, config=with_value(forecast.config, ENGINES, "auto")).engines.per_gpu
 
 
 def _states(forecast: MemoryForecast) -> list[str]:

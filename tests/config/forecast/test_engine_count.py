@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from rlx.config.compose.command_line import compose
-from rlx.config.forecast.forecast_text import long_text
+from rlx.config.forecast.forecast_text import long_text, short_text
 from rlx.config.forecast.memory_forecast import MemoryForecast
 from rlx.config.machine import Machine, named_machine
 from rlx.offload.plan.shapes import SHAPES
@@ -51,6 +51,16 @@ def test_engines_make_generation_faster_and_fit(tmp_path: Path, shape: str, opti
     if forecast.on_device and "hf" not in options:
         line = f"vLLM: {count} engine(s) for each GPU; {forecast.engines.reason}"
         assert line in long_text(forecast).splitlines()
+
+
+def test_a_small_model_is_told_of_more_engines(tmp_path: Path):
+    for shape, more in ("smollm2-135m", 4), ("qwen2-7b", 0):
+        forecast = forecast_of(tmp_path, shape, f"{ROLLOUT}.engines_per_gpu=1", named_machine("h100"))
+        for text in short_text(forecast), long_text(forecast):
+            assert (
+                f"1 engine(s) for each GPU; a model so small keeps the GPU waiting for one: {ROLLOUT}.engines_per_gpu=auto starts {more}"
+                in text
+            ) == bool(more)
 
 
 def test_engines_keep_memory_while_they_sleep(tmp_path: Path):
