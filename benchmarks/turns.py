@@ -4,15 +4,20 @@ One sampler with random weights generates the same number of tokens in three way
 `--tool-s` seconds, at random; conversations whose tool answers at once; and one response per prompt. Tools run in environment
 processes. The table shows tokens per second, the steps of the sampler and the seconds in them, how full it was, and ratios of the
 ways. Turns have equal lengths.
+
+With `--endpoint` the ways are an environment and an agent that calls the policy's address, with the same messages and turns of half to
+one and a half times `--tokens`.
 """
 
 import os
+import random
 import statistics
 import sys
 import tempfile
 import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +27,8 @@ import benchmarks.waiting_tool
 from benchmarks.common import benchmark_parser, cell, title, write_json, write_random_model
 from rlx.config.schema import EngineKwargsConfig, ModelConfig, RolloutConfig
 from rlx.environments.chat import Chat
+from rlx.environments.endpoint_pool import AgentPool
+from rlx.environments.endpoint_run import AgentRun
 from rlx.environments.environment_pool import EnvironmentPool
 from rlx.environments.running import ConversationBounds, ConversationOptions, ConversationRow, run_conversations
 from rlx.environments.spec import EnvironmentSpec
@@ -42,6 +49,7 @@ PLAIN_TEMPLATE = (
 )
 # The names of the ways, with the tool's longest seconds as a share of --tool-s; None: no tool.
 TOOL_SPEEDS = {"instant tools": 0.0, "slow tools": 1.0, "single turn": None}
+ENDPOINT_WAYS = {"environment": 0.0, "endpoint": 0.0}
 
 
 def add_trajectories(parser: ArgumentParser) -> None:
@@ -68,6 +76,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument(
         "--unseeded", action="store_true", help="vLLM: no random generator per request, which is faster"
     )
+    parser.add_argument("--endpoint", action="store_true", help="compare an environment and an agent")
     parser.add_argument("--engines", type=int, default=1, help="of vLLM on the GPU (default 1)")
     parser.add_argument("--block-size", type=int, help="vLLM: tokens in a block of its cache (default: vLLM's own)")
     parser.set_defaults(rounds=1, gpu_memory_utilization=0.6)
@@ -116,11 +125,16 @@ def make_rollout(options: Namespace, folder: str, device: torch.device) -> Rollo
         engine_kwargs=EngineKwargsConfig(vllm=blocks if options.sampler == "vllm" else {}),
     )
     model = ModelConfig(path=folder)
-    context = PROMPT_WORDS + options.turns * (options.tokens + ANSWER_TOKENS) + ANSWER_TOKENS
+    context = PROMPT_WORDS + options.turns * (longest_turn(options) + ANSWER_TOKENS) + ANSWER_TOKENS
     rollout = build_rollout(settings, model, device, context, seed=0)
     dtype = torch.float32 if on_cpu else torch.bfloat16
     rollout.update_weights(load_model(model, "lm", dtype).state_dict().items(), version=0)
     return rollout
+
+
+def longest_turn(options: Namespace) -> int:
+    """Return the most tokens of a turn."""
+    return int(options.tokens * 3 // 2 if options.endpoint else options.tokens)
 
 
 class CountedSteps:
@@ -159,18 +173,30 @@ class StoppedTurns:
         return [(number, completion._replace(finish_reason="stop")) for number, completion in self._rollout.step()]
 
 
+class UnequalTurns(StoppedTurns):
+    """Draws the length of each turn from its seed, from a third of the longest turn to all of it."""
+
+    def add_request(self, request: Request) -> int:
+        """See Rollout."""
+        most = request.sampling.max_tokens
+        drawn = random.Random(request.seed).randint(most // 3, most)
+        return self._rollout.add_request(replace(request, sampling=replace(request.sampling, max_tokens=drawn)))
+
+
 def measure(options: Namespace, rollout: Rollout, tokenizer: "PreTrainedTokenizerFast") -> dict[str, dict[str, float]]:
     """Return figures by way, medians over the rounds."""
     few = Namespace(**{**vars(options), "trajectories": 8, "turns": 2, "tokens": 4})
-    for longest in TOOL_SPEEDS.values():  # kernels and graphs of the first call
-        one_way(few, rollout, tokenizer, longest and 0.01, first=0)
-    found: dict[str, list[dict[str, float]]] = {name: [] for name in TOOL_SPEEDS}
+    ways = ENDPOINT_WAYS if options.endpoint else TOOL_SPEEDS
+    for name, longest in ways.items():  # kernels and graphs of the first call
+        one_way(few, rollout, tokenizer, longest and 0.01, 0, name)
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in ways}
     for turn in range(options.rounds):
-        for place, name in enumerate([*list(TOOL_SPEEDS)[turn % 3 :], *list(TOOL_SPEEDS)[: turn % 3]]):
-            share = TOOL_SPEEDS[name]
-            first = 1 + (3 * turn + place) * options.trajectories
+        start = turn % len(ways)
+        for place, name in enumerate([*list(ways)[start:], *list(ways)[:start]]):
+            share = ways[name]
+            first = 1 + (len(ways) * turn + place) * options.trajectories
             longest = None if share is None else share * options.tool_s
-            found[name].append(one_way(options, rollout, tokenizer, longest, first))
+            found[name].append(one_way(options, rollout, tokenizer, longest, first, name))
             print(f"{name}: {found[name][-1]}", flush=True)
     return {
         name: {figure: statistics.median(each[figure] for each in rounds) for figure in rounds[0]}
@@ -179,16 +205,22 @@ def measure(options: Namespace, rollout: Rollout, tokenizer: "PreTrainedTokenize
 
 
 def one_way(
-    options: Namespace, rollout: Rollout, tokenizer: "PreTrainedTokenizerFast", longest_s: float | None, first: int
+    options: Namespace,
+    rollout: Rollout,
+    tokenizer: "PreTrainedTokenizerFast",
+    longest_s: float | None,
+    first: int,
+    name: str,
 ) -> dict[str, float]:
     """Generate all trajectories once and return tokens per second and the sampler's load.
 
     Args:
         longest_s: of a tool's answer; None: a single turn without tools.
         first: number of the first trajectory, which decides prompts and seeds.
+        name: of the way.
     """
     seeds = range(first, first + options.trajectories)
-    sampling = Sampling(options.tokens * (1 if longest_s is not None else options.turns))
+    sampling = Sampling(longest_turn(options) * (1 if longest_s is not None else options.turns))
     prompts = [" ".join(f"w{3 + (seed * 31 + k * 17) % 900}" for k in range(PROMPT_WORDS)) for seed in seeds]
     rollout.take_load()
     if longest_s is None:
@@ -201,22 +233,28 @@ def one_way(
         tokens = sum(len(answer.token_ids) for answer in answers)
     else:
         rows = [
-            ConversationRow({"prompt": prompt, "seed": seed}, seed, [])
+            ConversationRow({"prompt": [{"role": "user", "content": prompt}], "seed": seed}, seed, [])
             for prompt, seed in zip(prompts, seeds, strict=True)
         ]
-        spec = EnvironmentSpec(
-            "Waiting", benchmarks.waiting_tool.__file__, {"turns": options.turns, "longest_s": longest_s}
-        )
-        bounds = ConversationBounds(2 * PROMPT_WORDS, options.turns * (options.tokens + ANSWER_TOKENS))
+        kwargs = {"turns": options.turns, "longest_s": longest_s}
+        path = benchmarks.waiting_tool.__file__
+        bounds = ConversationBounds(2 * PROMPT_WORDS, options.turns * (longest_turn(options) + ANSWER_TOKENS))
         asked = ConversationOptions(Chat(tokenizer), sampling, bounds, listen_every=options.listen_every)
-        sampler: Any = StoppedTurns(rollout)
-        with EnvironmentPool(spec, options.processes, None) as pool:
+        sampler: Any = (UnequalTurns if options.endpoint else StoppedTurns)(rollout)
+        if name == "endpoint":
+            made: EnvironmentPool = AgentPool(
+                EnvironmentSpec("endpoint", path, kwargs), options.processes, None, "refuse"
+            )
+        else:
+            made = EnvironmentPool(EnvironmentSpec("Waiting", path, kwargs), options.processes, None)
+        kind = AgentRun if name == "endpoint" else None
+        with made as pool:
             few = rows[: options.processes]
-            run_conversations(sampler, pool, few, asked)  # the processes have started
+            run_conversations(sampler, pool, few, asked, kind)  # the processes have started
             rollout.take_load()
             start = time.perf_counter()
             with CountedSteps(rollout) as counted:
-                ran = run_conversations(sampler, pool, rows, asked)
+                ran = run_conversations(sampler, pool, rows, asked, kind)
             seconds, waited = time.perf_counter() - start, ran.waited_s
         require_whole(ran.conversations, options)
         tokens = sum(sum(conversation.sampled) for conversation in ran.conversations)
@@ -227,10 +265,12 @@ def one_way(
 def require_whole(conversations: Iterable[Any], options: Namespace) -> None:
     """Raise RuntimeError if a conversation ended before its last turn."""
     for own in conversations:
-        if own.reason != "done" or sum(own.sampled) != options.turns * options.tokens:
+        turns = sum(turn["role"] == "assistant" for turn in own.turns)
+        has_all = turns == options.turns and not own.earlier
+        if own.reason != "done" or not has_all or (not options.endpoint and sum(own.sampled) != turns * options.tokens):
             raise RuntimeError(
-                f"a conversation ended with {own.reason!r} and {sum(own.sampled)} tokens, expected 'done' and "
-                f"{options.turns * options.tokens}"
+                f"a conversation ended with {own.reason!r}, {turns} turns and {sum(own.sampled)} tokens, expected 'done' and "
+                f"{options.turns} turns of {options.tokens} in one row"
             )
 
 
@@ -247,6 +287,9 @@ def show(options: Namespace, figures: dict[str, dict[str, float]]) -> None:
             + "".join(cell(own.get(name), 0 if name in ("tokens_per_s", "steps") else 2, 14) for name in names)
         )
     rate = {way: own["tokens_per_s"] for way, own in figures.items()}
+    if options.endpoint:
+        print(f"endpoint / environment: {rate['endpoint'] / rate['environment']:.3f}")
+        return
     print(f"slow / instant tools: {rate['slow tools'] / rate['instant tools']:.3f}")
     print(f"instant tools / single turn: {rate['instant tools'] / rate['single turn']:.3f}")
 

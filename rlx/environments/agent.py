@@ -10,7 +10,7 @@ import shlex
 import shutil
 import signal
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from pathlib import Path
@@ -33,9 +33,7 @@ class CommandFailed(Exception):
 
 def agent(path: str | None, kwargs: dict[str, Any]) -> Callable[[], "Agent"]:
     """Return what makes a sample's agent: the function `run` of a file, or the command in `kwargs`. Raises UserCodeError."""
-    missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
-    if missing:
-        raise UserCodeError(f"environment.name=endpoint needs {', '.join(missing)}; pip install 'rlx[agents]'")
+    require("environment.name=endpoint", PACKAGES, "rlx[agents]")
     if path is None:
         return partial(Agent, partial(_run_command, _command(kwargs)))
     importlib.import_module("openai")  # now: it takes a second, which would count as the first agent's
@@ -47,6 +45,13 @@ def agent(path: str | None, kwargs: dict[str, Any]) -> Callable[[], "Agent"]:
             f"environment.kwargs ({fault or 'it is not async'}); await asyncio.to_thread(…) calls code that is not async"
         )
     return partial(Agent, partial(_run_function, run, kwargs))
+
+
+def require(key: str, packages: Sequence[str], remedy: str) -> None:
+    """Raise UserCodeError if a package is missing."""
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
+    if missing:
+        raise UserCodeError(f"{key} needs {', '.join(missing)}; pip install '{remedy}'")
 
 
 def _command(kwargs: dict[str, Any]) -> list[str]:

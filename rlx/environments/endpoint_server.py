@@ -5,7 +5,7 @@ Its owner sends lines of JSON: ["start", secret, on_rewritten_history, format of
 ["cancel", number, life] and, after a close, ["closed", 0, life, numbers of the calls whose answers the agent got].
 
 A life is one start of a sample's agent. Its token is the life's number, signed; so a call needs no table of tokens, and no agent can
-make another's.
+make another's. A client that several samples share has the token of any of them as its key, and that of the sample as `model`.
 """
 
 import asyncio
@@ -31,6 +31,7 @@ from rlx.processes.lines import line_of
 HOST = "127.0.0.1"
 LONGEST_BODY, LONGEST_UPLOAD_S = 2**22, 60.0  # bytes, and the time in which they arrive
 MOST_AT_ONCE = 256  # calls of a life in work
+UNKNOWN = "expected the token of a running sample: Authorization: Bearer $OPENAI_API_KEY"
 KEPT_S = 86_400  # idle connections stay open: a client that reuses one as it closes would see an error
 LONGEST_LINE = 2**40  # bytes; the owner is trusted
 
@@ -107,7 +108,7 @@ class _Server:
                 waiting.set_exception(BadCall(content[0], code=content[1]))
 
     async def models(self, request: Request) -> Response:
-        self._life(request)
+        self._number(_token(request))
         return JSONResponse({"object": "list", "data": [{"id": MODEL, "object": "model", "owned_by": "rlx"}]})
 
     async def chat(self, request: Request) -> Response:
@@ -116,21 +117,26 @@ class _Server:
     async def text(self, request: Request) -> Response:
         return await self._call(request, False)
 
-    def _life(self, request: Request) -> _Life:
-        """Return the life whose token a request has. Raises BadCall."""
-        kind, _, token = request.headers.get("authorization", "").partition(" ")
-        digits = token.split("-")[1] if kind.lower() == "bearer" and token.count("-") == 2 else ""
+    def _number(self, token: str) -> int:
+        """Return the life of a token that this run has made; it may have ended. Raises BadCall."""
+        digits = token.split("-")[1] if token.count("-") == 2 else ""
         life = int(digits) if digits.isascii() and digits.isdigit() and len(digits) < 19 else -1
-        is_own = hmac.compare_digest(token.encode(), token_of(self._secret, life).encode())
-        if not is_own or life in self._closed or life < self._lowest:
-            text = "expected the token of a running sample: Authorization: Bearer $OPENAI_API_KEY"
-            raise BadCall(text, 401, "invalid_api_key")
+        if not hmac.compare_digest(token.encode(), token_of(self._secret, life).encode()):
+            raise BadCall(UNKNOWN, 401, "invalid_api_key")
+        return life
+
+    def _life(self, token: str) -> _Life:
+        """Return the life of a token. Raises BadCall if it has ended."""
+        life = self._number(token)
+        if life in self._closed or life < self._lowest:
+            raise BadCall(UNKNOWN, 401, "invalid_api_key")
         return self._lives.setdefault(life, _Life(life, History(self._mode)))
 
     async def _call(self, request: Request, is_chat: bool) -> Response:
-        self._life(request)
+        token = _token(request)
+        self._number(token)
         call = read(is_chat, await _body(request))
-        life = self._life(request)  # it may have ended as the body arrived
+        life = self._life(call.sample or token)
         if len(life.waiting) >= MOST_AT_ONCE:
             raise BadCall(f"the sample has {MOST_AT_ONCE} calls in work; wait for one of them", 429)
         content = life.history.place(call)._asdict() | call.wishes
@@ -205,6 +211,11 @@ async def _rejected(request: Request, fault: Exception) -> Response:
     assert isinstance(fault, BadCall)
     # The rest of a body that was not read cannot be told from a next request
     return JSONResponse(fault.body, fault.status, {"connection": "close"} if fault.status in (401, 408, 413) else None)
+
+
+def _token(request: Request) -> str:
+    kind, _, token = request.headers.get("authorization", "").partition(" ")
+    return token if kind.lower() == "bearer" else ""
 
 
 async def _body(request: Request) -> bytes:

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 import time
 from collections.abc import Iterator, Sequence
 from functools import cached_property
@@ -15,6 +16,7 @@ from rlx.environments.tool_calls import parse
 from rlx.environments.tools import arguments_of, call_id, with_calls
 
 MODEL = "policy"
+TOKEN = re.compile(r"rlx-\d+-[0-9a-f]{64}")
 MOST_CHOICES, MOST_MESSAGES, MOST_TOOLS, MOST_STOPS = 64, 4096, 256, 16
 PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
 CHOSEN_BY_RUN = ("temperature", "top_p", "top_k", "min_p", *PENALTIES)
@@ -90,6 +92,7 @@ class Call(BaseModel, extra="forbid"):
     return_token_ids: bool = False
     logprobs: int | None = Field(None, ge=0, le=1)
     chosen: dict[str, float] = {}  # fields of CHOSEN_BY_RUN
+    sample: str | None = None  # the token of a sample that `model` has in place of a name
     messages: list[_Message] = Field([], max_length=MOST_MESSAGES)
     tools: list[dict[str, Any]] = Field([], max_length=MOST_TOOLS)
     tool_choice: Literal["auto", "none"] = "auto"
@@ -137,8 +140,9 @@ def read(is_chat: bool, data: bytes) -> Call:
         raise BadCall("the body is no JSON of whole characters") from None
     if not isinstance(body, dict):
         raise BadCall("the body is no JSON object")
+    model = body.get("model")
     body = {name: value for name, value in body.items() if value is not None and name not in WITHOUT_EFFECT}
-    if other := body.keys() & {"chosen", "is_chat", *ONLY_OF[not is_chat]}:
+    if other := body.keys() & {"chosen", "is_chat", "sample", *ONLY_OF[not is_chat]}:
         raise BadCall(f"{min(other)}: there is no such field here; leave it out")
     chosen = {name: body.pop(name) for name in CHOSEN_BY_RUN if name in body}
     if isinstance(body.get("stop"), str):
@@ -146,7 +150,8 @@ def read(is_chat: bool, data: bytes) -> Call:
     if is_chat and "max_completion_tokens" in body:
         body["max_tokens"] = body.pop("max_completion_tokens")
     try:
-        call = Call(**body, is_chat=is_chat, chosen=chosen)
+        sample = model if isinstance(model, str) and TOKEN.fullmatch(model) else None
+        call = Call(**body, is_chat=is_chat, chosen=chosen, sample=sample)
     except ValidationError as fault:
         raise BadCall(_told(fault)) from None
     if not all(call.stop):

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 ENVIRONMENT_KEY = "environment"
 AGENTS = "endpoint"
+VERIFIERS = "verifiers"
 OWN_NAME = "Environment"
 """The class in `environment.path` if `environment.name` names none."""
 BUILT_IN = {
@@ -23,7 +24,7 @@ BUILT_IN = {
     "calculator": ("rlx.environments.built_in_tools", "Calculator"),
     "guessing": ("rlx.environments.guessing", "Guessing"),
     "python": ("rlx.environments.built_in_tools", "PythonTool"),
-    "verifiers": ("rlx.environments.verifiers_adapter", "Verifiers"),
+    "verifiers": ("rlx.environments.verifiers_agent", "Agent"),
 }
 """Modules and classes of rlx's own environments, by the name in `environment.name`."""
 
@@ -44,7 +45,7 @@ class EnvironmentSpec:
     @property
     def has_agents(self) -> bool:
         """Whether samples are agents that call the policy's address."""
-        return self.name == AGENTS
+        return self.name in (AGENTS, VERIFIERS)
 
     @property
     def source(self) -> str:
@@ -53,6 +54,10 @@ class EnvironmentSpec:
     def load(self) -> Factory:
         """Import it and return a function that makes one conversation's environment. Raises UserCodeError."""
         if self.has_agents:
+            if self.name == VERIFIERS:
+                from rlx.environments.verifiers_agent import verifiers_agent
+
+                return verifiers_agent(self.path, self.kwargs)
             from rlx.environments.agent import agent  # takes a second
 
             return agent(self.path, self.kwargs)

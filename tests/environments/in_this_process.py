@@ -1,9 +1,15 @@
 """A sampler and a pool in this process, for tests of conversations alone."""
 
+import time
 from collections import deque
 
+import torch
+
+from rlx.config.compose.command_line import compose
+from rlx.data.batch import Batch
 from rlx.environments.protocol import Failure, Observation, Reset
-from rlx.rollout.protocol import Completion
+from rlx.environments.role import ConversationSampler
+from rlx.rollout.protocol import Completion, Sampling
 
 
 class Sampler:
@@ -81,3 +87,45 @@ class Echo:
     def step(self, turn):
         done = turn.index == self._turns - 1
         return Observation([{"role": self._role, "content": turn.text}], reward=float(turn.index), done=done)
+
+
+VLLM = ("actor_rollout_ref.rollout.name=vllm", "environment.processes=1")  # calls are taken as they come
+
+
+def conversations(tiny, *settings):
+    own = ("actor_rollout_ref.rollout.name=hf", "data.max_prompt_length=64", "data.max_response_length=160")
+    return ConversationSampler(compose([*own, "environment.processes=2", "trainer.device=cpu", *settings]).config, tiny)
+
+
+def batch_of(tiny, truths, prompt="3+4?"):
+    rows, ids = len(truths), torch.tensor([tiny.encode(prompt)] * len(truths))
+    info = {"raw_prompt": [[{"role": "user", "content": prompt}]] * rows, "data_source": ["x"] * rows}
+    columns = {"prompt_ids": ids, "prompt_mask": torch.ones_like(ids).bool(), "seed": torch.arange(rows)}
+    return Batch.of(columns, info | {"ground_truth": list(truths), "extra_info": [{}] * rows})
+
+
+def sampling(tiny):
+    return Sampling(160, stop_token_ids=(tiny.eos_token_id,))
+
+
+class Recording(Sampler):
+    """Waits a moment before each step, so that an agent may leave, and keeps all that it says."""
+
+    said = ()
+
+    def step(self):
+        time.sleep(0.02)
+        ((number, completion),) = super().step()
+        self.said = [*self.said, (self.requests[number], completion)]
+        return [(number, completion)]
+
+
+def rows_of(batch, place):
+    def of(each, row):
+        mask, width = each["attention_mask"][row], each.prompt_length
+        ids, sampled = each["input_ids"][row], each["response_mask"][row]
+        return ids[:width][mask[:width]].tolist(), ids[width:][mask[width:]].tolist(), sampled[mask[width:]].tolist()
+
+    earlier = batch.info["earlier_rows"][place]
+    rows = [of(earlier, row) for row in range(len(earlier))] if earlier is not None else []
+    return batch.info["conversation"][place], [*rows, of(batch, place)]

@@ -3,23 +3,18 @@
 import json
 import random
 import sys
-import time
 from functools import partial
 
 import psutil
 import pytest
 import torch
-from in_this_process import Sampler
+from in_this_process import VLLM, Recording, Sampler, batch_of, conversations, rows_of, sampling
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from rlx.config.compose.command_line import compose
-from rlx.data.batch import Batch
 from rlx.environments.openai_calls import BadCall, History, read, said
-from rlx.environments.role import ConversationSampler
 from rlx.environments.spec import EnvironmentSpec
 from rlx.models.tiny import make_tiny_tokenizer
 from rlx.rollout.hf import HFRollout
-from rlx.rollout.protocol import Sampling
 from rlx.user_code import UserCodeError
 
 AGENTS = """
@@ -48,14 +43,6 @@ def tiny():
     return make_tiny_tokenizer()
 
 
-VLLM = ("actor_rollout_ref.rollout.name=vllm", "environment.processes=1")  # calls are taken as they come
-
-
-def conversations(tiny, *settings):
-    own = ("actor_rollout_ref.rollout.name=hf", "data.max_prompt_length=64", "data.max_response_length=160")
-    return ConversationSampler(compose([*own, "environment.processes=2", "trainer.device=cpu", *settings]).config, tiny)
-
-
 @pytest.fixture
 def sampler_of(tmp_path, tiny):
     """The conversations of a configuration with an agent's file, or of a built-in environment."""
@@ -67,17 +54,6 @@ def sampler_of(tmp_path, tiny):
         return conversations(tiny, *settings)
 
     return make
-
-
-def batch_of(tiny, truths, prompt="3+4?"):
-    rows, ids = len(truths), torch.tensor([tiny.encode(prompt)] * len(truths))
-    info = {"raw_prompt": [[{"role": "user", "content": prompt}]] * rows, "data_source": ["x"] * rows}
-    columns = {"prompt_ids": ids, "prompt_mask": torch.ones_like(ids).bool(), "seed": torch.arange(rows)}
-    return Batch.of(columns, info | {"ground_truth": list(truths), "extra_info": [{}] * rows})
-
-
-def sampling(tiny):
-    return Sampling(160, stop_token_ids=(tiny.eos_token_id,))
 
 
 @pytest.fixture(scope="module")
@@ -234,18 +210,6 @@ NAMES = [
 ]
 
 
-class Recording(Sampler):
-    """Waits a moment before each step, so that an agent may leave, and keeps all that it says."""
-
-    said = ()
-
-    def step(self):
-        time.sleep(0.02)
-        ((number, completion),) = super().step()
-        self.said = [*self.said, (self.requests[number], completion)]
-        return [(number, completion)]
-
-
 def say(request):
     rng = random.Random(f"{request.seed} {request.prompt_ids}")
     if request.prompt_ids[:2] == (100, 101):
@@ -267,17 +231,6 @@ def scenes(tmp_path_factory, tiny):
         batch = sampler.generate(recording, batch_of(tiny, names), sampling(tiny))
         found |= {name: rows_of(batch, place) for place, name in enumerate(names)}
     return found, recording
-
-
-def rows_of(batch, place):
-    def of(each, row):
-        mask, width = each["attention_mask"][row], each.prompt_length
-        ids, sampled = each["input_ids"][row], each["response_mask"][row]
-        return ids[:width][mask[:width]].tolist(), ids[width:][mask[width:]].tolist(), sampled[mask[width:]].tolist()
-
-    earlier = batch.info["earlier_rows"][place]
-    rows = [of(earlier, row) for row in range(len(earlier))] if earlier is not None else []
-    return batch.info["conversation"][place], [*rows, of(batch, place)]
 
 
 @pytest.mark.parametrize(("name", "turns"), [

@@ -3,7 +3,10 @@
 import json
 import re
 import shutil
+import subprocess
+import sys
 from collections import defaultdict
+from pathlib import Path
 
 import pytest
 from run_tools import results, resume_from
@@ -155,6 +158,23 @@ def test_an_agent_at_the_address_trains_the_same_weights_and_resumes_exactly(tra
     kept = [run / "checkpoints" / "global_step_2" / "actor" / "model" for run in (built_in, folder, resumed)]
     weights = [[file.read_bytes() for file in sorted(each.rglob("*")) if file.is_file()] for each in kept]
     assert weights[0] == weights[1] == weights[2] != []
+
+
+@pytest.mark.slow
+def test_an_environment_of_verifiers_trains(train, tmp_path):
+    pytest.importorskip("verifiers")
+    sums, rows = Path(__file__).parents[1] / "fixtures" / "verifiers_sums.py", tmp_path / "rows.jsonl"
+    subprocess.run([sys.executable, "-m", "rlx.environments.verifiers_agent", rows, sums], check=True)
+    own = ["environment.name=verifiers", f"environment.path={sums}", "environment.kwargs.agent.runtime.type=subprocess"]
+    own += [f"data.train_files={rows}", f"data.val_files={rows}", "data.train_batch_size=2", "environment.processes=1"]
+    own += ["environment.rewards=replace", "data.max_response_length=48", "trainer.total_training_steps=1"]
+    own += ["actor_rollout_ref.rollout.multi_turn.max_turn_tokens=8", "actor_rollout_ref.actor.ppo_mini_batch_size=2"]
+    folder, found = train(*own)
+    assert found[1]["actor/grad_norm"] > 0 and found[1]["reward/extra/turns"] == 2.0
+    for record in read_transcripts(folder, 1):
+        assert record["reward"] in {
+            0.5 * right + len(set(record["turns"][-1]["text"].strip())) / 16 for right in (0, 1)
+        }
 
 
 @pytest.mark.slow
