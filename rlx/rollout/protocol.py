@@ -273,8 +273,13 @@ class Rollout(ABC):
             del self._requests[number]
         self._load.note(self.running)
 
-    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+    def generate(self, requests: Sequence[Request], done: dict[int, Completion] | None = None) -> list[Completion]:
         """Complete every request and return completions in the order given: `add_request` and `step` until none runs.
+
+        Args:
+            requests: what to complete.
+            done: completions by index in `requests`, which are not sampled again. The others are added as they stop, so that a
+                sampler that takes the place of a failed one need not begin with the first.
 
         Raises:
             ValueError: there are no weights, a request cannot be completed, or others are in flight.
@@ -285,18 +290,18 @@ class Rollout(ABC):
         for index, request in enumerate(requests):
             if fault := self._any_fault(request):
                 raise ValueError(f"generate: request {index} {fault}")
-        completions: dict[int, Completion] = {}
+        done = {} if done is None else done
         self._finished = SimpleQueue()
         with aborting(self):
-            numbers = [self._add(request) for request in requests]
-            begun = dict(self._requests)
+            index_of = {self._add(request): at for at, request in enumerate(requests) if at not in done}
             while self._requests:
                 for number, completion in self.step():
-                    completions[number], request = completion, begun[number]
+                    at = index_of[number]
+                    done[at], request = completion, requests[at]
                     if completion.finish_reason != "budget":
                         kept = request.prompt_ids[len(request.prompt_ids) - request.kept :]
                         self._finished.put((request.seed, [*kept, *completion.token_ids]))
-        return [completions[number] for number in numbers]
+        return [done[at] for at in range(len(requests))]
 
     def finished(self) -> list[tuple[int, list[int]]]:
         """Return seed and all tokens of what `generate` has completed since the last call, while it runs in another thread."""

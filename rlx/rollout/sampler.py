@@ -17,7 +17,7 @@ from rlx.errors import ExplainedError
 from rlx.models.loading import load_config
 from rlx.rollout.engines import EngineProcess, EngineRollout, start_engines
 from rlx.rollout.hf import HFRollout
-from rlx.rollout.protocol import Kept, Request, Rollout, Sampling, evenly_spaced, on_cpu
+from rlx.rollout.protocol import Completion, Kept, Request, Rollout, Sampling, evenly_spaced, on_cpu
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -87,7 +87,12 @@ def sampler_dtype(rollout: RolloutConfig, device: torch.device) -> torch.dtype:
 
 
 def generate_batch(
-    rollout: Rollout, batch: Batch, sampling: Sampling, pad_token_id: int, response_length: int
+    rollout: Rollout,
+    batch: Batch,
+    sampling: Sampling,
+    pad_token_id: int,
+    response_length: int,
+    done: dict[int, Completion] | None = None,
 ) -> Batch:
     """Complete each row once.
 
@@ -97,6 +102,7 @@ def generate_batch(
         sampling: the same for every row.
         pad_token_id: fills responses on the right.
         response_length: R, the width of the response columns [tokens], at least `max_tokens`.
+        done: completions by row, see `Rollout.generate`.
 
     Returns:
         The batch with input_ids, attention_mask, response_mask, policy_versions and, if `sampling` asks for them,
@@ -110,7 +116,7 @@ def generate_batch(
         raise ValueError(
             f"max_tokens: got {sampling.max_tokens}, expected at most {response_length}, the width of the response columns"
         )
-    completions, version = rollout.generate(_requests(batch, sampling)), rollout.version
+    completions, version = rollout.generate(_requests(batch, sampling), done), rollout.version
     assert version is not None
     kept = [Kept().continued(completion, version) for completion in completions]
     samples = samples_of(batch, kept, pad_token_id, response_length, sampling.with_log_probs)
@@ -121,8 +127,13 @@ def generate_batch(
     return samples
 
 
-def continue_batch(rollout: Rollout, batch: Batch, sampling: Sampling) -> Batch:
-    """Sample more tokens of each row, which info `kept` begins, at most as many as its `budget`; return seed and `kept`."""
+def continue_batch(
+    rollout: Rollout, batch: Batch, sampling: Sampling, done: dict[int, Completion] | None = None
+) -> Batch:
+    """Sample more tokens of each row, which info `kept` begins, at most as many as its `budget`; return seed and `kept`.
+
+    `done` as in `generate_batch`.
+    """
     requests = [
         replace(
             request, prompt_ids=(*request.prompt_ids, *kept.token_ids), kept=len(kept.token_ids), budget=most or None
@@ -131,7 +142,7 @@ def continue_batch(rollout: Rollout, batch: Batch, sampling: Sampling) -> Batch:
             _requests(batch, sampling), batch.info["kept"], batch["budget"].tolist(), strict=True
         )
     ]
-    completions, version = rollout.generate(requests), rollout.version
+    completions, version = rollout.generate(requests, done), rollout.version
     assert version is not None
     pairs = zip(batch.info["kept"], completions, strict=True)
     return batch.select("seed").with_({"kept": [kept.continued(completion, version) for kept, completion in pairs]})

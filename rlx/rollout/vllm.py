@@ -171,10 +171,11 @@ class VLLMEngine:
 
         With a version vLLM finds only what weights of this version have read, even in a cache that outlives the process.
         """
-        seeded |= request.sampling.by_position
+        by_position = request.sampling.by_position or request.kept > 0
+        seeded |= by_position
         self._has_unseeded |= not seeded
         params = _sampling_params(request, seeded, self._temperature)
-        if request.sampling.by_position and not self.has_free_seeds:
+        if by_position and not self.has_free_seeds:
             hand_over(params, request)
         salt = None if version is None else f"{_PROCESS} {version}"
         # vLLM would render a `TokensPrompt` to it, at a cost

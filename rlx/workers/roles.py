@@ -35,7 +35,7 @@ from rlx.errors import storing
 from rlx.identity import machine_identity
 from rlx.models.lora import adapters_off
 from rlx.rollout.engines import EngineProcess
-from rlx.rollout.protocol import EngineError, Sampling, joined_loads
+from rlx.rollout.protocol import Completion, EngineError, Sampling, joined_loads
 from rlx.rollout.sampler import ChangeCheck, build_rollout, generate_batch, sampler_dtype
 from rlx.scratch import scratch_folder
 
@@ -238,7 +238,7 @@ class RolloutRole:
         arguments = settings, model, device, context_length, seed, tokenizer
         self._build = partial(build_rollout, *arguments, silence_s=silence_s)
         self.sampler = self._build(engines=engines)
-        self._sleeps = settings.free_cache_engine
+        self._sleeps, self._is_alone = settings.free_cache_engine, settings.tensor_model_parallel_size == 1
         self._takes_adapters = model.sends_adapters
         self._changes = ChangeCheck(sampler_dtype(settings, device))
         self._loads: list[dict[str, float]] = []  # of calls for training since `take_load`
@@ -257,7 +257,8 @@ class RolloutRole:
     def generate(self, batch: Batch, purpose: Purpose) -> Batch:
         """Generate one response, or one conversation, per row, sampled as configured for `purpose`.
 
-        If the sampler fails, all ranks start theirs again and generate the rows once more.
+        If the sampler fails, all ranks start theirs again and generate the rows once more; those that draw by position and were
+        complete are kept.
 
         Raises:
             EngineError: the sampler failed a second time.
@@ -265,14 +266,18 @@ class RolloutRole:
         """
         if self.sampler.version is None and self._synced is not None:
             self.sync(self._synced)  # the sampler slept and lost its weights
-        samples, error = self._attempt(batch, purpose)
+        done: dict[int, Completion] = {}
+        samples, error = self._attempt(batch, purpose, done)
         if _on_any_rank(error is not None):
             logger.warning("the sampler failed and is started again: %s", error or "on another rank")
+            # Without it draws depend on the other rows; and the ranks of a group must ask for the same ones.
+            if not (self.sampling[purpose].by_position and self._is_alone):
+                done.clear()
             self.sampler.close()
             self.sampler = self._build()
             assert self._synced is not None
             self.sync(self._synced)
-            samples, error = self._attempt(batch, purpose)
+            samples, error = self._attempt(batch, purpose, done)
             if _on_any_rank(error is not None):
                 self.sampler.close()
                 what = error or "in another process"
@@ -320,12 +325,14 @@ class RolloutRole:
         self._synced = version
         self._actor.rest()
 
-    def _attempt(self, batch: Batch, purpose: Purpose) -> tuple[Batch | None, EngineError | None]:
+    def _attempt(
+        self, batch: Batch, purpose: Purpose, done: dict[int, Completion]
+    ) -> tuple[Batch | None, EngineError | None]:
         sampling = self.sampling[purpose]
         try:
             if self._conversations is not None:
                 return self._conversations.generate(self.sampler, batch, sampling), None
-            return generate_batch(self.sampler, batch, sampling, self._pad_token_id, self._length), None
+            return generate_batch(self.sampler, batch, sampling, self._pad_token_id, self._length, done), None
         except EngineError as error:
             _clear_frames(error)
             return None, error

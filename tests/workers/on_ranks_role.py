@@ -118,6 +118,14 @@ def generate(shares, purpose, fails=None):
     return result, warnings.texts, Failing.calls
 
 
+def sample_as(changes):
+    """Changes how samples for training are drawn; returns what was there, and how many tokens the sampler has completed."""
+    role = ROLES["rollout"]
+    before = role.sampling["train"]
+    role.sampling["train"] = replace(before, **changes)
+    return {name: getattr(before, name) for name in changes}, role.sampler.tokens
+
+
 def rest_and_save(folder):
     """What lies between two generations of a run that saves."""
     ROLES["rollout"].rest()

@@ -62,6 +62,16 @@ def test_an_engine_that_fails_on_one_rank_is_started_again_on_all_and_gives_the_
 
 
 @pytest.mark.slow
+def test_samples_that_were_complete_when_an_engine_failed_are_not_sampled_again(ranks, shares):
+    (before, _), _ = ranks("role", "sample_as", {"by_position": True, "stop_token_ids": tuple(range(16))})
+    whole = [batch for batch, _, _ in ranks("role", "generate", shares, "train")]
+    short, long = sorted(whole[1]["response_mask"].sum(dim=1).tolist())
+    assert short < long
+    assert_equal(ranks("role", "generate", shares, "train", {1: (short + 1,)}), whole)
+    assert [tokens for _, tokens in ranks("role", "sample_as", before)] == [0, long]
+
+
+@pytest.mark.slow
 def test_an_engine_that_does_not_end_well_leaves_nothing_bad_to_the_next(ranks, shares, samples):
     """What vLLM shares between engines of a process is not emptied with this one."""
     ranks("role", "break_shutdown")
