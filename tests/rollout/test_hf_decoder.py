@@ -20,7 +20,8 @@ LOGITS = torch.tensor([2.0, 0.5, -1.0, 1.0, 0.0, -30.0])
 
 
 def draw(sampling, count=20_000, logits=LOGITS):
-    uniforms = torch.rand(count, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    seeds = range(count)  # as requests have them, of which each keeps another number of tokens
+    uniforms = request_uniforms([*seeds], 1, [seed % 50 for seed in seeds])[:, 0]
     return choose_tokens(logits.expand(count, -1), uniforms, sampling)
 
 
