@@ -40,7 +40,7 @@ from torch import Tensor, nn
 
 from benchmarks.common import benchmark_parser, chosen_device, random_model, seconds_of, title
 from rlx.algorithms.rollout_correction import mismatch_figures, mismatch_sums
-from rlx.models.log_probs import token_log_probs
+from rlx.models.log_probs import head_log_probs, token_log_probs
 from rlx.models.packed_attention import packed_attention
 from rlx.models.prefix_tree import Tree
 from rlx.offload.plan.shapes import SHAPES
@@ -214,7 +214,7 @@ class Pair:
         """Return the log-probs of `ids` by vLLM's head and softmax, or by rlx's from logits in bf16 or fp32."""
         weight = self.other.get_output_embeddings().weight
         if head == "fp32":
-            return wide_log_probs(hidden, weight, ids)
+            return head_log_probs(hidden, weight, ids, 1.0, False)[0]
         parts = zip(hidden.split(4096), ids.split(4096), strict=True)
         if head == "bf16":
             return torch.cat([token_log_probs(F.linear(x, weight), each, 1.0, False)[0] for x, each in parts])
@@ -227,12 +227,6 @@ class Pair:
         from vllm.v1.worker.gpu.sample.logprob import compute_token_logprobs
 
         return compute_token_logprobs(logits, ids[:, None])[:, 0]
-
-
-def wide_log_probs(hidden: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
-    """Return log-probs from logits that are computed and kept in fp32."""
-    parts = zip(hidden.split(4096), ids.split(4096), strict=True)
-    return torch.cat([token_log_probs(wide_logits(x, weight), each, 1.0, False)[0] for x, each in parts])
 
 
 def wide_logits(hidden: Tensor, weight: Tensor) -> Tensor:
@@ -391,7 +385,8 @@ def compare_log_probs(
     trainer, sampler = (dict.fromkeys(WAYS, side) for side in ("trainer", "sampler"))
     ours = log_probs(trainer, head)
     wide = torch.cat([exact.model(rows[:, :-1]).last_hidden_state[:, -count:].flatten(0, 1) for rows in ids.split(32)])
-    wide = wide_log_probs(wide, exact.get_output_embeddings().weight, ids[:, -count:].flatten()).view(sampled.shape)
+    wide = head_log_probs(wide, exact.get_output_embeddings().weight, ids[:, -count:].flatten(), 1.0, False)[0]
+    wide = wide.view(sampled.shape)
     found = {"trainer": gap(ours, sampled), "sampler": gap(log_probs(sampler, "sampler"), sampled)}
     found |= {"fp32": gap(wide, sampled), "trainer to fp32": gap(ours, wide)}
     if in_full:

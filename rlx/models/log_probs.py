@@ -8,6 +8,10 @@ backward: the largest logit, the logarithm of the sum, the entropy. Without a co
 small enough for their intermediate results not to matter. On a CPU with a large vocabulary they take about twice the time of
 log_softmax, and more memory.
 
+Note [logits in fp32]
+In bf16 a logit between 16 and 32 is rounded by up to 0.06. With SmolLM2-135M that made a quarter of the gap to the sampler's
+log-probs, whose head is in fp32 too. So the head's product is kept in fp32, and its gradient is rounded to the type of its factors.
+
 Shape letters: N tokens, H width of the hidden states, V vocabulary.
 """
 
@@ -57,9 +61,9 @@ def head_log_probs(
 ) -> tuple[Tensor, Tensor | None]:
     """Return what `token_log_probs` returns for the logits hidden @ weight.T, with only one chunk of logits in memory.
 
-    Logits are rounded to the type of `hidden` (..., H), as the head rounds them; everything after that is in fp32 or wider.
-    Backward computes the logits of all chunks but the last again. The gradient of a bf16 or fp16 weight (V, H) is the fp32 sum of
-    the chunks' products, rounded to its type like any other product.
+    Logits and everything after them are in fp32 or wider, see Note [logits in fp32]; `hidden` is (..., H). Backward computes the logits
+    of all chunks but the last again, and rounds their gradient to the type of `hidden`. The gradient of a bf16 or fp16 weight (V, H)
+    is the fp32 sum of the chunks' products, rounded to its type like any other product.
     """
     if hidden.shape[:-1] != ids.shape or weight.shape[1:] != hidden.shape[-1:]:
         raise ValueError(
@@ -119,11 +123,12 @@ def _differentiate(
     temperature: Tensor,
     grad_log_probs: Tensor,
     grad_entropy: Tensor | None,
+    out: Tensor | None,
     largest: Tensor,
     log_sum: Tensor,
     entropy: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    """Overwrite a chunk's logits with their gradient.
+    """Overwrite a chunk's logits, or `out` (N, V), with their gradient.
 
     d log p_i / d x_k = [i = k] - p_k; d H / d x_k = -p_k (log p_k + H). Rounded once, because the terms may nearly cancel.
     """
@@ -134,7 +139,7 @@ def _differentiate(
     if grad_entropy is not None and entropy is not None:
         every = every.clamp(min=LOWEST_LOG_PROB)
         slope = slope - probs * (every + entropy.unsqueeze(-1)) * grad_entropy.unsqueeze(-1)
-    logits.copy_(slope / temperature)
+    (logits if out is None else out).copy_(slope / temperature)
     return ()
 
 
@@ -163,7 +168,7 @@ class _Pass:
         self._may_compile, self._has_compiled, self._has_warned = True, False, False
 
     def __call__(self, logits: Tensor, ids: Tensor, *others: Any) -> tuple[Tensor, ...]:
-        """Run it on a chunk; arguments of shape (N,) are cut as the logits are."""
+        """Run it on a chunk; arguments of N tokens are cut as the logits are."""
         if len(ids) and self._may_compile and _can_be_compiled_for(logits):
             form = (logits.dtype, *(x is None for x in others))
             if self._overwrites and form not in self._forms and len(ids) > ALIGNED:
@@ -192,10 +197,10 @@ class _Pass:
 def _by_parts(
     function: Callable[..., tuple[Tensor, ...]], parts: list[slice], logits: Tensor, ids: Tensor, *others: Any
 ) -> tuple[Tensor, ...]:
-    """Run a function on slices of the tokens and put its results together; `others` of shape (N,) are cut as well."""
+    """Run a function on slices of the tokens and put its results together; `others` of N tokens are cut as well."""
     results = []
     for part in parts:
-        cut = (x[part] if isinstance(x, Tensor) and x.shape == ids.shape else x for x in others)
+        cut = (x[part] if isinstance(x, Tensor) and x.shape[:1] == ids.shape else x for x in others)
         results.append(function(logits[part], ids[part], *cut))
     return tuple(torch.cat(each) for each in zip(*results, strict=True))
 
@@ -246,7 +251,7 @@ class _TokenLogProbs(torch.autograd.Function):
         logits, ids, *figures = ctx.saved_tensors
         gradient = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device).copy_(logits)
         for row in ctx.rows:
-            _overwrite(ctx, gradient[row], ids, row, grads, figures)
+            _overwrite(ctx, gradient[row], None, ids, row, grads, figures)
         return gradient, None, None, None
 
 
@@ -258,12 +263,14 @@ class _HeadLogProbs(torch.autograd.Function):
         ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, ids_N: Tensor, temperature: float, with_entropy: bool
     ) -> tuple[Tensor, Tensor | None]:
         count, vocabulary = len(ids_N), len(weight_VH)
-        ctx.chunks = _token_chunks(count, HEAD_CHUNK_BYTES // (vocabulary * hidden_NH.element_size()))
         figures = _begin(ctx, hidden_NH, ids_N, temperature, with_entropy)
+        wide = ctx.temperature.dtype
+        each_bytes = wide.itemsize + (hidden_NH.dtype != wide) * hidden_NH.element_size()  # a logit and its gradient
+        ctx.chunks = _token_chunks(count, HEAD_CHUNK_BYTES // (vocabulary * each_bytes))
         most = ctx.chunks[-1].stop - ctx.chunks[-1].start
-        logits = hidden_NH.new_empty(most, vocabulary)
+        logits = hidden_NH.new_empty(most, vocabulary, dtype=wide)
         for chunk in ctx.chunks:
-            of_chunk = torch.mm(hidden_NH[chunk], weight_VH.T, out=logits[: chunk.stop - chunk.start])
+            of_chunk = _write_product(logits[: chunk.stop - chunk.start], hidden_NH[chunk], weight_VH)
             _fill(figures, chunk, _read_pass(of_chunk, ids_N[chunk], ctx.temperature, with_entropy))
         ctx.save_for_backward(hidden_NH, weight_VH, ids_N, *figures[1:])
         # Not a saved tensor: backward writes to it, and offloading a tensor that is needed next gains nothing.
@@ -277,24 +284,27 @@ class _HeadLogProbs(torch.autograd.Function):
         wide = ctx.temperature.dtype
         logits, ctx.logits = ctx.logits, None  # a second backward over a retained graph finds none
         is_there = logits is not None
+        most = ctx.chunks[-1].stop - ctx.chunks[-1].start
         if logits is None:
-            logits = hidden_NH.new_empty(ctx.chunks[-1].stop - ctx.chunks[-1].start, len(weight_VH))
+            logits = hidden_NH.new_empty(most, len(weight_VH), dtype=wide)
+        narrow = None if hidden_NH.dtype == wide else hidden_NH.new_empty(most, len(weight_VH))
         grad_hidden = torch.empty_like(hidden_NH) if ctx.needs_input_grad[0] else None
         grad_weight = None
         if ctx.needs_input_grad[1]:
             # A single product needs no sum.
             grad_weight = torch.empty_like(weight_VH, dtype=wide if len(ctx.chunks) > 1 else None)
         for number, chunk in enumerate(reversed(ctx.chunks)):
-            gradient = logits[: chunk.stop - chunk.start]
+            of_chunk = logits[: chunk.stop - chunk.start]
             if number > 0 or not is_there:
-                torch.mm(hidden_NH[chunk], weight_VH.T, out=gradient)
-            _overwrite(ctx, gradient, ids_N, chunk, grads, figures)
+                _write_product(of_chunk, hidden_NH[chunk], weight_VH)
+            gradient = of_chunk if narrow is None else narrow[: chunk.stop - chunk.start]
+            _overwrite(ctx, of_chunk, None if narrow is None else gradient, ids_N, chunk, grads, figures)
             if grad_hidden is not None:
                 torch.mm(gradient, weight_VH, out=grad_hidden[chunk])
             if grad_weight is not None:
                 _add_product(grad_weight, gradient.T, hidden_NH[chunk], is_first=number == 0)
-            del gradient
-        del logits  # before the sum is copied
+            del of_chunk, gradient
+        del logits, narrow  # before the sum is copied
         return grad_hidden, None if grad_weight is None else grad_weight.to(weight_VH.dtype), None, None, None
 
 
@@ -314,15 +324,21 @@ def _fill(figures: list[Tensor], part: Part, of_part: tuple[Tensor, ...]) -> Non
 
 
 def _overwrite(
-    ctx: Any, logits: Tensor, ids: Tensor, part: Part, grads: tuple[Tensor | None, ...], figures: list[Tensor]
+    ctx: Any,
+    logits: Tensor,
+    out: Tensor | None,
+    ids: Tensor,
+    part: Part,
+    grads: tuple[Tensor | None, ...],
+    figures: list[Tensor],
 ) -> None:
-    """Overwrite the logits of a part of the tokens with their gradient."""
+    """Overwrite the logits of a part of the tokens, or `out`, with their gradient."""
     of_log_probs, of_entropy = (None if grad is None else grad[part] for grad in grads)
     if of_log_probs is None:
         of_log_probs = torch.zeros_like(ids[part], dtype=ctx.temperature.dtype)
     # Without a gradient of the entropy it runs the function that is compiled for log-probs alone.
     own = (x[part] for x in (figures[:2] if of_entropy is None else figures))
-    _differentiate_pass(logits, ids[part], ctx.temperature, of_log_probs, of_entropy, *own)
+    _differentiate_pass(logits, ids[part], ctx.temperature, of_log_probs, of_entropy, out, *own)
 
 
 def _token_chunks(count: int, most: int) -> list[slice]:
@@ -333,6 +349,19 @@ def _token_chunks(count: int, most: int) -> list[slice]:
     most = max(1, most - most % ALIGNED if most > ALIGNED else most)
     starts = [0, *range(count % most or most, count, most)]
     return [slice(start, stop) for start, stop in zip(starts, [*starts[1:], count], strict=True)]
+
+
+def _write_product(out: Tensor, hidden: Tensor, weight: Tensor) -> Tensor:
+    """Write hidden @ weight.T to `out`, which may be wider than both, and return it."""
+    if out.dtype == hidden.dtype:
+        return torch.mm(hidden, weight.T, out=out)
+    if out.is_cuda and torch.version.hip is None:
+        return torch.mm(hidden, weight.T, out_dtype=out.dtype, out=out)
+    hidden, step = hidden.to(out.dtype), max(1, SUM_ELEMENTS // weight.shape[1])
+    for start in range(0, len(weight), step):
+        part = slice(start, start + step)
+        torch.mm(hidden, weight[part].to(out.dtype).T, out=out[:, part])
+    return out
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor, is_first: bool) -> None:

@@ -96,6 +96,9 @@ def engine_options(
 
 def with_needs(options: dict[str, Any], config: "PreTrainedConfig", device: torch.device) -> dict[str, Any]:
     """Return engine arguments with those added without which vLLM does not run a model, or runs it wrongly."""
+    # As the trainer's head: see Note [logits in fp32] in rlx.models.log_probs. vLLM cannot do that to a head that it may quantise.
+    if not (options.get("quantization") or getattr(config, "quantization_config", None)):
+        options = {**options, "hf_overrides": {"head_dtype": "float32", **options["hf_overrides"]}}
     if config.model_type != "lfm2":
         return options
     # Keys of transformers' former configuration, which vLLM still reads.

@@ -23,7 +23,8 @@ def test_options_of_the_user_stay_beside_the_operators_of_lfm2():
     options = {"compilation_config": given, "hf_overrides": {"a": 1}, "seed": 3}
     wanted = {"mode": 0, "custom_ops": ["none", "+rms_norm", "-rotary_embedding"]}
     found = with_needs(options, LFM2, torch.device("cpu"))
-    assert found == {"compilation_config": wanted, "hf_overrides": {"a": 1, "block_dim": 64}, "seed": 3}
+    overrides = {"a": 1, "block_dim": 64, "head_dtype": "float32"}
+    assert found == {"compilation_config": wanted, "hf_overrides": overrides, "seed": 3}
     assert given["custom_ops"] == ["none", "+rms_norm"]
     assert with_needs(found, LFM2, torch.device("cpu")) == found  # no operator twice
     assert with_needs(options, LFM2, torch.device("cuda"))["compilation_config"] == given
@@ -31,6 +32,17 @@ def test_options_of_the_user_stay_beside_the_operators_of_lfm2():
     assert alone["compilation_config"] == {"custom_ops": ["-rotary_embedding"]}
     mode = with_needs({"compilation_config": 0, "hf_overrides": {}}, LFM2, torch.device("cpu"))
     assert mode["compilation_config"] == {"mode": 0, "custom_ops": ["-rotary_embedding"]}, "a number is the mode"
+
+
+def test_a_head_that_vllm_may_quantise_keeps_its_type():
+    plain, quantised = (
+        SimpleNamespace(model_type="llama"),
+        SimpleNamespace(model_type="llama", quantization_config={"bits": 4}),
+    )
+    empty = {"hf_overrides": {}}
+    assert with_needs(empty, plain, torch.device("cuda"))["hf_overrides"] == {"head_dtype": "float32"}
+    for options, config in ((empty, quantised), ({**empty, "quantization": "fp8"}, plain)):
+        assert with_needs(options, config, torch.device("cuda")) == options
 
 
 def test_memory_is_counted_before_it_is_taken():

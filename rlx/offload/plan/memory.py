@@ -123,7 +123,7 @@ def forward_bytes(decoder: Decoder, layer: int, tokens: int, element: int = 2, t
 
 def head_bytes(decoder: Decoder, tokens: int, element: int = 2, is_trained: bool = True) -> int:
     """Return the head's working set in forward and backward; a head that is not trained has no gradient."""
-    logits = min(tokens, head_chunk(decoder, element)) * decoder.vocabulary * element
+    logits = min(tokens, head_chunk(decoder, element)) * decoder.vocabulary * _logit_bytes(element)
     weight = decoder.width * decoder.vocabulary
     held = logits
     if is_trained and tokens <= head_chunk(decoder, element):
@@ -136,13 +136,19 @@ def head_bytes(decoder: Decoder, tokens: int, element: int = 2, is_trained: bool
 
 def head_forward_bytes(decoder: Decoder, tokens: int, element: int = 2) -> int:
     """Return the head's working set for log-probs and entropies without backward."""
-    return element * (min(tokens, head_chunk(decoder, element)) * decoder.vocabulary + decoder.width * tokens)
+    logits = min(tokens, head_chunk(decoder, element)) * decoder.vocabulary * max(4, element)
+    return logits + element * decoder.width * tokens
 
 
 def head_chunk(decoder: Decoder, element: int = 2) -> int:
     """Return the largest number of tokens whose logits exist at once."""
-    most = max(1, HEAD_CHUNK_BYTES // (element * decoder.vocabulary))
+    most = max(1, HEAD_CHUNK_BYTES // (_logit_bytes(element) * decoder.vocabulary))
     return most - most % HEAD_ALIGNED if most > HEAD_ALIGNED else most
+
+
+def _logit_bytes(element: int) -> int:
+    """Return the bytes of a logit, which is in fp32 at least, and of its gradient, for which fp32 needs none of its own."""
+    return 4 + element if element < 4 else element
 
 
 def step_bytes(states: StateBytes, optimizer_on_host: bool) -> float:

@@ -138,7 +138,7 @@ def head_cost(
     """Return the cost of the output head as a last layer without choices: log-probs of `tokens`, with logits in chunks."""
     kernels = _Kernels(tokens, hardware, element)
     step = kernels.linear("", decoder.width, decoder.vocabulary)
-    moved = kernels.moved(3 * E * decoder.vocabulary)  # written, and read twice for the log-probs
+    moved = kernels.moved(3 * 4 * decoder.vocabulary)  # fp32: written, and read twice for the log-probs
     again = max(0.0, 1 - head_chunk(decoder, element) / tokens)
     memory = head_bytes(decoder, tokens, element, is_trained)
     return LayerCost(

@@ -130,10 +130,11 @@ def test_what_the_formulas_do_not_cover_is_refused(change, what):
 def test_the_head_holds_one_chunk_of_logits():
     decoder = read_decoder(SHAPES["qwen2-7b"])
     h, vocabulary = decoder.width, decoder.vocabulary
-    assert head_bytes(decoder, 1000) == 2 * 1000 * vocabulary + 4 * h * 1000 + 2 * h * vocabulary
+    # In fp32, beside their gradient in bf16.
+    assert head_bytes(decoder, 1000) == 6 * 1000 * vocabulary + 4 * h * 1000 + 2 * h * vocabulary
     chunk = head_chunk(decoder)
     more = head_bytes(decoder, 524_288) - 4 * h * 524_288 - 4 * h * vocabulary
-    assert more == 2 * chunk * vocabulary <= 3 * 2**30
+    assert more == 6 * chunk * vocabulary <= 3 * 2**30
     # In fp32 the sum is the gradient; where logits are few, the copy in bf16 is larger than they.
     assert head_bytes(decoder, 10_000, element=4) == 4 * (
         head_chunk(decoder, 4) * vocabulary + h * (vocabulary + 20_000)
