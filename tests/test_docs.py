@@ -1,7 +1,6 @@
 """Links, files, names and commands in README.md and docs/ exist."""
 
 import importlib.util
-import os
 import re
 import subprocess
 import sys
@@ -90,11 +89,3 @@ def test_the_site_builds_without_a_warning(tmp_path: Path):
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "files/examples/offload_trl.py").is_file()
-
-
-def test_setup_ends_with_the_next_command():
-    alone = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}  # not below another make
-    run = {"cwd": ROOT, "env": alone, "capture_output": True, "text": True, "check": True}
-    planned = subprocess.run(["make", "-n", "setup"], **run).stdout
-    last = planned.splitlines()[-1]
-    assert last.startswith("echo ") and ". .venv/bin/activate && rlx train" in last and "docs/start.md" in last

@@ -1,12 +1,9 @@
-"""Imports go along the arrows of docs/architecture.md, wherever in a file they stand, and never in a circle.
-
-`python tests/test_import_arrows.py` writes the counts of rooms, floors and arrows into docs/architecture.md.
-"""
+"""Imports go along the arrows of docs/architecture.md, wherever in a file they stand, and never in a circle."""
 
 import ast
 import re
 import sys
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import NamedTuple
@@ -215,60 +212,20 @@ def circle(imports: list[Import]) -> list[str]:
     return []
 
 
-class Rooms(NamedTuple):
-    """A folder as a house: its files and subfolders are rooms, and an arrow goes from a room to one that it imports.
-
-    A `__main__.py` is a program above all rooms (`test_nothing_imports_an_entry_point`), so that its imports are no arrows.
-
-    `arrows` are pairs of importer and imported, `back` those that are part of a circle, and `floors` the rooms from the
-    bottom up: a room is one floor above the highest room that it imports by the other arrows.
-    """
-
-    arrows: set[tuple[str, str]]
-    back: Set[tuple[str, str]]
-    floors: list[list[str]]
+def room_of(module: str) -> str:
+    """A file or folder directly in `rlx.offload`."""
+    return module.removeprefix("rlx.offload").split(".")[1] if module != "rlx.offload" else "__init__"
 
 
-def rooms(folder: str, imports: list[Import], modules: Iterable[str]) -> Rooms:
-    """The rooms of a package, given by its dotted name."""
-
-    def room_of(module: str) -> str:
-        return module.removeprefix(folder).split(".")[1] if module != folder else "__init__"
-
-    inside = [found for found in imports if within(found.importer, {folder}) and within(found.name, {folder})]
-    inside = [found for found in inside if not found.importer.endswith(".__main__")]
-    arrows = {(room_of(found.importer), room_of(found.name)) for found in inside}
-    arrows = {(upper, lower) for upper, lower in arrows if upper != lower}
-    back = in_circles(arrows)
-    below: dict[str, set[str]] = {room_of(module): set() for module in modules if within(module, {folder})}
-    for upper, lower in arrows - back:
-        below[upper].add(lower)
-    floor_of: dict[str, int] = {}
-    for room in TopologicalSorter(below).static_order():
-        floor_of[room] = 1 + max((floor_of[lower] for lower in below[room]), default=0)
-    floors = [sorted(room for room in below if floor_of[room] == floor) for floor in sorted(set(floor_of.values()))]
-    return Rooms(arrows, back, floors)
-
-
-def in_circles(arrows: Set[tuple[str, str]]) -> Set[tuple[str, str]]:
-    """The arrows between rooms that are part of circles, or on the way from one to another; empty without circles."""
-    while True:
-        uppers, lowers = {upper for upper, _ in arrows}, {lower for _, lower in arrows}
-        kept = {(upper, lower) for upper, lower in arrows if upper in lowers and lower in uppers}
-        if kept == arrows:
-            return kept
-        arrows = kept
-
-
-def counted(page: str) -> str:
-    """The page with the counts of rooms, floors and arrows as they are."""
-    imports, modules = imports_of(ROOT), module_names(ROOT)
-    for folder in ("rlx", "rlx/config", "rlx/offload"):
-        found = rooms(folder.replace("/", "."), imports, modules)
-        counts = (sum(map(len, found.floors)), len(found.floors), len(found.arrows), len(found.back))
-        row = " | ".join([f"| `{folder}`", *map(str, counts)])
-        page = re.sub(rf"^\| `{folder}` \|( \d+ \|){{4}}$", f"{row} |", page, flags=re.MULTILINE)
-    return page
+def arrows(imports: list[Import]) -> set[tuple[str, str]]:
+    """Pairs of rooms of the engine, the importer first. Programs (`__main__.py`) are above all rooms."""
+    inside = [
+        found for found in imports if within(found.importer, {"rlx.offload"}) and within(found.name, {"rlx.offload"})
+    ]
+    pairs = {
+        (room_of(found.importer), room_of(found.name)) for found in inside if not found.importer.endswith(".__main__")
+    }
+    return {(upper, lower) for upper, lower in pairs if upper != lower}
 
 
 @pytest.fixture(scope="module")
@@ -279,12 +236,6 @@ def imports() -> list[Import]:
 def test_the_table_names_every_part():
     parts = {part_of(module) for module in module_names(ROOT)} - {"rlx"}
     assert parts <= set(MAY_IMPORT)
-
-
-def test_the_page_counts_rooms_and_arrows():
-    page = PAGE.read_text()
-    assert counted(page) == page, "python tests/test_import_arrows.py"
-    assert len(re.findall(r"^\| `rlx.*` \|( \d+ \|){3} 0 \|$", page, re.MULTILINE)) == 3, "no arrow runs back up"
 
 
 def test_parts_import_along_the_arrows(imports: list[Import]):
@@ -313,16 +264,14 @@ def test_nothing_imports_an_entry_point(imports: list[Import]):
 
 
 def test_the_rooms_of_the_engine_import_downwards(imports: list[Import]):
-    inside = [found for found in imports if not found.importer.endswith(".__main__")]
-    found = rooms("rlx.offload", inside, module_names(ROOT))
-    assert set(OFFLOAD_ROOMS) == {room for floor in found.floors for room in floor}
+    found = {room_of(module) for module in module_names(ROOT) if within(module, {"rlx.offload"})}
+    assert set(OFFLOAD_ROOMS) == found
     level = {room: number for number, room in enumerate(OFFLOAD_ROOMS)}
-    assert [arrow for arrow in found.arrows if level[arrow[0]] < level[arrow[1]]] == []
+    assert [arrow for arrow in arrows(imports) if level[arrow[0]] < level[arrow[1]]] == []
 
 
 def test_boundary_mode_is_read_without_replay_and_autotune(imports: list[Import]):
-    found = rooms("rlx.offload", imports, module_names(ROOT))
-    assert {lower for upper, lower in found.arrows if upper == "recompute"} == {"runtime", "storage"}
+    assert {lower for upper, lower in arrows(imports) if upper == "recompute"} == {"runtime", "storage"}
 
 
 def test_no_circles(imports: list[Import]):
@@ -361,7 +310,3 @@ def test_the_check_sees_what_it_should(tmp_path: Path, files: dict[str, str], ar
     imports = write(tmp_path, **files)
     assert len(crossed_arrows(imports)) == arrows
     assert len(misplaced_libraries(imports)) == libraries
-
-
-if __name__ == "__main__":
-    PAGE.write_text(counted(PAGE.read_text()))

@@ -76,16 +76,6 @@ def test_a_run_writes_table_figures_and_picture(run_benchmark, tmp_path):
     assert str(tmp_path / "out" / "16x3.png") in printed.splitlines()[-1]
 
 
-@pytest.mark.slow
-def test_processes_share_the_layers_with_fsdp2(run_benchmark):
-    _, results = run_benchmark(*TINY, "--modes", "checkpointing,boundary", "--gpus", "2")
-    rows = rows_of(results)
-    assert results["processes"] == 2
-    assert rows["boundary"]["note"] is None and len(rows["boundary"]["step_s"]) == 3
-    # Each process has a sequence of its own; the figures are the first one's.
-    assert rows["boundary"]["held_bytes"] == 3 * 16 * 64 * 4
-
-
 # Models and modes
 
 

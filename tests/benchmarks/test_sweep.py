@@ -1,7 +1,6 @@
 """Model types compared with transformers alone: three in the quick half, five drawn ones in all tests, all of them nightly."""
 
 import random
-import re
 from pathlib import Path
 
 import pytest
@@ -37,19 +36,6 @@ def test_no_outcome_of_these_is_wrong(row):
 def test_no_outcome_of_five_drawn_types_is_wrong():
     drawn = random.Random(DRAW).sample(rows(), 5)
     assert {row: found for row in drawn if (found := wrong(row, FEATURES))} == {}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("row", "status", "said"),
-    [
-        ("lfm2", "right", ""),  # vLLM reads keys that its configuration lacks, and has a kernel that is wrong for it
-        ("bloom", "refused", "cannot take this model's weights .*lm_head.*rollout.name=hf"),
-    ],
-)
-def test_vllm_samples_beside_the_trainer(cpu_vllm, row, status, said):
-    found = outcomes_of(row, ["vllm sampler"])["vllm sampler"]
-    assert found.status == status and re.search(said, found.note)
 
 
 @pytest.mark.slow

@@ -220,15 +220,6 @@ def test_all_faulty_rows_come_at_once_each_by_its_line_and_with_its_remedy(token
     assert all(line.endswith("; correct the row or remove it") for line in lines[1:10])
 
 
-def test_a_remedy_of_rows_that_are_not_shown_is_said_too(tokenizer, tmp_path):
-    lines = ['{"prompt": "%s"}' % ("x" * 99), *['{"prompt": ""}'] * 11]
-    (tmp_path / "rows.jsonl").write_text("\n".join(f'{line[:-1]}, "answer": "2"}}' for line in reversed(lines)))
-    with pytest.raises(DataError) as caught:
-        load(tokenizer, str(tmp_path / "rows.jsonl"), answer_key="answer", max_prompt_length=64)
-    *_, more, last = str(caught.value).splitlines()
-    assert more.strip() == "and 2 more" and last.startswith("    remedy of other rows: ") and "filter_overlong" in last
-
-
 def test_generated_problems_and_files_one_after_the_other(tokenizer, gsm8k_file, write_jsonl):
     arithmetic = ArithmeticConfig(train_size=30, val_size=20)
     files = (gsm8k_file, "builtin:arithmetic", write_jsonl([row("last")]))
@@ -260,15 +251,6 @@ def test_max_samples(tokenizer, gsm8k_file, write_jsonl):
 @pytest.fixture
 def uneven(write_jsonl):
     return write_jsonl([row(prompt="x" * 9), row(prompt="0123456789a"), row(prompt="y" * 10)])
-
-
-def test_overlong_is_an_error_that_names_the_row(tokenizer, uneven):
-    with pytest.raises(DataError) as caught:
-        load(tokenizer, uneven, max_prompt_length=10)
-    message = str(caught.value)
-    assert uneven in message
-    for part in ("line 2:", "11 tokens", "max_prompt_length is 10", "filter_overlong_prompts=True", "data.truncation="):
-        assert part in message
 
 
 def test_overlong_is_dropped_and_counted(tokenizer, uneven):

@@ -98,15 +98,6 @@ def from_older(name, to=None):
     return harm
 
 
-def swap(one, other):
-    def harm(folder):
-        (folder / one).rename(folder / "aside")
-        (folder / other).rename(folder / one)
-        (folder / "aside").rename(folder / other)
-
-    return harm
-
-
 def link(name, to):
     def harm(folder):
         target = folder.parent / STEP / "linked"
@@ -125,10 +116,8 @@ CHANGED, MISSING, ALIEN = "have changed since they were written", "is missing", 
 ACCIDENTS = {
     "bit of a shard's header": (flip(MODEL(1), 0.01), CHANGED),
     "bit of the weights": (flip(MODEL(2)), CHANGED),
-    "bit of the description": (flip("actor/checkpoint.json"), CHANGED),
     "bit of the manifest": (flip("manifest.json", 0.9), "manifest.json|have changed"),
     "half a shard": (cut(MODEL(1), 0.5), "got .* bytes, expected"),
-    "half a manifest": (cut("manifest.json", 0.5), "is not valid JSON"),
     "missing shard of the model": (remove(MODEL(1)), MISSING),
     "missing role": (remove("actor"), MISSING),
     "missing manifest": (remove("manifest.json"), MISSING),
@@ -137,8 +126,6 @@ ACCIDENTS = {
         "is not in the manifest",
     ),
     "stale shard of the same name": (from_older(MODEL(2)), CHANGED),
-    "stale state of the driver": (from_older("driver.json"), CHANGED),
-    "swapped shards": (swap(MODEL(1), MODEL(2)), "got .* bytes, expected|have changed"),
     "link to the same shard": (link(MODEL(1), "itself"), "is a symbolic link"),
     "pipe instead of the driver's state": (instead("driver.json", os.mkfifo), MISSING),
     "pickle beside the shards": (lambda c: write("actor/model/.metadata", bombs())(c), "is not in the manifest"),
@@ -151,7 +138,6 @@ ACCIDENTS = {
         )(c),
         "is missing",
     ),
-    "manifest with a name of bytes": (write("manifest.json", ENTRY % (r"a\u0000\ud800", 0, '[""]')), "is missing"),
     "manifest with a size that is true": (write("manifest.json", ENTRY % ("driver.json", "true", '[""]')), ALIEN),
     "manifest with a path outside": (write("manifest.json", ENTRY % ("../driver.json", 0, '[""]')), ALIEN),
     "manifest without digests": (write("manifest.json", ENTRY % ("driver.json", 9, "[]")), ALIEN),
@@ -284,39 +270,23 @@ FORGED = {
         f"driver's state with {name}": (edited("driver.json", **{key: value}), said)
         for name, key, value, said in (
             ("a position below 0", "sampler", {"epoch": 0, "position": -3}, "sampler.position=-3"),
-            ("no position", "sampler", {"epoch": 0}, "sampler.position=None"),
-            ("no epoch", "sampler", {"position": 0}, "sampler.epoch=None"),
             ("a position beyond the end", "sampler", {"epoch": 0, "position": 10, "size": 9}, "=10 of 9 prompts"),
-            ("a position of 400 digits", "sampler", {"epoch": 0, "position": 10**400}, "sampler.position=1000"),
-            ("a position that is true", "sampler", {"epoch": 0, "position": True}, "sampler.position=True"),
             ("steps below 0", "skipped_steps", -1, "skipped_steps=-1"),
             ("a version of 2^64", "policy_version", 1 << 64, "policy_version=18446"),
-            ("no coefficient", "kl_controller", {}, "kl_controller.coef=None"),
             ("a coefficient below 0", "kl_controller", {"coef": -1.0}, "kl_controller.coef=-1.0"),
-            ("a coefficient without bound", "kl_controller", {"coef": math.inf}, "kl_controller.coef=inf"),
             ("a validation of texts", "first_validation", {"val/accuracy": "1"}, "first_validation.val/accuracy='1'"),
-            ("a validation of lists", "first_validation", {"\ud800": [1]}, "first_validation."),
         )
     },
     **{
         f"description with {name}": (edited("actor/checkpoint.json", **{key: value}), f"rlx wrote: wrong {said}")
         for name, key, value, said in (
             ("contents that are a text", "contents", "model", "contents"),
-            ("contents of lists", "contents", [["model"]], ""),
             ("unknown contents", "contents", ["model", "pickle"], "contents"),
             ("updates below 0", "updates", -1, "updates"),
-            ("updates that are a text", "updates", "3", "updates"),
-            ("updates that are a fraction", "updates", 1.5, "updates"),
             ("more steps than updates", "steps", 99, "99 steps of 2 updates"),
-            ("a head that is null", "head", None, "head"),
             ("a head that is a list", "head", [], "head"),
-            ("quantization that is a number", "quantization", 4, "quantization"),
-            ("a base that is a list", "base", [], "base"),
-            ("adapters that are a list", "adapters", [], ""),
-            ("adapters of texts", "adapters", {"x": "abc"}, "adapters of x"),
             ("adapters without bound", "adapters", {"x": [math.inf, False]}, "adapters of x"),
             ("adapters of experts below 0", "adapters", {"x": [1.0, False, False, "weight", -1]}, "adapters of x"),
-            ("adapters of too many parts", "adapters", {"x": [1.0] * 9}, ""),
         )
     },
 }

@@ -94,26 +94,6 @@ def test_where_everything_fits_nothing_leaves_and_the_peak_is_that_of_plain(enab
     assert (step.offloaded_bytes, step.recomputed_ms) == (0, 0)
 
 
-def test_what_is_reserved_counts_as_taken(enable, decoder):
-    """Optimizer states that do not exist yet: here as large as the device."""
-    handle = enable(decoder, True, save="auto")
-    total = torch.cuda.get_device_properties(0).total_memory
-    plan = planned(decoder, handle, before=lambda: handle.agree(reserve_bytes=total))
-    assert not any(layer.keep or layer.on_device for layer in plan.layers[:-1])
-
-
-def test_memory_that_is_taken_after_the_plan_is_planned_with_from_the_next_pass_on(toys, enable, decoder):
-    """As the optimizer's first step takes it; here all that is left."""
-    expected = toys.grade(copy.deepcopy(decoder), read)
-    handle = enable(decoder, True, save="auto")
-    assert all(layer.keep for layer in planned(decoder, handle).layers)
-    limits = handle.runner.decide.__self__.limits
-    states = torch.empty(limits.room_bytes, dtype=torch.uint8, device="cuda")
-    expected.assert_equal(toys.grade(decoder, read))
-    assert limits.room_bytes < states.nbytes // 10
-    assert not any(layer.keep or layer.on_device for layer in handle.plan().layers[:-1])
-
-
 def test_nothing_waits_for_the_device(enable, decoder):
     x = torch.randn(4, 2048, WIDTH, device="cuda")
     handle = enable(decoder, True, save="auto", max_device_bytes=700 * MIB)

@@ -220,13 +220,6 @@ def test_layers_that_backward_enters_on_another_stream(compare, toys, every_savi
     compare(toys.stack(Behind, blocks=4, width=WIDTH).to("cuda", torch.bfloat16), read, **every_saving)
 
 
-def test_layers_on_one_stream_are_known_as_such(enable, toys):
-    model = toys.stack(lambda: toys.attend(WIDTH, 8, 4), blocks=3, width=WIDTH).to("cuda", torch.bfloat16)
-    handle = enable(model, True)
-    read(model).backward()
-    assert not any(layer.uses_streams for layer in handle.session.layers)
-
-
 class Thin(nn.Module):
     """Next to no compute on much memory, so that compute always waits for copies."""
 

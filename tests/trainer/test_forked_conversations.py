@@ -145,11 +145,6 @@ def test_rewards_to_go_pass_from_row_to_row():
     assert by_turn[0] == [0.46875, 0.9375, 1.375, 2.75, 2.75] and by_turn[1] == [1.25, 1.25, 1.5]
 
 
-def test_the_functions_part_of_a_score_is_on_the_last_token_of_all():
-    batch = all_rows(a_batch(TWO)).with_(scores=torch.tensor([7.0, 7.0]))
-    assert on_turns(with_advantages(batch, AlgorithmConfig(adv_estimator="grpo")), "token_rewards") == [[0, 0.5, 6.5]]
-
-
 @pytest.mark.parametrize("time_step", ["token", "turn"])
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_every_estimator_has_the_numbers_of_the_same_turns_in_one_row(estimator, time_step):

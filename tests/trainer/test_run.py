@@ -184,30 +184,6 @@ def test_a_run_on_a_url_resumes_from_there_on_an_empty_machine_and_is_exported_f
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "exported").num_parameters() > 0
 
 
-@pytest.mark.slow
-def test_real_gsm8k_trains_and_the_model_leaves(train):
-    source = os.environ.get("RLX_GSM8K_DIR")
-    if not source:
-        pytest.skip("RLX_GSM8K_DIR names no folder with GSM8K's train.jsonl and test.jsonl")
-    folder, metrics = train(
-        f"data.train_files={source}/train.jsonl",
-        f"data.val_files={source}/test.jsonl",
-        "data.max_prompt_length=512",
-        "data.max_response_length=32",
-        "data.filter_overlong_prompts=True",
-        "data.val_max_samples=4",
-        "trainer.total_training_steps=2",
-        "trainer.save_freq=2",
-        "trainer.test_freq=2",
-        "actor_rollout_ref.actor.checkpoint.save_contents=[model,optimizer,extra,hf_model]",
-    )
-    assert set(metrics) == {1, 2}
-    assert all(torch.isfinite(torch.tensor(m["actor/loss"])) for m in metrics.values())
-    assert "val/accuracy" in metrics[2]
-    exported = folder / "checkpoints/global_step_2/actor/hf_model"
-    assert AutoModelForCausalLM.from_pretrained(exported).num_parameters() > 0
-
-
 @pytest.fixture
 def judge(untrained, tmp_path):
     """A reward model in a chat template of its own: its folder, the model, its tokenizer."""

@@ -92,16 +92,6 @@ def test_a_sample_is_shown_as_it_was_written_and_hostile_text_stays_text(make_ru
     assert "16 samples" in made.texts["summary"][0] and f"reward {line['reward']}" in made.texts["sample"][0]
 
 
-def test_a_failure_shows_its_traceback_as_text(make_run, look):
-    run = make_run()
-    write_page(run, run / "view.html")
-    lines = [json.loads(line) for line in (run / "transcripts" / "step_000002.jsonl").open()]
-    at = next(place for place, line in enumerate(lines) if "traceback" in line)
-    made = look(run / "view.html", f"step=2&sample={16 + at}")
-    assert lines[at]["traceback"].strip() in made.texts["sample"][0]
-    assert not any(tag in ("img", "iframe") for tag, _ in made.tags)
-
-
 def test_rows_of_a_conversation_that_forked_are_one_sample_of_the_summary(make_run, look):
     """Each row has two of its turns and the whole conversation's reward."""
     run = make_run(steps=1, groups=2, samples=3)
@@ -115,16 +105,6 @@ def test_rows_of_a_conversation_that_forked_are_one_sample_of_the_summary(make_r
     write_page(run, run / "view.html")
     (summary,) = look(run / "view.html", "").texts["summary"]
     assert summary.startswith("4 samples: reward 1.00, 3.0 turns, 6 calls")
-
-
-def test_a_sample_of_another_step_than_the_address_says_brings_its_own(make_run, look):
-    run = make_run(steps=3, groups=2, samples=2)
-    write_page(run, run / "view.html")
-    made = look(run / "view.html", "step=3&sample=1")
-    assert made.texts["sample"][0].startswith("Step 1, group 0, sample 1") and made.texts["summary"][0].startswith(
-        "4 samples"
-    )
-    assert all("step 1 " in text for text in made.texts["row"]), made.texts["row"]
 
 
 @pytest.mark.parametrize("colour", ["gap", "mask"])

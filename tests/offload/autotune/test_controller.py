@@ -116,12 +116,6 @@ def test_a_plan_is_explained_once_and_nothing_warns(toys, auto, caplog):
     assert all(record.levelno == logging.INFO for record in caplog.records)
 
 
-def test_ranks_plan_by_themselves(two_ranks):
-    (roomy, own), (tight, others) = two_ranks("auto", "planned", (PLENTY, 0))
-    assert all(layer.keep for layer in roomy.layers) and not all(layer.keep for layer in tight.layers)
-    assert own == others, "gradients are the same"
-
-
 @pytest.fixture
 def filling(monkeypatch):
     """A device of 10 MB, of which others have allocated `filling.allocated`."""
