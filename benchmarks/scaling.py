@@ -41,6 +41,7 @@ STREAMED = (*ADAPTERS, f"{MODEL}.enable_activation_offload=True", f"{FSDP}.model
 WORKER = "ray::WorkerProcess"
 SAVED_STEP, LAST_STEP = 2, 4  # of the run that loses a worker
 POLL_S = 0.1
+ROWS = 1024  # prompts of all runs with one shape and one length
 SPEEDS = ("generation", "update", "step")
 
 
@@ -308,13 +309,14 @@ def options_of(arguments: Sequence[str] | None) -> tuple[Namespace, list[str]]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return 1 if a case failed or was cut off."""
     options, overrides = options_of(arguments)
-    made = options.folder / f"{options.shape}-{options.prompt}-{options.response}-{options.prompts}-{options.steps}"
+    made = options.folder / f"{options.shape}-{options.prompt}-{options.response}"
+    rows = Namespace(**{**vars(options), "prompts": ROWS, "steps": 1})
     inputs, failed = list[str](), False
     for name in options.cases:
         if name not in ("offload", "ulysses", "long") and not inputs:
             if not (made / "inputs.json").exists():
                 made.mkdir(parents=True, exist_ok=True)
-                (made / "inputs.json").write_text(json.dumps(write_inputs(made, options, chosen_device())))
+                (made / "inputs.json").write_text(json.dumps(write_inputs(made, rows, chosen_device())))
             inputs = json.loads((made / "inputs.json").read_text())
         for record in measure(name, options, overrides, inputs):
             failed |= "error" in record
