@@ -59,7 +59,7 @@ def chosen(arguments: Sequence[str], composed: Composed, machine: Machine, rows:
     if composed.faults:  # a forecast needs every value
         return _texts(found)
     config = compose([*arguments, *_texts(found)]).partial
-    if RATE not in given and ESTIMATOR in found:
+    if RATE not in given:
         found |= _rate(config)
     if has_tokens:
         tokens = _tokens(config, machine)
