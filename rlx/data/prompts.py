@@ -307,6 +307,11 @@ class PromptSampler:
         """Number of the pass that the next batch belongs to, from 0."""
         return self._epoch + (self._position + self._batch_size > self._size)
 
+    @property
+    def place(self) -> int:
+        """Number of prompts before the next batch, from the first epoch on; no other batch has it."""
+        return self._epoch * self._size + self._position
+
     def next(self) -> list[int]:
         """Return the indices of the next batch, all different."""
         if self._position + self._batch_size > self._size:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from rlx.environments.chat import Gap, Tools, Written, contents_of
 from rlx.environments.protocol import CLOSE, OPEN, Message, Observation, Turn
-from rlx.rollout.protocol import Completion, PrefixMemory
+from rlx.rollout.protocol import Completion, Kept, PrefixMemory
 
 LARGEST_NUMBER = 1e300
 OPENED_THOUGHT = re.compile(rf"{OPEN}\s*\Z")  # at the end of a prompt
@@ -45,7 +45,10 @@ class Conversation:
     token_ids: list[int] = field(default_factory=list)  # behind the prompt
     sampled: list[bool] = field(default_factory=list)  # whether the model sampled each of them
     log_probs: list[float] = field(default_factory=list)  # of each under the sampler; 0 if it was not sampled
-    versions: list[int] = field(default_factory=list)  # see Branch
+    versions: Sequence[int] = ()  # see Branch
+    begun: Kept = field(default_factory=Kept)  # tokens of a turn that is not whole yet
+    seen: list[str] = field(default_factory=list)  # digests of the environment's answers, see `EnvironmentPool.restore`
+    waited_s: float = 0.0  # in which a process had nothing to sample, in phases before this one
     # A record for each turn and each observation, as transcripts have it. Its `start` and `end` count from the first
     # token of the prompt of its `branch`. The record of a rewritten history has the role `history`.
     turns: list[dict[str, Any]] = field(default_factory=list)
@@ -67,6 +70,24 @@ class Conversation:
     @property
     def own_turns(self) -> list[dict[str, Any]]:
         return [turn for turn in self.turns if turn["role"] == "assistant"]
+
+    @property
+    def is_finished(self) -> bool:
+        return bool(self.reason)
+
+    def whole_turn(self, completion: Completion) -> Completion:
+        """Return a completion with the tokens of its turn that came before it."""
+        if not self.begun.token_ids:
+            return completion
+        begun, self.begun = self.begun, Kept()
+        self.versions = [*self.versions, *begun.versions]
+        log_probs = completion.log_probs and [*begun.log_probs, *completion.log_probs]
+        return completion._replace(token_ids=[*begun.token_ids, *completion.token_ids], log_probs=log_probs)
+
+    def stamp(self, version: int) -> None:
+        """Note that tokens without a version are of this one."""
+        branches = [own._replace(versions=_stamped(own, version)) for own in self.branches]
+        self.earlier, self.versions = branches[:-1], branches[-1].versions
 
     def add_turn(self, completion: Completion, text: str) -> Turn:
         """Append a turn as it was sampled; its text is `Chat.texts_of`."""
@@ -107,7 +128,8 @@ class Conversation:
             if len(ids) - prompt >= self.width:
                 return False
             self.earlier = self.branches
-            self.prompt_ids, self.token_ids, self.sampled, self.log_probs, self.versions = ids[:prompt], [], [], [], []
+            self.prompt_ids, self.token_ids, self.sampled, self.log_probs = ids[:prompt], [], [], []
+            self.versions = ()
             ids = ids[prompt:]
         elif len(ids) >= self.room:
             return False
@@ -148,6 +170,10 @@ class Conversation:
         self.log_probs += log_probs
         record = {"start": start, "end": start + len(ids), "role": role, "text": text, "seconds": None, "reward": None}
         self.turns.append({**record, "calls": [], "finish_reason": finish_reason, "branch": len(self.earlier)})
+
+
+def _stamped(own: Branch, version: int) -> list[int]:
+    return [*own.versions, *[version] * (len(own.token_ids) - len(own.versions))]
 
 
 def with_opening(message: Message, before: str) -> Message:

@@ -9,9 +9,11 @@ fault, so each fails with its second process.
 Note [one answer each]: every `reset` and `step` gets exactly one answer from `poll`, unless `end` comes first.
 """
 
+import hashlib
 import itertools
 import json
 import time
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -35,7 +37,7 @@ class PooledConversation:
     number: int  # unique, because keys are reused
     key: int  # of the pool's user
     lines: list[str] = field(default_factory=list)  # requests: the reset and steps
-    answers: list[Answer] = field(default_factory=list)  # to them
+    answers: list[str] = field(default_factory=list)  # digests of those to them
     home: IsolatedProcess | None = None  # of its environment; None if it restarts with its next step, or has failed
     taken: int = 0  # answers of the current environment; fewer than `answers` while it catches up
     losses: int = 0  # processes that others ended
@@ -61,6 +63,7 @@ class EnvironmentPool(WorkerPool):
         self._numbers = itertools.count(1)
         self._of_key: dict[int, PooledConversation] = {}
         self._ready: list[tuple[int, Answer]] = []
+        self._held: dict[int, PooledConversation] = {}  # by name
 
     def reset(self, key: int, row: dict[str, Any]) -> None:
         """Begin a conversation of this key, in the process with the fewest; return at once. `row`: see Environment.reset."""
@@ -72,6 +75,31 @@ class EnvironmentPool(WorkerPool):
             self._finish(own, Failure(f"its row cannot be sent to the environment: {fault}", "error"))
             return
         self._begin(own)
+
+    def hold(self, key: int, name: int) -> list[str]:
+        """Keep a conversation that has its last answer under a name, for `restore`; return digests of its answers."""
+        own = self._held[name] = self._of_key.pop(key)
+        return [*own.answers]
+
+    def restore(self, key: int, name: int, row: dict[str, Any], turns: Sequence[Turn], answers: Sequence[str]) -> None:
+        """Go on with a conversation that had these turns and answers, here or in a pool that has ended.
+
+        Without a held one its reset and turns are repeated before its next step, as after the loss of a process.
+        """
+        own = self._held.pop(name, None)
+        if own is None or own.answers != [*answers]:
+            if own is not None:
+                self._leave_home(own)
+            own = PooledConversation(next(self._numbers), key, answers=[*answers])
+            own.lines = [json.dumps(["reset", own.number, row], default=as_json)]
+            own.lines += [json.dumps(["step", own.number, list(turn)]) for turn in turns]
+        own.key = key
+        self._of_key[key] = own
+
+    def release(self, names: Container[int] = ()) -> None:
+        """End the held conversations but those of these names."""
+        for name in [each for each in self._held if each not in names]:
+            self._leave_home(self._held.pop(name))
 
     def step(self, key: int, turn: Turn) -> None:
         """Send a turn of a conversation that has its last answer; return at once."""
@@ -108,6 +136,7 @@ class EnvironmentPool(WorkerPool):
         """End all conversations and processes."""
         for key in list(self._of_key):
             self.end(key)
+        self.release()
         super().close(patience_s)
 
     def _begin(self, own: PooledConversation) -> None:
@@ -156,10 +185,10 @@ class EnvironmentPool(WorkerPool):
             self._finish(own, what)
             return
         if own.taken == len(own.answers):
-            own.answers.append(what)
+            own.answers.append(_digest(what))
             self._ready.append((own.key, what))
-        elif _without_info(what) != _without_info(own.answers[own.taken]):
-            reason = "its process ended, and after the restart an answer changed, expected the same as before"
+        elif _digest(what) != own.answers[own.taken]:
+            reason = "its environment began anew, and then an answer changed, expected the same as before"
             self._finish(own, Failure(f"{reason}. Draw random numbers from row['seed']", "crash"))
             return
         own.taken += 1
@@ -193,6 +222,7 @@ class EnvironmentPool(WorkerPool):
                 self._begin(own)
 
 
-def _without_info(answer: Answer) -> Answer:
-    """Return the part of an answer that the model or the loss sees; `info` may hold measured seconds, which never come again."""
-    return replace(answer, info={}) if isinstance(answer, Observation) else answer
+def _digest(answer: Answer) -> str:
+    """Return a hash of what the model or the loss sees of an answer; `info` may hold measured seconds, which never come again."""
+    seen = replace(answer, info={}) if isinstance(answer, Observation) else answer
+    return hashlib.blake2b(json.dumps(seen, default=vars, sort_keys=True).encode(), digest_size=8).hexdigest()

@@ -21,7 +21,7 @@ from rlx.environments.running import (
     run_conversations,
 )
 from rlx.environments.spec import environment_spec
-from rlx.rollout.protocol import FirstRank, Rollout, Sampling
+from rlx.rollout.protocol import FirstRank, PrefixMemory, Rollout, Sampling
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -92,11 +92,19 @@ class ConversationSampler:
         )
 
     def generate(self, rollout: Rollout, batch: Batch, sampling: Sampling) -> Batch:
-        """Run a conversation for each of `rows_of(batch)` and return `batch_of` them. Raises as `run_conversations`."""
+        """Run a conversation for each of `rows_of(batch)` and return `batch_of` them. Raises as `run_conversations`.
+
+        A batch with info `kept`, conversations, has a budget of each; return seed and `kept` then.
+        """
         rows = rows_of(batch)
         options = self._options(sampling=sampling)
         ran = run_conversations(rollout, self._pool, rows, options, self._kind)
         self._tell_hidden_tools(ran.conversations)
+        if "kept" in batch.info:
+            for own in ran.conversations:
+                own.memory, own.waited_s = PrefixMemory(), own.waited_s + ran.waited_s
+                own.stamp(rollout.version or 0)
+            return batch.select("seed").with_({"kept": ran.conversations})
         width, version = options.bounds.response_tokens, rollout.version
         return batch_of(ran, rows, self._pad_token_id, width, version, sampling.with_log_probs)
 
@@ -126,7 +134,8 @@ def rows_of(batch: Batch) -> list[ConversationRow]:
             data["prompt"] = [{"role": "user", "content": data["prompt"]}]
         seed = int(batch["seed"][index])
         prompt = batch["prompt_ids"][index][batch["prompt_mask"][index]].tolist()
-        rows.append(ConversationRow(data | {"seed": seed}, seed, prompt))
+        kept, budget = (batch.info["kept"][index], int(batch["budget"][index])) if "kept" in batch.info else (None, 0)
+        rows.append(ConversationRow(data | {"seed": seed}, seed, prompt, kept, budget))
     return rows
 
 
@@ -151,7 +160,7 @@ def batch_of(
         written = [_Row(*each) for each in zip([row.seed] * len(branches), branches, _rewards(own), strict=True)]
         last.append(written[-1])
         earlier.append(_columns(written[:-1], *shape) if own.earlier else None)
-    records = [_record(own, ran.waited_s) for own in ran.conversations]
+    records = [_record(own, own.waited_s + ran.waited_s) for own in ran.conversations]
     return _columns(last, *shape).with_({"conversation": records, "earlier_rows": earlier})
 
 

@@ -7,8 +7,9 @@ import contextlib
 import gc
 import itertools
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ from rlx.environments.answers import Answer
 from rlx.environments.chat import Chat, Gap
 from rlx.environments.conversation import Conversation
 from rlx.environments.environment_pool import EnvironmentPool
-from rlx.environments.protocol import Failure, Message, Observation, Reset
+from rlx.environments.protocol import Failure, Message, Observation, Reset, Turn
 from rlx.errors import ExplainedError, cause_of
 from rlx.heartbeat import beat
 from rlx.rollout.protocol import Completion, FirstRank, Request, Rollout, Sampling, aborting
@@ -37,6 +38,8 @@ class ConversationRow(NamedTuple):
     data: dict[str, Any]  # of the environment's `reset`
     seed: int  # of the sample; turns have seeds of their own, which it and their index determine
     prompt_ids: list[int]  # the data set's prompt: that of the row if the environment gives none
+    kept: Conversation | None = None  # what it has so far, if it may be broken off
+    budget: int = 0  # most tokens of the model before it is broken off; 0: any number
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,7 @@ class ConversationBounds:
 
 
 class RanConversations(NamedTuple):
-    """Conversations that have ended, in the order of their rows, and the seconds in which nothing was sampled."""
+    """Conversations that have ended, or spent their budget, by row, and the seconds in which nothing was sampled."""
 
     conversations: list[Conversation]
     waited_s: float
@@ -83,7 +86,7 @@ def run_conversations(
     options: ConversationOptions,
     kind: "type[Run] | None" = None,
 ) -> RanConversations:
-    """Run a conversation for each row to its end.
+    """Run a conversation for each row to its end, or until its budget is spent.
 
     Args:
         rollout: with weights, and without requests in flight.
@@ -116,10 +119,13 @@ class Run:
         self._arrived: dict[int, Answer] = {}
         self.ended: dict[int, Conversation] = {}
         self.waited_s = 0.0
+        self._spent = Counter[int]()  # tokens of the model, by row
         self._hopeless = ""  # why the template stopped a conversation, if no text of the model is the cause
 
     def to_the_end(self) -> RanConversations:
         """Run all conversations."""
+        if any(row.kept is not None for row in self._rows):
+            self._to_pool("release", {row.seed for row in self._rows})
         try:
             with aborting(self._rollout), rare_collections():
                 self._all()
@@ -153,15 +159,41 @@ class Run:
             getattr(self._pool, method)(*arguments)
 
     def _begin(self, row: int) -> None:
-        self._open[row] = Conversation([], self._bounds.response_tokens)
-        self._to_pool("reset", row, self._rows[row].data)
+        kept, data = self._rows[row].kept, self._rows[row].data
+        if kept is None or not kept.messages:
+            self._open[row] = Conversation([], self._bounds.response_tokens)
+            self._to_pool("reset", row, data)
+        else:
+            self._open[row] = deepcopy(kept)  # a sampler that fails begins again
+            turns = [
+                Turn(own["text"], index, own["finish_reason"], own["end"] - own["start"])
+                for index, own in enumerate(kept.own_turns)
+            ]
+            self._to_pool("restore", row, self._rows[row].seed, data, turns, kept.seen)
+            self._ask(row)
+
+    def _break_off(self, key: int) -> None:
+        """End the conversation for now."""
+        self.ended[key] = conversation = self._open.pop(key)
+        if self._pool is not None:
+            conversation.seen = self._pool.hold(key, self._rows[key].seed)
 
     def _take_turns(self, stopped: list[tuple[int, Completion]]) -> None:
         if not stopped:
             return
-        texts = self._chat.texts_of([completion for _, completion in stopped])
-        for (number, completion), text in zip(stopped, map(self._options.sampling.shown, texts), strict=True):
+        whole = list[tuple[int, Completion]]()
+        for number, completion in stopped:
             key = self._sampled.pop(number)
+            conversation, version = self._open[key], self._rollout.version
+            self._spent[key] += len(completion.token_ids)
+            if completion.finish_reason == "budget":
+                assert version is not None
+                conversation.begun = conversation.begun.continued(completion, version)
+                self._break_off(key)
+            else:
+                whole.append((key, conversation.whole_turn(completion)))
+        texts = self._chat.texts_of([completion for _, completion in whole]) if whole else []
+        for (key, completion), text in zip(whole, map(self._options.sampling.shown, texts), strict=True):
             self._asked[key] = time.monotonic()
             self._to_pool("step", key, self._open[key].add_turn(completion, text))
 
@@ -249,14 +281,19 @@ class Run:
         conversation.fail(text, self._bounds.failure_reward, traceback)
 
     def _ask(self, key: int) -> None:
-        """Request the next turn."""
-        conversation, seed = self._open[key], self._rows[key].seed
-        turn, sampling = len(conversation.own_turns), self._options.sampling
+        """Request the next turn, or the rest of one."""
+        conversation, seed, budget = self._open[key], self._rows[key].seed, self._rows[key].budget
+        turn, sampling, left = len(conversation.own_turns), self._options.sampling, budget - self._spent[key]
+        if budget and left <= 0:
+            return self._break_off(key)
         most = min(conversation.room, self._bounds.turn_tokens or conversation.room)
         if most < sampling.max_tokens:
             sampling = replace(sampling, max_tokens=most)
-        tokens = (*conversation.prompt_ids, *conversation.token_ids)
-        request = Request(tokens, seed_for(seed, turn) if turn else seed, sampling, conversation.memory)
+        begun = conversation.begun.token_ids
+        tokens = (*conversation.prompt_ids, *conversation.token_ids, *begun)
+        turn_seed = seed_for(seed, turn) if turn else seed
+        limits = {"kept": len(begun), "budget": left if budget else None}
+        request = Request(tokens, turn_seed, sampling, conversation.memory, **limits)  # type: ignore[arg-type]
         self._sampled[self._rollout.add_request(request)] = key
 
 

@@ -4,6 +4,7 @@
     checkpoints/global_step_N/         appears when it is whole; until then it is .global_step_N.partial
         actor/  critic/                written by the workers, see rlx/checkpoint/role.py
         driver.json                    the driver's state
+        queue.json                     prompts drawn before their step, with what their samples have; not without partial rollouts
         manifest.json                  digests of driver.json and of the roles' manifests, written last
     checkpoints/superseded/            checkpoints of later steps than one that the run was resumed from
 """
@@ -13,7 +14,7 @@ import math
 import re
 import shutil
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, field, fields
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -40,6 +41,7 @@ RUN_FOLDER = re.compile(r"(\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d)(?:_(\d+))?")
 SUPERSEDED = "superseded"
 EVALUATION = "settings.json"
 """In the folder of an evaluation: what its samples depend on."""
+QUEUE, QUEUE_FILE = "queue", "queue.json"
 COUNTS = ("step", "seed", "policy_version", "skipped_steps", "sampler.epoch", "sampler.position")
 
 
@@ -58,6 +60,9 @@ class DriverState:
     kl_controller: dict[str, Any]
     skipped_steps: int
     first_validation: dict[str, float]
+    queue: list[dict[str, Any]] = field(
+        default_factory=list
+    )  # in a file of its own, if there are any; see prompt_queue.py
 
 
 class Choice(NamedTuple):
@@ -217,7 +222,13 @@ def require_parts(config: PPOConfig, checkpoint: Path) -> None:
                 f"its {role.name} has {have}, but {role.model_key}.lora_rank={role.model.lora_rank}: set it as in the run that "
                 "wrote it"
             )
-    saved, control = read_driver_state(checkpoint).kl_controller.get("type"), config.algorithm.kl_ctrl.type
+    state, control = read_driver_state(checkpoint), config.algorithm.kl_ctrl.type
+    saved, correction = state.kl_controller.get("type"), config.algorithm.rollout_correction.rollout_is
+    if state.queue and correction is None:
+        faults.append(
+            "it holds samples that older weights have begun: set algorithm.rollout_correction.rollout_is=token, also with "
+            "actor_rollout_ref.rollout.partial.max_staleness=0"
+        )
     if saved is not None and saved != control:
         faults.append(
             f"it was written with algorithm.kl_ctrl.type={saved!r}, this run has {control!r}: set it as before"
@@ -262,14 +273,17 @@ def run_folder(config: PPOConfig, checkpoint: Path | None) -> Path:
 
 def write_driver_state(checkpoint: Path, state: DriverState) -> None:
     with storing(checkpoint):
-        (checkpoint / "driver.json").write_text(json.dumps(asdict(state), indent=1))
+        own = {name: value for name, value in vars(state).items() if name != QUEUE}
+        (checkpoint / "driver.json").write_text(json.dumps(own, indent=1))
+        if state.queue:
+            (checkpoint / QUEUE_FILE).write_text(json.dumps({QUEUE: state.queue}))
 
 
 def read_driver_state(checkpoint: Path) -> DriverState:
     """Return what `write_driver_state` wrote. Raises OtherVersionError for other keys, CheckpointError for damage or another step."""
     path = checkpoint / "driver.json"
     found, flat = read_json(path), {}
-    require_keys(path, found, [field.name for field in fields(DriverState)])
+    require_keys(path, found, [each.name for each in fields(DriverState) if each.name != QUEUE])
     for name, value in found.items():
         flat |= {f"{name}.{key}": each for key, each in value.items()} if isinstance(value, dict) else {name: value}
     wrong = [name for name in COUNTS if not is_count(flat.get(name))]
@@ -288,7 +302,8 @@ def read_driver_state(checkpoint: Path) -> DriverState:
         raise CheckpointError(f"{path}: got {few(faults)}, which rlx's driver never writes")
     if found["step"] != (step := require_step(checkpoint)):
         raise CheckpointError(f"{path}: got the state of step {found['step']}, expected {step}")
-    return DriverState(**found)
+    waiting = checkpoint / QUEUE_FILE
+    return DriverState(**found, queue=read_json(waiting)[QUEUE] if waiting.is_file() else [])
 
 
 def nothing_to_train(step: int, last_step: int, trainer: TrainerConfig) -> str:

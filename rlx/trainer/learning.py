@@ -86,7 +86,10 @@ class Learner:
             whole, compared = (whole, Metrics()) if IN_UPDATE in batch else self._compared(whole)
             whole, rewarded = add_rewards(whole, algorithm, self._run.kl_controller)
             whole = whole.with_(**ESTIMATORS[algorithm.adv_estimator](whole, algorithm))
-            return apart(whole), step_metrics.describe(batch, whole) | compared | rewarded
+            metrics = step_metrics.describe(batch, whole) | compared | rewarded
+            if self._run.has_stale_tokens:
+                metrics |= step_metrics.staleness(whole, self._run.policy_version)
+            return apart(whole), metrics
 
     def _compared(self, whole: Batch) -> tuple[Batch, Metrics]:
         """Write what corrects the sampler's log-probs; return all metrics that old_log_probs and entropy give.
@@ -97,6 +100,8 @@ class Learner:
         if correction.bypass_mode:
             return whole, metrics
         metrics |= step_metrics.mismatch(whole)
+        if self._run.has_stale_tokens:
+            metrics |= step_metrics.mismatch_by_gap(whole, self._run.policy_version)
         whole, corrected = correct(whole, correction)
         return whole, metrics | corrected
 

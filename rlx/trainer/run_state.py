@@ -20,6 +20,7 @@ from rlx.trainer.checkpoints import (
     set_aside_later,
 )
 from rlx.trainer.progress import Progress
+from rlx.trainer.prompt_queue import Draw, as_data, from_data
 from rlx.trainer.saver import Saver
 from rlx.trainer.timeline import Timeline
 from rlx.trainer.tracking import Tracker, TrackingError
@@ -45,6 +46,8 @@ class Run:
     policy_version: int = 0  # updates that the sampler has received
     skipped_steps: int = 0  # optimizer steps without a finite gradient
     first_validation: Metrics = field(default_factory=dict)
+    queue: list[Draw] = field(default_factory=list)  # prompts drawn before their step, the oldest first
+    has_stale_tokens: bool = False  # whether some that are trained on may be of older weights
 
     def __post_init__(self) -> None:
         control = self.config.algorithm.kl_ctrl
@@ -52,6 +55,7 @@ class Run:
         self.kl_controller = KLController(control.kl_coef, target, control.horizon)
         self.seed = self.config.trainer.seed
         self.last_step = self.config.trainer.total_training_steps or 0
+        self.has_stale_tokens = self.config.actor_rollout_ref.rollout.partial.max_staleness > 0
         self.timeline = Timeline(self.folder)
 
     def load(self, checkpoint: Path, saver: Saver, falls_back: bool = False) -> None:
@@ -84,6 +88,8 @@ class Run:
         self.finished_steps, self.seed = state.step, state.seed
         self.policy_version, self.skipped_steps = state.policy_version, state.skipped_steps
         self.first_validation = state.first_validation
+        self.has_stale_tokens |= bool(state.queue)
+        self.queue = [from_data(each, self.config, self.train, self.seed) for each in state.queue]
         if state.seed != trainer.seed:
             notice(f"trainer.seed={trainer.seed} has no effect: the resumed run keeps its seed {state.seed}")
         if self.finished_steps >= self.last_step and not trainer.val_only:
@@ -99,4 +105,5 @@ class Run:
             kl_controller=self.kl_controller.state_dict(),
             skipped_steps=self.skipped_steps,
             first_validation=self.first_validation,
+            queue=[as_data(draw) for draw in self.queue],
         )

@@ -18,12 +18,17 @@ from rlx.cluster.group import Meanwhile
 from rlx.config.schema import OverlongBufferConfig
 from rlx.config.schema.roles import has_environment, has_reward_model
 from rlx.data.batch import Batch, concat
-from rlx.data.seeding import seed_for
+from rlx.environments.conversation import Conversation
+from rlx.environments.role import batch_of, rows_of
+from rlx.environments.running import RanConversations
 from rlx.errors import ExplainedError, storing
 from rlx.rewards.manager import Scores
-from rlx.trainer import environment_rows
+from rlx.rollout.protocol import Kept
+from rlx.rollout.sampler import samples_of
+from rlx.trainer import environment_rows, prompt_queue
 from rlx.trainer.environment_rows import FailedConversations, all_rows, texts_of, written_tokens
 from rlx.trainer.learning import balance
+from rlx.trainer.prompt_queue import Draw, not_begun, spread
 from rlx.trainer.run_state import Run
 
 Metrics = dict[str, float]
@@ -44,6 +49,7 @@ class SampleSource:
 
     def __init__(self, run: Run):
         self._run, self._config = run, run.config
+        self._unfinished: Metrics = {}  # of the last phase of generation with a queue
         self._failed = FailedConversations(run.config.environment, run.progress)
         self._has_judge, self._has_environment = has_reward_model(run.config), has_environment(run.config)
         self._least_gain = run.config.actor_rollout_ref.model.least_gain
@@ -53,16 +59,17 @@ class SampleSource:
 
         With filter_groups it draws prompts until there are enough and drops the surplus; the next step draws others.
         """
-        filters, data = self._config.algorithm.filter_groups, self._config.data
-        epoch = {"train/epoch": float(self._run.sampler.epoch)}
+        filters, data, queue = self._config.algorithm.filter_groups, self._config.data, self._run.queue
+        epoch = {"train/epoch": float(queue[0].epoch if queue else self._run.sampler.epoch)}
         if not filters.enable:
-            return Samples(self._drawn(step, first=0), None, epoch)
+            drawn = self._drawn(step, first=0)
+            return Samples(drawn, None, epoch | self._unfinished)
         found = DynamicSampling(filters.metric, data.train_batch_size, self._config.actor_rollout_ref.rollout.n)
         while not found.enough:
             if found.generations == filters.max_num_gen_batches > 0:
                 raise found.error(step)
             found.add(*self._scored(self._drawn(step, first=found.prompts)))
-        return Samples(*found.samples(), epoch | found.metrics())
+        return Samples(*found.samples(), epoch | found.metrics() | self._unfinished)
 
     def score(self, step: int, samples: Samples) -> tuple[Batch, Metrics]:
         """Score samples unless they are; return the rows for the models, dealt to processes, and the metrics of all."""
@@ -84,9 +91,15 @@ class SampleSource:
         rows = spread(prompts, samples, self._run.seed, purpose, step, first)
         sent = rows.select("prompt_ids", "prompt_mask", "seed")
         sent = sent.with_(rows.info) if self._has_environment else sent
+        return self._received(rows, self._generated(rows, sent, purpose))
+
+    def _generated(self, rows: Batch, sent: Batch, purpose: str) -> Batch:
+        """Return what the sampler answers, and begin to score what it finishes."""
         scores_early = not self._has_environment and self._run.rewards.scores_early(rows)
         meanwhile = self._scoring(rows) if scores_early else None
-        written = self._run.workers.split("rollout", "generate", sent, purpose, meanwhile=meanwhile)
+        return self._run.workers.split("rollout", "generate", sent, purpose, meanwhile=meanwhile)
+
+    def _received(self, rows: Batch, written: Batch) -> Batch:
         self._failed.judge(written)
         return environment_rows.received(rows, written, self._run.tokenizer, self._config.actor_rollout_ref.rollout)
 
@@ -119,6 +132,8 @@ class SampleSource:
         """Return samples of the next prompts; the step has drawn `first` prompts before."""
         run = self._run
         with run.progress.phase("rollout"):
+            if run.queue or prompt_queue.room(self._config, step) > 1:
+                return self._from_queue(step, first)
             prompts = run.train.batch(run.sampler.next())
             batch = self.responses(prompts, self._config.actor_rollout_ref.rollout.n, "train", step, first)
             if "greedy_scores" not in ESTIMATORS[self._config.algorithm.adv_estimator].reads:
@@ -126,22 +141,46 @@ class SampleSource:
             greedy = self.responses(prompts, 1, "greedy", step, first)
         return batch.with_(greedy_scores=self._scored(greedy)[0]["scores"][batch["group_id"] - first])
 
+    def _from_queue(self, step: int, first: int) -> Batch:
+        """Return the samples of the oldest draw, all ended, after a phase in which those of later draws went on."""
+        run, config, draws = self._run, self._config, self._run.queue
+        rollout = config.actor_rollout_ref.rollout
+        while len(draws) < prompt_queue.room(config, step):
+            label, epoch, prompts = step + len(draws), run.sampler.epoch, run.sampler.next()
+            place = run.sampler.place if config.algorithm.filter_groups.enable else 0  # steps differ in their draws
+            rows = spread(run.train.batch(prompts), rollout.n, run.seed, "train", label, place)
+            draws.append(Draw(label, place, epoch, prompts, rows, [not_begun(config) for _ in range(len(rows))]))
+        budget, shares = prompt_queue.round_tokens(config), run.workers.mesh("rollout").shares
+        rows, places = prompt_queue.phase_rows(draws, budget, shares)
+        went_on = sum(map(prompt_queue.token_count, rows.info["kept"]))
+        if places:
+            sent = rows.select("prompt_ids", "prompt_mask", "seed", "budget")
+            sent = sent.with_(rows.info if self._has_environment else {"kept": rows.info["kept"]})
+            answered = self._generated(rows, sent, "train").info["kept"]
+            for (number, row), kept in zip(places, answered, strict=True):
+                draws[number].kept[row] = kept
+        draw = draws.pop(0)
+        waiting = [kept for each in draws for kept in each.kept if not kept.is_finished]
+        self._unfinished = {
+            "partial/queued_prompts": float(sum(len(each.prompts) for each in draws)),
+            "partial/unfinished_samples": float(sum(prompt_queue.token_count(each) > 0 for each in waiting)),
+            "partial/continued_tokens": float(went_on),
+        }
+        group_id = draw.rows["group_id"] - draw.first + first
+        length, pad = config.data.max_response_length, int(run.tokenizer.pad_token_id)
+        rows = draw.rows.with_(group_id=group_id)
+        if self._has_environment:
+            ran = RanConversations([each for each in draw.kept if isinstance(each, Conversation)], 0.0)
+            written = batch_of(ran, rows_of(rows), pad, length, run.policy_version, with_log_probs=True)
+        else:
+            kept = [each for each in draw.kept if isinstance(each, Kept)]
+            written = samples_of(rows, kept, pad, length, with_log_probs=True)
+        return self._received(rows, written)
+
     def _scored(self, batch: Batch) -> Part:
         with self._run.progress.phase("reward"):
             scores = self.scores_of(batch)
             return with_scores(batch, scores, self._config.reward.overlong_buffer), scores
-
-
-def spread(prompts: Batch, samples: int, run_seed: int, purpose: str, step: int, first: int = 0) -> Batch:
-    """Repeat each prompt `samples` times in a row, with group_id, seed and info sample.
-
-    A seed is a hash of run_seed, purpose, step and the indices of prompt and sample. `first` is the index of the first prompt,
-    if the step has drawn others before.
-    """
-    index = [p for p in range(len(prompts)) for _ in range(samples)]
-    seeds = [seed_for(run_seed, purpose, step, first + p, s) for p in range(len(prompts)) for s in range(samples)]
-    info = {"sample": [*range(samples)] * len(prompts)}
-    return prompts.rows(index).with_(info, group_id=torch.tensor(index) + first, seed=torch.tensor(seeds))
 
 
 class SelectionError(ExplainedError, ValueError):

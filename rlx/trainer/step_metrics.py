@@ -141,6 +141,18 @@ def masked_variance(x_BR: Tensor, mask_BR: Tensor) -> float:
     return masked_mean((x_BR - masked_mean(x_BR, mask_BR)) ** 2, mask_BR)
 
 
+def staleness(batch: Batch, version: int) -> Metrics:
+    """Return how many updates behind the weights were that sampled the tokens, on average and at most, and the share of each gap."""
+    mask = batch["response_mask"]
+    gaps_N = version - batch["policy_versions"][mask]
+    shares = gaps_N.bincount() / max(1, len(gaps_N))
+    found = {f"staleness/gap_{gap}_share": share for gap, share in enumerate(shares.tolist())}
+    return found | {
+        "staleness/mean": masked_mean(version - batch["policy_versions"], mask),
+        "staleness/max": float(max(0, len(shares) - 1)),
+    }
+
+
 def mismatch(batch: Batch) -> Metrics:
     """Compare both policies' log-probs and experts, and return mismatch/... of those that the sampler returned."""
     experts = _named({name: masked_mean(batch[name], batch["response_mask"]) for name in DIFFERING if name in batch})
@@ -148,6 +160,16 @@ def mismatch(batch: Batch) -> Metrics:
         return experts
     sums, largest = mismatch_sums(batch["old_log_probs"], batch["rollout_log_probs"], batch["response_mask"])
     return experts | _named(_figures(sums, largest)) | _by_turn(batch)
+
+
+def mismatch_by_gap(batch: Batch, version: int) -> Metrics:
+    """Return mismatch/gap_<number>/..., by how many updates behind `version` the sampler was; gap 0 is of numerics alone."""
+    metrics: Metrics = {}
+    mask, gap_BR = batch["response_mask"], version - batch["policy_versions"]
+    for gap in gap_BR[mask].unique().tolist():
+        compared = batch["old_log_probs"], batch["rollout_log_probs"], mask & (gap_BR == gap)
+        metrics |= _named({f"gap_{gap}/{name}": x for name, x in _figures(*mismatch_sums(*compared)).items()})
+    return metrics
 
 
 def _by_turn(batch: Batch) -> Metrics:

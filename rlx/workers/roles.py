@@ -36,7 +36,7 @@ from rlx.identity import machine_identity
 from rlx.models.lora import adapters_off
 from rlx.rollout.engines import EngineProcess
 from rlx.rollout.protocol import Completion, EngineError, Sampling, joined_loads
-from rlx.rollout.sampler import ChangeCheck, build_rollout, generate_batch, sampler_dtype
+from rlx.rollout.sampler import ChangeCheck, build_rollout, continue_batch, generate_batch, sampler_dtype
 from rlx.scratch import scratch_folder
 
 if TYPE_CHECKING:
@@ -286,7 +286,9 @@ class RolloutRole:
         load = self.sampler.take_load()
         if purpose == "train":
             self._loads.append(load)
-        return samples if self._conversations is None else samples.with_prompts(_largest(samples.prompt_length))
+        if self._conversations is None or "kept" in batch.info:
+            return samples
+        return samples.with_prompts(_largest(samples.prompt_length))
 
     def finished(self) -> list[tuple[int, list[int]]]:
         """Return seed and tokens of finished rows, see `Rollout.finished`; a sampler that is started again repeats them."""
@@ -332,6 +334,8 @@ class RolloutRole:
         try:
             if self._conversations is not None:
                 return self._conversations.generate(self.sampler, batch, sampling), None
+            if "kept" in batch.info:
+                return continue_batch(self.sampler, batch, sampling, done), None
             return generate_batch(self.sampler, batch, sampling, self._pad_token_id, self._length, done), None
         except EngineError as error:
             _clear_frames(error)
@@ -388,7 +392,8 @@ def sampling_for(config: PPOConfig, purpose: Purpose, stop_token_ids: tuple[int,
     if purpose == "train":
         cut = rollout.temperature, rollout.top_p, rollout.top_k or -1
         logs, experts = rollout.calculate_log_probs, rollout.enable_rollout_routing_replay
-        return Sampling(length, *cut, with_log_probs=logs, with_experts=experts, **ends)
+        goes_on = rollout.partial.max_staleness > 0
+        return Sampling(length, *cut, with_log_probs=logs, with_experts=experts, by_position=goes_on, **ends)
     silent: dict[str, Any] = {"with_log_probs": False, **ends}
     if purpose == "greedy":
         return Sampling(length, temperature=0.0, **silent)

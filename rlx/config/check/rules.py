@@ -248,6 +248,7 @@ def offload_options_agree(s: CheckContext) -> Faults:
 # Generation
 
 NAME, PARALLEL, KWARGS = f"{ROLLOUT}.name", f"{ROLLOUT}.tensor_model_parallel_size", f"{ROLLOUT}.engine_kwargs.vllm"
+STALENESS = f"{ROLLOUT}.partial.max_staleness"
 # vLLM's engine arguments that rlx sets itself -> the key that sets them.
 OWNERS = {
     **{name: f"{ROLLOUT}.{name}" for name in ("dtype", "max_num_seqs", "max_num_batched_tokens", "enforce_eager")},
@@ -308,6 +309,12 @@ def vllm_takes_the_options(s: CheckContext) -> Faults:
         remedy = f"set {OWNERS[name]} instead" if OWNERS[name] else "remove it: rlx sets the value that it needs"
         got = f"{KWARGS}.{name}={options[name]}"
         yield s.fault("an option of vLLM that rlx sets itself", "another", remedy, KWARGS, got=got)
+    if s.value(STALENESS) and options.get("speculative_config") and s.value(NAME) == "vllm":
+        what, got = (
+            "a sample that goes on draws other tokens with drafts",
+            f"{KWARGS}.speculative_config, {STALENESS}={s.value(STALENESS)}",
+        )
+        yield s.fault(what, "no drafts", "remove speculative_config", KWARGS, STALENESS, got=got)
     longest, together = options.get("max_model_len"), sum(map(s.value, LENGTHS))
     if isinstance(longest, int) and longest < together:
         what, remedy = "prompts and responses are longer than vLLM's context", "remove it: rlx sets this sum"

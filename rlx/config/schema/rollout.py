@@ -85,6 +85,41 @@ class EngineKwargsConfig:
     vllm: dict[str, Any] = key({}, "Passed to vLLM unchanged.")
 
 
+ROLLOUT = "actor_rollout_ref.rollout"
+
+
+@dataclass(frozen=True)
+class PartialConfig:
+    """Samples that go on in later steps, so that no step waits for the longest one. See docs/async.md."""
+
+    max_staleness: int = key(
+        0,
+        "Most steps for which samples of later prompts go on; 0: each step samples its own prompts to their end.",
+        needs(
+            "tokens of older weights are trained on without a correction",
+            "algorithm.rollout_correction.rollout_is",
+            "token",
+            "sequence",
+        ),
+        needs("greedy responses of remax would wait for their longest", "algorithm.adv_estimator", when=bool)._replace(
+            met=lambda name: name != "remax", expected=" other than remax", example="grpo"
+        ),
+        needs("a stop string may lie across two rounds", f"{ROLLOUT}.stop", (), expected="=[]", example="[]"),
+        needs("experts of kept tokens are lost", f"{ROLLOUT}.enable_rollout_routing_replay", False),
+        needs("the calls of agents cannot be kept", "environment.name")._replace(
+            met=lambda name: name != "endpoint", expected=" other than endpoint", example="null"
+        ),
+        minimum=0,
+    )
+    round_tokens: int | None = key(
+        None,
+        "Most tokens that a later prompt's sample gets in a step; null: data.max_response_length / (max_staleness + 1).",
+        without("max_staleness"),
+        minimum=1,
+        at_most="data.max_response_length",
+    )
+
+
 @dataclass(frozen=True)
 class RolloutConfig:
     name: str = key("vllm", "Generation engine: transformers (`hf`) or `vllm`.", choices=("hf", "vllm"))
@@ -165,4 +200,5 @@ class RolloutConfig:
     )
     val_kwargs: ValKwargsConfig = group(ValKwargsConfig, "Sampling in validation.", in_state("never validates"))
     multi_turn: MultiTurnConfig = group(MultiTurnConfig, "Turns of a conversation.", in_state("no environment"))
+    partial: PartialConfig = group(PartialConfig, "Samples that go on in later steps.")
     engine_kwargs: EngineKwargsConfig = group(EngineKwargsConfig, "Options passed through.", while_is("name", "hf"))
