@@ -1,7 +1,7 @@
 """The memory of a decoder's training step by formulas, for the planner and for the forecast before a run.
 
 Letters: T tokens of a micro-batch on one process, h width of the model, a = heads x head width, c = key/value heads x head width, f
-width of the MLP, k experts per token, V vocabulary, e bytes per element of activations. docs/planning.md has a table. The terms:
+width of the MLP, k experts per token, V vocabulary, e bytes per element of activations. The terms:
 
 *Saved* by autograd. A norm: (4 + 2 e) h, for a copy in fp32 and the results before and after the weight; norms of q and k do not
 save the result after it. The log-sum-exp: 4 per head. The MLP: 4 e f, for gate, its activation, up and their product. Experts also
