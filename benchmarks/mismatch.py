@@ -317,7 +317,7 @@ def difference(found: Sequence[Tensor], expected: Sequence[Tensor]) -> Figures:
     return {"equal": (a == b).float().mean().item(), "relative_rms": ((a - b).norm() / b.norm()).item()}
 
 
-def compare_operations(pair: Pair, recorder: Recorder, batch: int, rows: int) -> Iterator[Figures]:
+def compare_operations(pair: Pair, recorder: Recorder, batch: int, options: argparse.Namespace) -> Iterator[Figures]:
     """Yield the difference of each way to compute each recorded operation, from the sampler's inputs.
 
     The sampler's rows are among others of a larger batch, because a kernel may depend on it. Attention is over whole sequences.
@@ -325,18 +325,21 @@ def compare_operations(pair: Pair, recorder: Recorder, batch: int, rows: int) ->
     for (name, layer), steps in sorted(recorder.steps.items()):
         if name == "logits_processor":
             continue
-        for phase, step in (("prefill", 0), ("decode", len(steps) - 2)):
-            given, expected = steps[step]
-            inputs, count = given, len(given[0])
-            places = torch.randperm(max(rows, count), generator=torch.Generator().manual_seed(0))[:count]
+        for phase, step in (("prefill", 0), ("decode", options.tokens - 2)):
+            count = batch * (1 if step else options.prompt)  # vLLM may pad a step
+            given, expected = ([x[:count] for x in side] for side in steps[step])
+            inputs, rows = given, max(options.rows, count)
+            places = torch.randperm(rows, generator=torch.Generator().manual_seed(0))[:count]
             if name == "attn":
-                parts = [[x.view(batch, -1, x.shape[-1]) for x in each[:3]] for each, _ in steps[: step + 1]]
+                parts = [[x[: batch * options.prompt] for x in steps[0][0][:3]]]
+                parts += [[x[:batch] for x in each[:3]] for each, _ in steps[1 : step + 1]]
+                parts = [[x.view(batch, -1, x.shape[-1]) for x in each] for each in parts]
                 whole = [torch.cat(each, dim=1) for each in zip(*parts, strict=True)]
                 inputs = [*(x.flatten(0, 1) for x in whole), [whole[0].shape[1]] * batch]
                 own = parts[-1][0].shape[1]  # tokens of a sequence in this step
                 places = torch.arange(len(inputs[0])).view(batch, -1)[:, -own:].flatten()
             else:
-                order = torch.arange(max(rows, count)) % count
+                order = torch.arange(rows) % count
                 order[places] = torch.arange(count)
                 inputs = [x[order.to(x.device)] for x in given]
             for way, function in WAYS[KINDS[name]].items():
@@ -348,7 +351,8 @@ def compare_operations(pair: Pair, recorder: Recorder, batch: int, rows: int) ->
 
 def compare_head(pair: Pair, recorder: Recorder, log_probs: Tensor, ids: Tensor, head: str) -> Iterator[Figures]:
     """Yield the difference of logits, and of log-probs from the sampler's logits, in the last step."""
-    (hidden,), (logits,) = recorder.steps["logits_processor", 0][-1]
+    (hidden,), (logits,) = recorder.steps["logits_processor", 0][log_probs.shape[1] - 1]
+    hidden, logits = hidden[: len(ids)], logits[: len(ids)]
     weight, of_ids = pair.other.get_output_embeddings().weight, ids[:, -1].to(logits.device)
     found = [("head", "bf16", F.linear(hidden, weight), logits), ("head", "fp32", wide_logits(hidden, weight), logits)]
     for way, x in (
@@ -448,7 +452,7 @@ def measure(name: str, folder: str, options: argparse.Namespace) -> Iterator[Fig
                 yield {"figure": "log-probs", "head": head, "batch": batch, "forward": "prompt", **again}
             yield from compare_head(pair, recorder, sampled, ids, head)
             if is_eager and head == options.heads[0]:
-                yield from compare_operations(pair, recorder, batch, options.rows)
+                yield from compare_operations(pair, recorder, batch, options)
                 if batch == max(options.batches):
                     yield from costs(pair, recorder, options.rows, options.rounds)
 
