@@ -211,7 +211,6 @@ def restart(job: Job) -> Found:
 
 def resume(job: Job) -> Found:
     """That run goes on with half the GPUs: seconds from the command to the next row."""
-    job = job._replace(folder=job.folder.parent / f"{job.options.shape}-{job.options.gpus}-restart")
     saved = next((job.folder / "runs").glob(f"*/checkpoints/global_step_{LAST_STEP}"), None)
     if saved is None or job.options.gpus < 2:
         raise RuntimeError("needs the checkpoint of the case restart, in the same --folder and with the same --gpus")
@@ -242,9 +241,10 @@ CASES: dict[str, Callable[[Job], Found]] = {
 
 def measure(name: str, options: Namespace, overrides: list[str], inputs: list[str]) -> Iterator[dict[str, Any]]:
     """Do a case and yield its lines for the file."""
-    folder = options.folder / f"{options.shape}-{options.gpus}-{name}"
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+    folder = options.folder / f"{options.shape}-{options.gpus}-{name.replace('resume', 'restart')}"
+    if name != "resume":  # which continues the run of restart
+        shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
     about = {"shape": options.shape, "gpus": options.gpus, "machine": title(chosen_device()), "keys": overrides}
     try:
