@@ -6,7 +6,7 @@ from typing import Any
 
 from rlx.config.compose.command_line import DEFAULT_GROUPS, group_choices
 from rlx.config.schema import PPOConfig
-from rlx.config.schema.tree import Leaf, as_text, children, describe_range, describe_type
+from rlx.config.schema.tree import Leaf, as_text, children, describe_range, describe_type, section_in
 
 USAGE = """\
 rlx train [group=file ...] [key=value ...]        (or python -m rlx.main_ppo ...)
@@ -66,6 +66,8 @@ def _section(path: str, section: Leaf, first_place: dict[type, str]) -> str:
     rows = [_row(name, child) for name, child in known if not is_dataclass(child.default)]
     table = "\n| key | values; default | meaning |\n|---|---|---|\n" + "\n".join(rows) + "\n" if rows else ""
     below = [_section(f"{path}.{name}", child, first_place) for name, child in known if is_dataclass(child.default)]
+    lists = [(name, part, child.info) for name, child in known if (part := section_in(child.hint))]
+    below += [_section(f"{path}.{name}[]", Leaf(part, part(), info), first_place) for name, part, info in lists]
     return "\n".join([text, table, *below])
 
 

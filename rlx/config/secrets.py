@@ -1,10 +1,11 @@
 """Hide values that may be secrets, in everything that is printed or written."""
 
 import re
+from dataclasses import is_dataclass
 from difflib import get_close_matches
 from typing import Any
 
-from rlx.config.schema.tree import LEAVES
+from rlx.config.schema.tree import LEAVES, section_in
 
 HIDDEN = "***"
 PASSWORD_WORDS = {
@@ -39,8 +40,11 @@ def _words(name: str) -> set[str]:
 
 
 def is_secret(name: str) -> bool:
-    """Whether a name says that its value is a secret: `api_key`, `HF_TOKEN`, `dbPassword`; but not `prompt_key`, `max_tokens`."""
-    words = _words(name)
+    """Whether a name says that its value is a secret: `api_key`, `HF_TOKEN`, `dbPassword`; but not `prompt_key`, `max_tokens`.
+
+    Nor is `api_key_var`, the name of an environment variable.
+    """
+    words = _words(name.removesuffix("api_key_var"))
     return bool(words & SECRET_WORDS) and not any(get_close_matches(word, HARMLESS_WORDS, 1, ALIKE) for word in words)
 
 
@@ -50,6 +54,9 @@ def without_secrets(value: Any) -> Any:
     These are texts below a name that `is_secret`, numbers below one like `password`, all values of environment variables
     (`env_vars`) unless they only name a variable, as `${oc.env:NAME}` does, passwords in URLs, and keys of known services.
     """
+    if is_dataclass(value) and not isinstance(value, type):  # of a list of them: what differs from its defaults
+        usual = type(value)()
+        value = {name: found for name, found in vars(value).items() if found != getattr(usual, name)}
     if isinstance(value, dict):
         hidden = {name: _hidden(child, str(name)) for name, child in value.items() if _hides(str(name))}
         return {name: hidden[name] if name in hidden else without_secrets(child) for name, child in value.items()}
@@ -67,8 +74,8 @@ def override_without_secrets(text: str) -> str:
     if not equals:
         return _cut(text)
     # rlx's own keys hold no secrets, only mappings may
-    is_known = key.lstrip("+") in LEAVES and not isinstance(LEAVES[key.lstrip("+")].default, dict)
-    if is_known:
+    leaf = LEAVES.get(key.lstrip("+"))
+    if leaf is not None and not isinstance(leaf.default, dict) and section_in(leaf.hint) is None:
         return f"{key}={without_secrets(value)}"
     if any(_hides(name) for name in key.split(".")):
         return f"{key}={HIDDEN}"

@@ -19,7 +19,7 @@ from rlx.user_code import UserCodeError, load_name, misfit
 if TYPE_CHECKING:
     from rlx.config.schema import CustomRewardConfig, RewardConfig
 
-KEY = "custom_reward_function"
+KEY, JUDGE = "custom_reward_function", "rlx.rewards.judge"
 SINGLE = ("data_source", "solution_str", "ground_truth", "extra_info")
 BATCHED = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
 """The parameters of a function that scores one sample, and of one that scores a list; all are passed by name."""
@@ -41,43 +41,77 @@ class Function:
     options: dict[str, Any] = field(default_factory=dict)  # further arguments by name
     # The process itself interrupts a longer call, and continues [seconds of the processor]; 0: never
     cpu_limit_s: float = 0
+    key: str = KEY  # the configuration group of a user's own function
 
     @property
     def is_own(self) -> bool:
         return self.source.endswith(".py")
 
+    @property
+    def is_judge(self) -> bool:
+        return self.source == JUDGE
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """The names of a sample's arguments, all passed by name."""
+        return BATCHED if self.batched else (*SINGLE, "prompt") if self.is_judge else SINGLE
+
     def load(self) -> Callable[..., Any]:
         """Import the file and return the function. Raises UserCodeError if it cannot be loaded, or called as a reward."""
         if not self.is_own:
             module = importlib.import_module(self.source)
+            if self.is_judge:
+                module.prepare(**self.options)
             return getattr(module, self.name)  # type: ignore[no-any-return]
-        function = load_name(self.source, self.name, KEY)
+        function = load_name(self.source, self.name, self.key)
         if not callable(function):
             raise UserCodeError(
-                f"{KEY}.name: {self.name!r} in {self.source} is {function!r}, expected a function "
-                f"f({', '.join(BATCHED if self.batched else SINGLE)})"
+                f"{self.key}.name: {self.name!r} in {self.source} is {function!r}, expected a function "
+                f"f({', '.join(self.parameters)})"
             )
         own, other = (BATCHED, SINGLE) if self.batched else (SINGLE, BATCHED)
         fault = misfit(function, named=(*own, *self.options))
         if fault is not None:
-            remedy = f"rename its parameters or add **kwargs; {KEY}.reward_kwargs are {self.options}"
+            remedy = f"rename its parameters or add **kwargs; {self.key}.reward_kwargs are {self.options}"
             if misfit(function, named=(*other, *self.options)) is None:
                 remedy = (
                     f"set reward.reward_manager.name={'naive' if self.batched else 'batch'}, whose parameters it has"
                 )
             raise UserCodeError(
-                f"{KEY}: {self.name}{inspect.signature(function)} in {self.source} cannot take the arguments "
+                f"{self.key}: {self.name}{inspect.signature(function)} in {self.source} cannot take the arguments "
                 f"{', '.join((*own, *self.options))} ({fault}); {remedy}"
             )
         return function  # type: ignore[no-any-return]
 
 
-def own_function(reward: "RewardConfig", custom: "CustomRewardConfig") -> Function | None:
-    """Return the user's function, or None if there is none."""
-    if custom.path is None:
-        return None
-    path = str(Path(custom.path).expanduser().absolute())
-    return Function(path, custom.name, reward.timeout_s, reward.reward_manager.name == "batch", custom.reward_kwargs)
+class Part(NamedTuple):
+    """A part of the score, which is a weighted sum."""
+
+    name: str  # of its metric; empty: the only function, whose numbers keep their names
+    weight: float
+    function: Function | None  # None: rlx's own, of the sample's data source
+
+
+def own_parts(reward: "RewardConfig", custom: "CustomRewardConfig") -> list[Part]:
+    """Return the parts that the user configured, none if rlx's own functions score everything."""
+
+    def of_file(path: str, name: str, options: dict[str, Any], key: str) -> Function:
+        source, is_batched = str(Path(path).expanduser().absolute()), reward.reward_manager.name == "batch"
+        return Function(source, name, reward.timeout_s, is_batched, options, key=key)
+
+    if custom.path is not None:
+        return [Part("", 1.0, of_file(custom.path, custom.name, custom.reward_kwargs, KEY))]
+    found = []
+    for place, part in enumerate(custom.parts):
+        function, key = None, f"{KEY}.parts[{place}]"
+        if part.path is not None:
+            function = of_file(part.path, part.name, part.reward_kwargs, key)
+        elif part.model is not None:
+            names = ("model", "base_url", "template", "scale", "api_key_var", "request")
+            options = {"key": key, **{name: getattr(part, name) for name in names}}
+            function = Function(JUDGE, "compute_score", reward.timeout_s, options=options)
+        found.append(Part(part.label, part.weight, function))
+    return found
 
 
 Numbers = dict[str, float]

@@ -17,7 +17,18 @@ from rlx.config.schema import CustomRewardConfig, RewardConfig
 from rlx.data.batch import SEQUENCE, Batch, left_padded
 from rlx.errors import ExplainedError, cause_of, storing
 from rlx.rewards import gsm8k
-from rlx.rewards.function import BATCHED, SINGLE, Function, Numbers, Outcome, outcome_of, own_function, raised
+from rlx.rewards.function import (
+    BATCHED,
+    LARGEST_SCORE,
+    SINGLE,
+    Function,
+    Numbers,
+    Outcome,
+    Part,
+    outcome_of,
+    own_parts,
+    raised,
+)
 from rlx.rewards.rules import MATH_SOURCES, no_function_for, remedy_for, scored_sources
 from rlx.rewards.scoring_pool import RewardCall, ScoringPool
 from rlx.user_code import TEMPLATE_LIMIT_S, call_within
@@ -133,7 +144,7 @@ class RewardManager:
 
     Args:
         reward: options of the built-in functions and of the processes.
-        custom: if it has a path, its function scores every sample, or those of its `data_sources`.
+        custom: if it is set, its function or parts score every sample, or those of its `data_sources`.
         model: a model that scores, too.
         sampler_cores: cores of this machine that the sampler takes.
 
@@ -153,7 +164,8 @@ class RewardManager:
         size = reward.num_workers or min(MOST_WORKERS, cores)
         self._beside_sampler = reward.num_workers or max(1, min(size, cores - sampler_cores))
         self._pool = ScoringPool(size, reward.memory_limit_gb, reward.max_concurrent)
-        self._begun: dict[int, tuple[str, int]] = {}  # by the seed of a sample: its response, and the call's number
+        # By the seed of a sample and the place of a part: the response, and the call's number
+        self._begun: dict[tuple[int, int], tuple[str, int]] = {}
         limit_s, options = reward.timeout_s, {"format_score": reward.format_score}
         grade_number = Function("rlx.rewards.gsm8k", "compute_score", limit_s, options=options)
         grade_maths = Function(
@@ -162,15 +174,14 @@ class RewardManager:
         self._known = dict.fromkeys(gsm8k.SOURCES, grade_number) | dict.fromkeys(MATH_SOURCES, grade_maths)
         # Rules that always take microseconds run in this process.
         self._here: dict[Function, Callable[..., Any]] = {grade_number: gsm8k.compute_score}
-        self._form = self._all = None
         self._taken: Counter[str] = Counter()
+        self._own, self._form = own_parts(reward, custom), list[Part]()
         if reward.format is not None:
-            self._form = Function("rlx.rewards.rules", "score_form", limit_s, options={"form": reward.format})
-        own = own_function(reward, custom)
-        if own is not None:
-            self._pool.check(own)
-            self._known |= dict.fromkeys(custom.data_sources, own)
-            self._all = None if custom.data_sources else own
+            form = Function("rlx.rewards.rules", "score_form", limit_s, options={"form": reward.format})
+            self._form = [Part("format", reward.format_weight, form)]
+        for part in self._own:
+            if part.function is not None:
+                self._pool.check(part.function)
 
     def __enter__(self) -> "RewardManager":
         return self
@@ -194,22 +205,21 @@ class RewardManager:
 
         Only built-in functions are tried, and none if errors score 0. Trying ends after TRIAL_S.
         """
-        if self._config.on_error != "stop" or self._all is not None or not self._calls_functions:
+        if self._config.on_error != "stop" or not self._calls_functions:
             return {}
         same: dict[tuple[Function, str], list[int]] = {}
         for index, (source, truth) in answers.items():
-            function = self._known.get(source)
-            if function is not None and not function.is_own:
-                same.setdefault((function, repr(truth)), []).append(index)
+            rule = self._known.get(source)
+            if rule is not None and any(part.function is rule for part in self._parts_of(source)):
+                same.setdefault((rule, repr(truth)), []).append(index)
         faults: dict[int, str] = {}
         until, asked = time.monotonic() + TRIAL_S, list(same.items())
         for start in range(0, len(asked), TRIED_AT_ONCE):
             part = asked[start : start + TRIED_AT_ONCE]
             firsts = [answers[rows[0]] for _, rows in part]
-            samples: list[Sample] = [
-                dict(zip(SINGLE, (source, str(truth), truth, None), strict=True)) for source, truth in firsts
-            ]
-            reports = self._ask(samples, [function for (function, _), _ in part])
+            samples = [dict(zip(SINGLE, (source, str(truth), truth, None), strict=True)) for source, truth in firsts]
+            asked_now = zip((function for (function, _), _ in part), samples, strict=True)
+            reports = self._ask([(function, sample, None) for function, sample in asked_now])
             for (_, rows), report in zip(part, reports, strict=True):
                 if isinstance(report, RewardFailure):
                     faults |= dict.fromkeys(rows, f"the answer cannot be scored: {report.what}")
@@ -223,28 +233,36 @@ class RewardManager:
 
     def scores_early(self, rows: Batch) -> bool:
         """Whether `begin` can do anything for samples of these rows."""
-        return self._calls_functions and any(map(self._called_early, set(rows.info["data_source"])))
+        return self._calls_functions and any(map(self._early_parts, set(rows.info["data_source"])))
 
     def begin(self, batch: Batch) -> None:
         """Begin to score finished samples, with info as for `score` and the column seed, by which `score` finds them."""
         for seed, sample in zip(batch["seed"].tolist(), _samples(batch), strict=True):
-            function = self._called_early(sample["data_source"])
-            if function is not None:
-                self._begun[seed] = sample["solution_str"], self._number_of(RewardCall(function, sample), seed)
+            for place, function in self._early_parts(sample["data_source"]).items():
+                number = self._number_of(_call(function, sample), (seed, place))
+                self._begun[seed, place] = sample["solution_str"], number
 
     def work(self, wait_s: float) -> bool:
         """Score what has begun until this time has passed or a call has ended; return False at once if there is nothing to do."""
         return self._pool.work(self._beside_sampler, wait_s)
 
-    def _called_early(self, source: str) -> Function | None:
-        """Return the function that scores single samples of a source in processes."""
-        function = self._all or self._known.get(source)
-        return None if function is None or function.batched or function in self._here else function
+    def _parts_of(self, source: str) -> list[Part]:
+        """Return the parts of the score of a source's samples, the form last."""
+        is_own = self._own and (not self._custom.data_sources or source in self._custom.data_sources)
+        parts = self._own if is_own else [Part("", 1.0, None)]
+        return [part._replace(function=part.function or self._known.get(source)) for part in parts] + self._form
 
-    def _number_of(self, call: RewardCall, seed: int | None) -> int:
+    def _early_parts(self, source: str) -> dict[int, Function]:
+        """Return the functions that score single samples of a source in processes, by the place of their part."""
+        functions = [part.function for part in self._parts_of(source)]
+        return {
+            place: each for place, each in enumerate(functions) if each and not each.batched and each not in self._here
+        }
+
+    def _number_of(self, call: RewardCall, begun: tuple[int, int] | None) -> int:
         """Return the number of a call in the pool; add it unless it has begun."""
-        if seed in self._begun:
-            response, number = self._begun.pop(seed)
+        if begun in self._begun:
+            response, number = self._begun.pop(begun)
             if response == call.arguments["solution_str"]:
                 return number
             self._pool.forget(number)  # the sampler failed, and sampled another response after its restart
@@ -290,13 +308,16 @@ class RewardManager:
 
     def _by_function(self, batch: Batch, dump_dir: Path) -> Scores:
         samples = _samples(batch)
-        sources = batch.info["data_source"]
-        self.check_sources(sources)
+        self.check_sources(batch.info["data_source"])
         seeds = batch["seed"].tolist() if "seed" in batch else None
-        reports = self._ask(samples, [self._all or self._known[source] for source in sources], seeds)
-        if self._form is not None:
-            forms = self._ask(samples, [self._form] * len(samples))
-            reports = [self._with_form(report, form) for report, form in zip(reports, forms, strict=True)]
+        parts_B = [self._parts_of(source) for source in batch.info["data_source"]]
+        calls = [
+            (part.function, samples[row], (seeds[row], place) if seeds else None)
+            for row, parts in enumerate(parts_B)
+            for place, part in enumerate(parts)
+        ]
+        answers = iter(self._ask(calls))
+        reports = [self._sum(parts, [next(answers) for _ in parts]) for parts in parts_B]
         failures = {row: report for row, report in enumerate(reports) if isinstance(report, RewardFailure)}
         if failures:
             self._judge(failures, samples, dump_dir)
@@ -314,25 +335,28 @@ class RewardManager:
         taken, self._taken = self._taken, Counter()
         return {f"reward/{name}": float(taken[name]) for name in POOL_FIGURES}
 
-    def _ask(self, samples: list[Sample], functions: list[Function], seeds: list[int] | None = None) -> list[Report]:
-        rows_of: dict[Function, list[int]] = {}
-        for row, function in enumerate(functions):
-            rows_of.setdefault(function, []).append(row)
+    def _ask(self, calls: list[tuple[Function, Sample, tuple[int, int] | None]]) -> list[Report]:
+        """Return the report of each call of a function with a sample, which may have begun."""
+        places_of: dict[Function, list[int]] = {}
+        for place, (function, _, _) in enumerate(calls):
+            places_of.setdefault(function, []).append(place)
         reports: dict[int, Report] = {}
-        calls: dict[int, tuple[list[int], RewardCall]] = {}
-        for function, rows in rows_of.items():
+        asked: dict[int, tuple[list[int], RewardCall]] = {}
+        for function, places in places_of.items():
             if function in self._here:
-                reports |= {row: self._call_here(function, samples[row]) for row in rows}
+                reports |= {place: self._call_here(function, calls[place][1]) for place in places}
             elif function.batched:
-                lists = {name: [samples[row][one] for row in rows] for one, name in zip(SINGLE, BATCHED, strict=True)}
-                call = RewardCall(function, lists, len(rows))
-                calls[self._pool.add(call)] = rows, call
+                samples = [calls[place][1] for place in places]
+                lists = {name: [each[one] for each in samples] for one, name in zip(SINGLE, BATCHED, strict=True)}
+                call = RewardCall(function, lists, len(places))
+                asked[self._pool.add(call)] = places, call
             else:
-                for row in rows:
-                    call = RewardCall(function, samples[row])
-                    calls[self._number_of(call, seeds[row] if seeds else None)] = [row], call
-        reports |= self._reports_of(calls)
-        return [reports[row] for row in range(len(samples))]
+                for place in places:
+                    _, sample, begun = calls[place]
+                    call = _call(function, sample)
+                    asked[self._number_of(call, begun)] = [place], call
+        reports |= self._reports_of(asked)
+        return [reports[place] for place in range(len(calls))]
 
     def _reports_of(self, calls: dict[int, tuple[list[int], RewardCall]]) -> dict[int, Report]:
         """Return the reports of calls by row. Divide a failing list in halves if failures score 0."""
@@ -364,17 +388,30 @@ class RewardManager:
 
     def _call_here(self, function: Function, sample: Sample) -> Report:
         try:
-            outcome = outcome_of(function, self._here[function](**sample, **function.options), 1)
+            outcome = outcome_of(
+                function, self._here[function](**_call(function, sample).arguments, **function.options), 1
+            )
         except Exception as fault:
             outcome = raised(fault)
         return _reports(function, outcome, 1)[0]
 
-    def _with_form(self, report: Report, form: Report) -> Report:
-        """Return the report with the score of the form added, and an `acc` that does not count the form."""
-        if isinstance(report, RewardFailure) or isinstance(form, RewardFailure):
-            return report if isinstance(report, RewardFailure) else form
-        score = report["score"] + self._config.format_weight * form["score"]
-        return {"acc": float(report["score"] >= 1.0)} | report | {"score": score, "format": form["score"]}
+    def _sum(self, parts: list[Part], reports: list[Report]) -> Report:
+        """Return the weighted sum with the numbers of each part, or the reason why one failed. The first part tells what is right."""
+        failures = [report for report in reports if isinstance(report, RewardFailure)]
+        if failures:
+            return min(failures, key=lambda failure: not self._stops_at(failure.kind))
+        if not any(part.name for part in parts):
+            return reports[0]
+        score, numbers = 0.0, {"acc": reports[0].pop("acc", float(reports[0]["score"] >= 1.0))}
+        for part, report in zip(parts, reports, strict=True):
+            own = report.pop("score")
+            score += part.weight * own
+            numbers |= {f"{part.name}/{name}": value for name, value in report.items()} if part.name else report
+            numbers |= {part.name: own} if part.name else {}
+        if abs(score) <= LARGEST_SCORE:
+            return numbers | {"score": score}
+        what = f"and the other parts give the sum {score}, expected a finite number (in fp32); lower their weights"
+        return RewardFailure("error", parts[0].function, what, "")
 
     def _judge(self, failures: dict[int, RewardFailure], samples: list[Sample], dump_dir: Path) -> None:
         """Stop the run if configured or if no sample has a score; otherwise warn of the samples that score 0."""
@@ -382,10 +419,19 @@ class RewardManager:
         row = (stopping or list(failures))[0]
         failure, sample, function = failures[row], samples[row], failures[row].function
         source, index = sample["data_source"], (sample["extra_info"] or {}).get("index", row)
-        label = f"{function.name} in {function.source}" if function.is_own else f"rlx's reward function of {source!r}"
+        label, culprit = f"rlx's reward function of {source!r}", "the ground truth"
+        if function.is_own:
+            label, culprit = f"{function.name} in {function.source}", "the function"
+        elif function.is_judge:
+            label, culprit = f"the judge of {function.options['key']}", "its keys, template or server"
         # Its name is a number, because names of files must not come from data.
         copy = dump_dir / f"reward_error_{len(list(dump_dir.glob('reward_error_*.json'))) + 1}.json"
-        report = {**sample, "index": index, "function": label, "fault": failure.what, "traceback": failure.traceback}
+        report = {name: sample[name] for name in SINGLE} | {
+            "index": index,
+            "function": label,
+            "fault": failure.what,
+            "traceback": failure.traceback,
+        }
         text = json.dumps(report, indent=2, ensure_ascii=False, default=str) + "\n"
         with storing(copy):
             dump_dir.mkdir(parents=True, exist_ok=True)
@@ -394,7 +440,7 @@ class RewardManager:
         none = len(failures) == len(samples) > 1
         if stopping or none:
             key = "reward.on_error" if failure.kind == "error" else "reward.on_crash"
-            remedy = f"correct {'the function' if function.is_own else 'the ground truth'}"
+            remedy = f"correct {culprit}"
             remedy += f", or let such samples score 0: {key}=zero" if not none else ""
             text = f"{what}{'; no sample of the batch got a score' if none else ''}; {remedy}"
             raise RewardError(text) from cause_of(failure.traceback)
@@ -405,7 +451,13 @@ class RewardManager:
 
 def _samples(batch: Batch) -> list[Sample]:
     columns = [batch.info[name] for name in SCORED_INFO]
-    return [dict(zip(SINGLE, values, strict=True)) for values in zip(*columns, strict=True)]
+    prompts = batch.info.get("raw_prompt") or batch.info.get("prompt_text") or [""] * len(batch)
+    names = (*SINGLE, "prompt")
+    return [dict(zip(names, values, strict=True)) for values in zip(*columns, prompts, strict=True)]
+
+
+def _call(function: Function, sample: Sample) -> RewardCall:
+    return RewardCall(function, {name: sample[name] for name in function.parameters})
 
 
 def _reports(function: Function, outcome: Outcome, samples: int) -> list[Report]:

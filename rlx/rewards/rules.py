@@ -20,16 +20,18 @@ NAMELESS = "rows without a data source"
 
 def scored_sources(custom: CustomRewardConfig) -> frozenset[str] | None:
     """Return the data sources that a function of rlx or the user's scores; None if the user's function scores all."""
-    if custom.path is not None and not custom.data_sources:
+    if custom.is_set and not custom.asks_rule and not custom.data_sources:
         return None
-    own = () if custom.path is None else custom.data_sources
+    own = custom.data_sources if custom.is_set and not custom.asks_rule else ()
     return frozenset((*gsm8k.SOURCES, *MATH_SOURCES, *own))
 
 
 def remedy_for(unknown: Collection[str], custom: CustomRewardConfig) -> str:
     """Return the remedy for data sources that no function scores."""
     own = "set custom_reward_function.path to a file with a compute_score"
-    if custom.path is not None:
+    if custom.asks_rule:
+        own = "give the part without path or model, which rlx's own function scores, a function of yours"
+    elif custom.is_set:
         nameless = f" ({NAMELESS})" if PLAIN_SOURCE in unknown else ""
         own = f"add {_listed(unknown)}{nameless} to custom_reward_function.data_sources"
     return f"{own}, or name the right column in data.reward_fn_key"

@@ -27,7 +27,7 @@ SLACK_S = 1.0
 MESSAGES_PER_PROCESS = 4
 """The driver sends a process's calls in about this many messages, so that all processes end together."""
 HOPELESS = 4
-"""If this many calls per process are lost before the first one gets a reply, the others are not tried."""
+"""If this many calls of a function per process are lost before the first one gets a reply, its others are not tried."""
 
 
 class NotSendable(ExplainedError, TypeError):
@@ -75,7 +75,8 @@ class ScoringPool(WorkerPool):
         self._busy: set[IsolatedProcess] = set()
         self._ended_with: Counter[int] = Counter()
         self._counts: Counter[str] = Counter()
-        self._answered = False
+        self._answered: set[Function] = set()
+        self._lost: dict[Function, list[Outcome]] = {}  # of functions that have not answered
 
     def check(self, function: Loadable) -> None:
         """Load a function, or other user code, in one process before the first call. Raises UserCodeError."""
@@ -129,7 +130,9 @@ class ScoringPool(WorkerPool):
             for worker in [each for each in self._busy if not any(map(self._is_open, each.open))]:
                 self._busy.remove(worker)
                 self.stop(worker)
-            self._answered &= bool(self._calls)
+            if not self._calls:
+                self._answered.clear()
+                self._lost.clear()
         counts, self._counts = Counts(self._counts["retries"], self._counts["processes"]), Counter()
         return outcomes, counts
 
@@ -144,10 +147,14 @@ class ScoringPool(WorkerPool):
 
     def _advance(self, most: int, wait_s: float) -> bool:
         """Start what can be started, and wait for the first event; return whether there was anything to wait for."""
-        if not self._answered and len(self._outcomes) >= HOPELESS * self.size:
-            example = next(iter(self._outcomes.values()))
-            self._outcomes = dict.fromkeys(self._calls, example) | self._outcomes
-            return False
+        for function, lost in self._lost.items():
+            if len(lost) >= HOPELESS * self.size:
+                others = [
+                    each for each, call in self._calls.items() if call.function is function and self._is_open(each)
+                ]
+                self._outcomes |= dict.fromkeys(others, lost[0])
+                if others:
+                    return False
         while (free := most - len(self._busy)) > 0 and (numbers := self._next_part(free)):
             self._start(numbers)
         if not self._busy:
@@ -174,6 +181,15 @@ class ScoringPool(WorkerPool):
             if part:
                 return part
         return []
+
+    def _end(self, number: int, outcome: Outcome) -> None:
+        self._outcomes[number] = outcome
+        function = self._calls[number].function
+        if outcome.kind in ("", "error"):
+            self._answered.add(function)
+            self._lost.pop(function, None)
+        elif function not in self._answered:
+            self._lost.setdefault(function, []).append(outcome)
 
     def _start(self, numbers: list[int]) -> None:
         chosen = [self._calls[number] for number in numbers]
@@ -204,15 +220,14 @@ class ScoringPool(WorkerPool):
             if what.kind == "timeout" and self._puts_off and not self._calls[number].function.cpu_limit_s:
                 self._put_off.append(number)
             else:
-                self._outcomes[number] = what
-                self._answered |= what.kind in ("", "error")
+                self._end(number, what)
         elif isinstance(what, Lost):
             self._busy.remove(worker)
             self._lose(worker, what)
         elif what.fault is not None:
             failed = Outcome([], "error", str(what.fault), str(what.fault.__cause__ or "").lstrip())
-            self._outcomes |= dict.fromkeys(filter(self._is_open, worker.open), failed)
-            self._answered = True
+            for number in [*filter(self._is_open, worker.open)]:
+                self._end(number, failed)
             worker.open.clear()
             self.stop(worker)
 
@@ -228,7 +243,7 @@ class ScoringPool(WorkerPool):
             if kind == "timeout" and self._puts_off:
                 self._put_off.append(number)
             elif kind == "timeout" or self._ended_with[number] > 1:
-                self._outcomes[number] = Outcome([], kind, "" if kind == "timeout" else lost.how)
+                self._end(number, Outcome([], kind, "" if kind == "timeout" else lost.how))
             else:
                 again.append([number])
         for part in filter(None, again):

@@ -50,7 +50,7 @@ from rlx.environments.spec import EnvironmentSpec, environment_spec
 from rlx.errors import wrapped
 from rlx.processes.pool import LOAD_LIMIT_S, Loadable
 from rlx.program import program
-from rlx.rewards.function import BATCHED, KEY, SINGLE, Function, own_function
+from rlx.rewards.function import BATCHED, KEY, SINGLE, Function, own_parts
 from rlx.rewards.rules import no_function_for, remedy_for, scored_sources
 from rlx.rewards.scoring_pool import NotSendable, RewardCall, ScoringPool
 from rlx.row_files import DATA_KINDS, SAVED, data_kind, data_parts
@@ -59,7 +59,7 @@ from rlx.user_code import DATASET, POLICY_LOSS, ImportFailed, Interface, UserCod
 SPLITS = {"train": "data.train_files", "val": "data.val_files"}
 COLUMN_KEYS = ("data.prompt_key", "data.answer_key", "data.reward_fn_key")
 SCORING_KEYS = (
-    *("custom_reward_function.path", "custom_reward_function.data_sources"),
+    *("custom_reward_function.path", "custom_reward_function.parts", "custom_reward_function.data_sources"),
     *("reward_model.enable", "reward_model.rule_weight"),
     *("environment.name", "environment.path", "environment.rewards"),
 )
@@ -345,14 +345,17 @@ def _of(config: PPOConfig) -> Iterator[UserCode]:
     prompt = None
     with suppress(DataError):  # `check_data` reports it
         prompt = first_training_prompt(config)
-    reward = own_function(config.reward, config.custom_reward_function)
-    if reward is not None and is_python_file(reward.source):
+    for label, _, reward in own_parts(config.reward, config.custom_reward_function):
+        if reward is None or not (reward.is_judge or is_python_file(reward.source)):
+            continue
         reward = replace(reward, limit_s=min(reward.limit_s, TRIAL_LIMIT_S))
         keys = (f"{KEY}.path", f"{KEY}.name", f"{KEY}.reward_kwargs", "reward.reward_manager.name")
-        parameters = (*(BATCHED if reward.batched else SINGLE), *reward.options)
-        expected = f"{reward.name}({', '.join(parameters)}), called by keyword"
+        keys = (f"{KEY}.parts", *keys[3:]) if label else keys
+        what = f"the part {label} of the reward" if label else "the reward function of your own"
+        called = f"{reward.name}({', '.join((*reward.parameters, *reward.options))}), called by keyword"
+        expected = "a judge that answers" if reward.is_judge else called
         memory_limit_gb, trial = config.reward.memory_limit_gb, _trial(config, reward, prompt)
-        yield UserCode("the reward function of your own", keys, reward, expected, memory_limit_gb, trial=trial)
+        yield UserCode(what, keys, reward, expected, memory_limit_gb, trial=trial)
     own = config.environment
     if has_environment(config) and (own.path is None or is_python_file(own.path)):
         keys = ("environment.path", "environment.name", "environment.kwargs")
@@ -376,7 +379,7 @@ def _trial(config: PPOConfig, function: Function, prompt: Prompt | None) -> Rewa
     values = (prompt.data_source, str(prompt.ground_truth), prompt.ground_truth, prompt.extra_info)
     if function.batched:
         return RewardCall(function, dict(zip(BATCHED, ([value] for value in values), strict=True)))
-    return RewardCall(function, dict(zip(SINGLE, values, strict=True)))
+    return RewardCall(function, dict(zip(function.parameters, (*values, prompt.content), strict=False)))
 
 
 def _row(prompt: Prompt) -> dict[str, Any]:

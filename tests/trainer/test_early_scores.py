@@ -58,7 +58,8 @@ def slow_worker(scored):
 def test_samples_are_scored_before_the_last_is_sampled_with_the_same_numbers(train, tmp_path, monkeypatch, capfd):
     rewards, scored = tmp_path / "rewards.py", tmp_path / "scored"
     rewards.write_text(REWARD)
-    options = [f"custom_reward_function.path={rewards}", "trainer.total_training_steps=2", "reward.num_workers=2"]
+    parts = f"[{{path: {rewards}, weight: 0.5}}, {{weight: 0.25}}]"
+    options = [f"custom_reward_function={parts}", "trainer.total_training_steps=2", "reward.num_workers=2"]
     options += [f"actor_rollout_ref.rollout.max_num_seqs={SAMPLES // SAMPLER_STEPS}", "trainer.logger=[console,jsonl]"]
     scored.mkdir()
     _, usual = train(*options)
@@ -70,7 +71,9 @@ def test_samples_are_scored_before_the_last_is_sampled_with_the_same_numbers(tra
     )
     _, early = train(*options)
     assert {step: results(row) for step, row in early.items()} == {step: results(row) for step, row in usual.items()}
-    assert early[2]["reward/extra/index"] > 0
+    assert early[2]["reward/extra/compute_score/index"] > 0 and early[2]["reward/extra/rule"] <= 1
+    parts = 0.5 * early[2]["reward/extra/compute_score"] + 0.25 * early[2]["reward/extra/rule"]
+    assert early[2]["reward/mean"] == pytest.approx(parts)
     assert len([*scored.iterdir()]) == 2 * SAMPLES, (
         "those that the sampler repeats after its failure are not scored again"
     )

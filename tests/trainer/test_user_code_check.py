@@ -30,7 +30,7 @@ def tried(tmp_path):
     def of(text, *overrides, machine=CPU):
         (tmp_path / "mine.py").write_text(text)
         paths = [f"{key}.path={tmp_path}/mine.py" for key in (REWARD, LOSS, DATA) if any(key in o for o in overrides)]
-        composed = compose([*paths, *overrides])
+        composed = compose([*paths, *(each.replace("PATH", f"{tmp_path}/mine.py") for each in overrides)])
         return check_user_code(composed.partial, composed.broken, machine)
 
     return of
@@ -102,6 +102,16 @@ def test_a_reward_function_that_fails_with_the_first_row_is_refused(scored, body
     assert fault.remedy == "correct the function, or let such samples score 0: reward.on_error=zero"
     verdict = scored(body, "reward.on_error=zero")
     assert verdict.faults == () and what in verdict.warnings[0]
+
+
+def test_each_part_of_the_reward_is_tried_with_the_first_row(scored):
+    judge = "{model: q, base_url: 'http://127.0.0.1:9/v1', template: /no/file}"
+    parts = f"{REWARD}.parts=[{{path: PATH, metric: a}}, {{metric: rule}}, {judge}]"
+    none, judge = scored("pass", f"{REWARD}.path=null", parts).faults
+    assert none.what == "the part a of the reward fails" and "returned None" in none.got
+    assert (
+        judge.what == "the part judge of the reward cannot be used" and "parts[2].template: got '/no/file'" in judge.got
+    )
 
 
 def test_a_slow_reward_function_is_no_fault(scored):

@@ -9,7 +9,7 @@ from rlx.config.faults import Fault
 from rlx.config.machine import Machine, on_accelerator, processes
 from rlx.config.schema import ARITHMETIC, LOSS_MODES, PPOConfig, roles
 from rlx.config.schema.keys import Need, Unused
-from rlx.config.schema.tree import LEAVES, as_text, children, value_at
+from rlx.config.schema.tree import LEAVES, as_text, children, section_in, value_at
 from rlx.config.secrets import without_secrets
 from rlx.offload.runtime.options import UNREAD_OPTIONS, OffloadOptions
 
@@ -89,6 +89,9 @@ STATES = {
         "no old log-probs take a pass of their own (docs/rollout.md)",
         _unless(lambda c: roles.log_prob_pass(c).prompts > 0),
     ),
+    "no reward of your own": Condition(
+        f"neither {OWN}.path nor {OWN}.parts is set", _unless(lambda c: c.custom_reward_function.is_set)
+    ),
     "no reference": Condition("neither use_kl_loss nor use_kl_in_reward is set", _unless(roles.has_reference)),
     "not sapo": Condition("policy_loss.loss_mode is not sapo", _ignored_by(*{*LOSS_MODES} - {"sapo"})),
     "not tiny": Condition(f"{MODEL}.path is not {roles.TINY}", _unless(roles.is_tiny)),
@@ -97,7 +100,11 @@ STATES = {
     "one process": Condition("there is one process", lambda s: processes(s.config) == 1),
     "own function scores all": Condition(
         "a custom_reward_function scores all",
-        lambda s: s.value(f"{OWN}.path") is not None and not s.value(f"{OWN}.data_sources"),
+        lambda s: (
+            s.config.custom_reward_function.is_set
+            and not s.config.custom_reward_function.asks_rule
+            and not s.value(f"{OWN}.data_sources")
+        ),
     ),
     "reference is the actor": Condition(
         f"{MODEL}.lora_rank is set: the reference is the actor with its adapters off",
@@ -217,6 +224,24 @@ def declared_needs_are_met(s: CheckContext) -> Faults:
         for what, places in failed.items():
             if places:
                 yield _unmet(filled, what, key, leaf.default, places)
+
+
+def list_entries_agree(s: CheckContext) -> Faults:
+    """In each entry of a list of sections, every key has an effect and what it needs."""
+    lists = {key: s.value(key) for key, leaf in LEAVES.items() if section_in(leaf.hint)}
+    for key, place, entry in [(key, place, each) for key, found in lists.items() for place, each in enumerate(found)]:
+        known, prefix = children(type(entry)()), f"{key}[{place}]"
+        for name, leaf in known.items():
+            value = getattr(entry, name)
+            got = f"{prefix}.{name}={as_text(without_secrets({name: value})[name])}"
+            for unused in leaf.info.unused:
+                if value != leaf.default and unused.holds(getattr(entry, unused.key)):
+                    what, expected = f"{prefix}.{name} has no effect", f"{prefix}.{unused.key} beside it"
+                    yield s.fault(what, expected, f"set {unused.key} too, or remove {name}", key, got=got)
+            for need in leaf.info.needs:
+                if need.when(value) and not need.met(getattr(entry, need.key)):
+                    remedy = f"set {prefix}.{need.key}{need.expected}, or remove {name}"
+                    yield s.fault(f"{prefix}: {need.what}", f"{need.key}{need.expected}", remedy, key, got=got)
 
 
 def _unmet(s: CheckContext, what: str, key: str, default: Any, places: list[tuple[str, Need]]) -> Fault:

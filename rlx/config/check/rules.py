@@ -5,7 +5,7 @@ import math
 import re
 from pathlib import Path
 
-from rlx.config.check.declared import CheckContext, Faults
+from rlx.config.check.declared import OWN, CheckContext, Faults
 from rlx.config.check.folders import correct_path, is_hub_name
 from rlx.config.faults import Fault
 from rlx.config.forecast.decoders import decoder_of
@@ -120,7 +120,9 @@ def validates_on_other_tasks(s: CheckContext) -> bool:
 def own_function_scores_them(s: CheckContext) -> bool:
     """Whether the user's function scores all rows, without a setting that it scores these."""
     custom = s.config.custom_reward_function
-    scores_all = custom.path is not None and not custom.data_sources and not roles.has_environment(s.config)
+    scores_all = (
+        custom.is_set and not custom.asks_rule and not custom.data_sources and not roles.has_environment(s.config)
+    )
     return scores_all and "data.val_files" not in s.set_keys
 
 
@@ -157,7 +159,7 @@ def samples_can_be_compared(s: CheckContext) -> Faults:
 def _metrics(config: PPOConfig) -> tuple[str, ...] | None:
     """Return the numbers that can compare samples; None if a user's function may report any number."""
     by_model, by_functions = roles.has_reward_model(config), not roles.model_scores_alone(config)
-    if by_functions and config.custom_reward_function.path is not None:
+    if by_functions and config.custom_reward_function.is_set:
         return None
     form = ("format",) if by_functions and config.reward.format is not None else ()
     return (*METRICS, *form, *(("model_score", "rule_score") if by_model and by_functions else ()))
@@ -349,7 +351,12 @@ def responses_can_end(s: CheckContext) -> Faults:
 
 # Rewards
 
-JUDGE, FORM = "reward_model.model.path", "reward.format"
+JUDGE, FORM, PARTS = "reward_model.model.path", "reward.format", f"{OWN}.parts"
+COLUMNS = (
+    *("score", "acc", "prompt", "response", "ground_truth", "data_source", "model_score", "rule_score"),
+    *("environment_reward", "environment_acc"),
+)
+"""Columns of samples that no part can have."""
 
 
 def form_is_an_expression(s: CheckContext) -> Faults:
@@ -359,6 +366,28 @@ def form_is_an_expression(s: CheckContext) -> Faults:
     except re.error as error:
         expected, got = f"{', '.join(FORMS)}, or a regular expression", f"{FORM}={form}: {error}"
         yield s.fault("the form of responses cannot be read", expected, f"correct {FORM}", FORM, got=got)
+
+
+def reward_parts_can_be_added(s: CheckContext) -> Faults:
+    """Parts of the reward have different names, which are names of columns, and a weight of one counts."""
+    parts = s.config.custom_reward_function.parts
+    labels = [part.label for part in parts]
+    taken = {*COLUMNS, *(["format"] if s.config.reward.format is not None else [])}
+    for place, label in enumerate(labels):
+        key = f"{PARTS}[{place}].metric"
+        if label in (*labels[:place], *taken):
+            whose = "another part" if label in labels[:place] else "another column"
+            what, got = f"a part of the reward has the name of {whose}", f"{key}={label}"
+            yield s.fault(what, "a name of its own", f"set {key} to another name", PARTS, got=got)
+        elif not re.fullmatch(r"[\w-]+", label):
+            expected = "letters, digits, _ and -"
+            yield s.fault(
+                "a part's name cannot be that of a metric", expected, f"set {key}", PARTS, got=f"{key}={label!r}"
+            )
+    if parts and not any(part.weight for part in parts):
+        what, expected = "no part of the reward counts", "a weight other than 0"
+        got = ", ".join(f"{label}: weight={part.weight:g}" for label, part in zip(labels, parts, strict=True))
+        yield s.fault(what, expected, f"set {PARTS}[0].weight=1.0, say", PARTS, got=got)
 
 
 def reward_model_is_one(s: CheckContext) -> Faults:
@@ -391,5 +420,5 @@ COMBINATION_RULES = (
     *(tokens_hold_the_longest_row, updates_survive_rounding, fsdp1_can_do_it, validation_can_run),
     *(critic_is_used, samples_can_be_compared, bounds_suit_the_tests, layers_can_stream, offload_options_agree),
     *(vllm_is_there, vllm_can_run_the_model, vllm_takes_the_options, responses_can_end),
-    *(form_is_an_expression, reward_model_is_one),
+    *(form_is_an_expression, reward_parts_can_be_added, reward_model_is_one),
 )

@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 from rlx.config.check import folders
-from rlx.config.check.declared import CheckContext, Faults
+from rlx.config.check.declared import OWN, CheckContext, Faults
 from rlx.config.schema import ARITHMETIC
 from rlx.config.schema.roles import TINY, has_critic, is_tiny, sharded_roles, trained_roles
 from rlx.program import program
@@ -123,10 +123,13 @@ def data_files_exist(s: CheckContext) -> Faults:
 
 
 def user_code_exists(s: CheckContext) -> Faults:
-    own = ("data.custom_cls", "custom_reward_function", "environment", "actor_rollout_ref.actor.policy_loss")
-    for key in (f"{each}.path" for each in own):
-        if s.value(key) is not None and not folders.is_python_file(s.value(key)):
-            yield s.fault("a file of your own does not exist", "a Python file", folders.correct_path(key), key)
+    own = ("data.custom_cls", OWN, "environment", "actor_rollout_ref.actor.policy_loss")
+    paths = {f"{each}.path": s.value(f"{each}.path") for each in own}
+    paths |= {f"{OWN}.parts[{place}].path": part.path for place, part in enumerate(s.value(f"{OWN}.parts"))}
+    for key, path in paths.items():
+        if path is not None and not folders.is_python_file(path):
+            what, got, remedy = "a file of your own does not exist", f"{key}={path}", folders.correct_path(key)
+            yield s.fault(what, "a Python file", remedy, key.partition("[")[0], got=got)
 
 
 def checkpoint_exists(s: CheckContext) -> Faults:

@@ -4,7 +4,13 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from rlx.config.check import rules
-from rlx.config.check.declared import CheckContext, declared_limits_hold, declared_needs_are_met, unused_keys
+from rlx.config.check.declared import (
+    CheckContext,
+    declared_limits_hold,
+    declared_needs_are_met,
+    list_entries_agree,
+    unused_keys,
+)
 from rlx.config.check.rules_machine import MACHINE_RULES
 from rlx.config.check.rules_memory import disk_warnings, judge_memory
 from rlx.config.compose.command_line import Composed
@@ -16,7 +22,7 @@ from rlx.config.schema.roles import has_critic, may_save, model_scores_alone, sh
 from rlx.config.schema.tree import as_text
 from rlx.config.secrets import without_secrets
 
-RULES = (declared_limits_hold, declared_needs_are_met, *rules.COMBINATION_RULES, *MACHINE_RULES)
+RULES = (declared_limits_hold, declared_needs_are_met, list_entries_agree, *rules.COMBINATION_RULES, *MACHINE_RULES)
 # Half the distance between two bf16 numbers is at most 2^-8 of them; smaller decays may be rounded away.
 LARGEST_BF16_BETA = 1 - 2.0**-8
 

@@ -16,8 +16,18 @@ import yaml
 from rlx.config.faults import Fault
 from rlx.config.schema import PPOConfig
 from rlx.config.schema.keys import KeyInfo, read_bounds
-from rlx.config.schema.tree import LEAVES, Leaf, as_text, children, describe_expected, is_key, plain_type
+from rlx.config.schema.tree import (
+    LEAVES,
+    Leaf,
+    as_text,
+    children,
+    describe_expected,
+    is_key,
+    plain_type,
+    section_in,
+)
 from rlx.config.secrets import override_without_secrets, without_secrets
+from rlx.errors import did_you_mean
 
 MISSING = "???"  # in a YAML file: the user must give this value
 IN_WORDS = {int: "a whole number", float: "a number, such as 0.5 or 1e-6", bool: "True or False", str: "a text"}
@@ -146,8 +156,15 @@ def _section(section: Any, given: dict[Any, Any], prefix: str, faults: list[Faul
     changes: dict[str, Any] = {}
     for name, value in given.items():
         key = f"{prefix}{name}"
-        if name not in known:
+        if name not in known and "[" in prefix:
+            got = override_without_secrets(f"{key}={as_text(value)}")
+            remedy = did_you_mean(str(name), known, "remove it")
+            faults.append(Fault(f"unknown key {key}", got, f"one of {', '.join(known)}", remedy, (key,)))
+        elif name not in known:
             _unknown(key, value, faults)
+        elif (each := section_in(known[name].hint)) and isinstance(value, list) and all(map(_is_mapping, value)):
+            parts = enumerate(value)
+            changes[name] = tuple(_section(each(), part, f"{key}[{place}].", faults) for place, part in parts)
         elif not is_dataclass(known[name].default):
             changes[name] = _leaf(key, value, known[name], faults)
         elif isinstance(value, dict):
@@ -155,6 +172,10 @@ def _section(section: Any, given: dict[Any, Any], prefix: str, faults: list[Faul
         else:
             faults.append(not_a_group(key, value, tuple(leaf for leaf in LEAVES if leaf.startswith(f"{key}."))))
     return replace(section, **changes)
+
+
+def _is_mapping(value: Any) -> bool:
+    return isinstance(value, dict)
 
 
 def _unknown(key: str, value: Any, faults: list[Fault]) -> None:

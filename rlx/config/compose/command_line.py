@@ -32,6 +32,7 @@ DEFAULT_GROUPS = {"experiment": "arithmetic"}
 OPTIONS = ("--check", "--tree", "--on", "--help")
 MODEL_KEY = "actor_rollout_ref.model.path"
 WORD = re.compile(r"(?<![^\[,\s])(?<![^\[,]\s)[\w.+-]+(?=\s*(?:[\],]|$))")
+WEIGHTED = re.compile(r"^(\+*custom_reward_function)=\[")  # a list means its parts
 LOW_HIGH = re.compile(r"(?<![\w.'\"])[\d.]+(?:e[+-]?\d+)?_[\d.]+(?:e[+-]?\d+)?(?![\w'\"])", re.IGNORECASE)
 
 
@@ -118,7 +119,7 @@ def _rejoined(overrides: Sequence[str], faults: list[Fault]) -> list[str]:
     Examples: an unquoted $@ makes two arguments of a list, `data.train_files=['a',` and `'b']`; `key = 4` is three; `key 4` lacks `=`.
     """
     grouped: list[list[str]] = []
-    for text in overrides:
+    for text in (WEIGHTED.sub(r"\1.parts=[", each) for each in overrides):
         if grouped and _goes_on("".join(grouped[-1]), text):
             grouped[-1].append(text)
         else:

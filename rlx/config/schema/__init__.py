@@ -123,15 +123,59 @@ NOT_CALLED = (in_state("the environment scores"), in_state("the model scores")) 
 
 
 @dataclass(frozen=True)
+class RewardPartConfig:
+    """A part of the score: a function in `path`, a judge (`model`), or without both rlx's own function for the data source."""
+
+    metric: str | None = key(None, "Its metric; null: `name`, judge or rule.")
+    weight: float = key(1.0, "Factor of its score; 0: only a metric.")
+    path: str | None = key(None, "Python file with a function.", is_path=True)
+    name: str = key("compute_score", "The function's name.", without("path"))
+    reward_kwargs: dict[str, Any] = key({}, "Its further arguments, by name.", without("path"))
+    model: str | None = key(
+        None,
+        "Name of a judge's model.",
+        needs("a judge has no address", "base_url", expected="=http://HOST:PORT/v1"),
+        needs("a judge has no question", "template", expected="=<a text file>"),
+        needs("a part is a function or a judge", "path", None),
+    )
+    base_url: str | None = key(None, "Its address, up to /v1.", without("model"))
+    api_key_var: str | None = key(None, "Environment variable with the API key.", without("model"))
+    template: str | None = key(None, "Text file with the question.", without("model"), is_path=True)
+    scale: float = key(10.0, "Best number that it may answer, from 0.", without("model"), above=0)
+    request: dict[str, Any] = key({"temperature": 0}, "Further fields of a request.", without("model"))
+
+    @property
+    def label(self) -> str:
+        return self.metric or (self.name if self.path else "judge" if self.model else "rule")
+
+
+@dataclass(frozen=True)
 class CustomRewardConfig:
-    path: str | None = key(None, "Python file with a reward function of your own.", is_path=True)
+    path: str | None = key(
+        None,
+        "Python file with a reward function of your own.",
+        needs("a function and a list of parts are both set", "parts", (), expected="=[]", example="[]"),
+        is_path=True,
+    )
     name: str = key(
         "compute_score",
         "Its name: f(data_source, solution_str, ground_truth, extra_info=None), see docs/rewards.md.",
         without("path"),
     )
     reward_kwargs: dict[str, Any] = key({}, "Further arguments of the function, by name.", without("path"))
-    data_sources: tuple[str, ...] = key((), "Data sources that it scores; empty: all.", without("path"))
+    parts: tuple[RewardPartConfig, ...] = key((), "Instead of one function: a weighted sum; docs/rewards.md.")
+    data_sources: tuple[str, ...] = key(
+        (), "Data sources that it scores; empty: all.", in_state("no reward of your own")
+    )
+
+    @property
+    def is_set(self) -> bool:
+        return self.path is not None or bool(self.parts)
+
+    @property
+    def asks_rule(self) -> bool:
+        """Whether rlx's own function scores a part."""
+        return any(part.path is None and part.model is None for part in self.parts)
 
 
 @dataclass(frozen=True)
@@ -139,7 +183,7 @@ class RewardManagerConfig:
     name: str = key(
         "naive",
         "Calls of a function of your own: naive, one for each sample; batch, one for all.",
-        without("custom_reward_function.path"),
+        in_state("no reward of your own"),
         choices=("naive", "batch"),
     )
 
@@ -168,7 +212,7 @@ class RewardConfig:
         64,
         "Calls of an async function at a time, of each process.",
         *NOT_CALLED,
-        without("custom_reward_function.path"),
+        in_state("no reward of your own"),
         minimum=1,
     )
     memory_limit_gb: float | None = key(8.0, "Memory per process [10^9 bytes]; null: no limit.", *NOT_CALLED, above=0)

@@ -65,11 +65,17 @@ def plain_type(hint: Any) -> tuple[Any, bool]:
     return hint, False
 
 
+def section_in(hint: Any) -> Any:
+    """Return the class of which a key holds a list; None for keys of other types."""
+    kinds = get_args(hint) if get_origin(hint) is tuple else ()
+    return kinds[0] if kinds and is_dataclass(kinds[0]) else None
+
+
 def describe_type(hint: Any) -> str:
     """Return the type in words: `int`, `list of str`, `int or null`."""
     bare, optional = plain_type(hint)
     if get_origin(bare) is tuple:
-        text = f"list of {get_args(bare)[0].__name__}"
+        text = f"list of {'mappings' if section_in(bare) else get_args(bare)[0].__name__}"
     elif get_origin(bare) is dict:
         text = "mapping"
     else:

@@ -1,0 +1,107 @@
+"""Score a response by a judge: a language model at an address that speaks OpenAI's protocol. It lives in a scoring process."""
+
+import importlib
+import os
+import re
+import reprlib
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from rlx.errors import did_you_mean
+from rlx.user_code import UserCodeError
+
+PLACES = ("prompt", "response", "ground_truth", "data_source")
+"""What a template may name in braces."""
+PLACE = re.compile(r"\{(\w+)\}")
+SCORE = re.compile(r"\bscore\b[\"*\s]*[:=][\"*\s]*(-?\d+(?:\.\d+)?)(?![\w.,]*\d)", re.IGNORECASE)
+RETRIES = 5
+"""Of a request that the server refuses for now, with pauses up to 8 s; `reward.timeout_s` limits them together."""
+
+
+class JudgeError(Exception):
+    """A judge gave no score."""
+
+
+def prepare(key: str, template: str, api_key_var: str | None, **_: Any) -> None:
+    """Load what calls need, once. Raises UserCodeError in terms of the part `key`."""
+    if find_spec("openai") is None:
+        raise UserCodeError(f"{key}.model: a judge needs openai; pip install 'rlx[agents]'")
+    if api_key_var is not None and not os.environ.get(api_key_var):
+        shown = api_key_var if re.fullmatch(r"[A-Z][A-Z0-9_]*", api_key_var) else "a text that is no such name"
+        raise UserCodeError(
+            f"{key}.api_key_var: got {shown}, expected an environment variable that holds the API key; set it where rlx starts"
+        )
+    try:
+        text = _text(template)
+    except (OSError, UnicodeDecodeError) as fault:
+        raise UserCodeError(f"{key}.template: got {template!r}, expected a UTF-8 text file ({fault})") from None
+    places = PLACE.findall(text)
+    for name in places:
+        if name not in PLACES and (near := did_you_mean(name, PLACES, "")):
+            raise UserCodeError(f"{key}.template: {template} has {{{name}}}, expected one of {PLACES}; {near}")
+    if "response" not in places:
+        raise UserCodeError(f"{key}.template: {template} has no {{response}}, so all responses get one score; add it")
+    importlib.import_module("openai")  # now: it takes a second, which would count as the first call's
+
+
+async def compute_score(
+    data_source: str,
+    solution_str: str,
+    ground_truth: Any,
+    extra_info: dict[str, Any] | None,
+    prompt: Any,
+    model: str,
+    base_url: str,
+    template: str,
+    scale: float = 10.0,
+    api_key_var: str | None = None,
+    request: dict[str, Any] | None = None,
+    key: str = "",
+) -> float:
+    """Return the number behind the last `Score:` of the judge's answer, divided by `scale`. Raises JudgeError if there is none."""
+    import openai
+
+    values = dict(zip(PLACES, (_written(prompt), solution_str, ground_truth, data_source), strict=True))
+    question = PLACE.sub(lambda place: str(values.get(place[1], place[0])), _text(template))
+    api_key = os.environ[api_key_var] if api_key_var else "none"
+    try:
+        answer = await _client(base_url, api_key).chat.completions.create(
+            model=model, messages=[{"role": "user", "content": question}], **(request or {})
+        )
+    except openai.OpenAIError as fault:
+        what = f"{model} gave no answer ({type(fault).__name__}: {fault})"
+        raise JudgeError(what.replace(api_key, "***") if api_key_var else what) from None
+    text = (answer.choices[0].message.content if answer.choices else None) or ""
+    found = SCORE.findall(text)
+    if not found or not 0 <= float(found[-1]) <= scale:
+        raise JudgeError(
+            f"{model} answered {_shown.repr(text)}, expected `Score: ` and a number from 0 to {scale:g} in it"
+        )
+    return float(found[-1]) / scale
+
+
+_shown = reprlib.Repr()
+_shown.maxstring = 300
+
+
+@cache
+def _client(base_url: str, api_key: str) -> Any:
+    from openai import AsyncOpenAI
+
+    return AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=RETRIES)
+
+
+@cache
+def _text(template: str) -> str:
+    return Path(template).expanduser().read_text(encoding="utf-8")
+
+
+def _written(prompt: Any) -> str:
+    """Return a prompt as text: that of a single message, else each message behind its role."""
+    if isinstance(prompt, str):
+        return prompt
+    if len(prompt) == 1:
+        return str(prompt[0]["content"])
+    return "\n\n".join(f"{each['role']}: {each['content']}" for each in prompt)
