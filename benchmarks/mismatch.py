@@ -58,7 +58,7 @@ operations do; an invariant engine has VLLM_BATCH_INVARIANT=1."""
 KINDS = {
     **dict.fromkeys(("input_layernorm", "post_attention_layernorm", "q_norm", "k_norm", "norm"), "norm"),
     **dict.fromkeys(("qkv_proj", "o_proj", "gate_up_proj", "down_proj"), "product"),
-    **{"rotary_emb": "rotary", "act_fn": "activation", "attn": "attention"},
+    **{"embed_tokens": "embedding", "rotary_emb": "rotary", "act_fn": "activation", "attn": "attention"},
 }
 """The kind of operation of vLLM's modules, by the last part of their names."""
 PARTS = {
@@ -141,6 +141,7 @@ def _attention(own: nn.Module, other: Any, *given: Any, by_sampler: bool = False
 
 
 WAYS: dict[str, dict[str, Way]] = {
+    "embedding": {"sampler": lambda own, other, ids: (own(ids),), "trainer": lambda own, other, ids: (other(ids),)},
     "norm": {"sampler": _norm_sampler, "trainer": _norm_trainer} | {
         "weight in fp32": _norm(False, True), "sum in fp32": _norm(True, False), "both in fp32": _norm(True, True)
     },
@@ -174,8 +175,8 @@ class Pair:
     def modules(self, name: str, layer: int) -> tuple[nn.Module, Any]:
         """Return an operation's module of vLLM, and those of transformers that compute the same."""
         own, other = self.own.model, self.other.model
-        if name == "norm":
-            return own.norm, other.norm
+        if name in ("norm", "embed_tokens"):
+            return getattr(own, name), getattr(other, name)
         mine, theirs = own.layers[layer], other.layers[layer]
         within = "mlp" if hasattr(mine.mlp, name) else "self_attn" if hasattr(mine.self_attn, name) else None
         if within is not None:
@@ -194,7 +195,7 @@ class Pair:
             found = WAYS[KINDS[name]][ways[KINDS[name]]](*self.modules(name, layer), *given)
             return found if len(found) > 1 else found[0]
 
-        x, residual = self.other.model.embed_tokens(ids_ST.flatten()), None
+        x, residual = run("embed_tokens", 0, ids_ST.flatten()), None
         for layer in range(self.count):
             x = x if before is None else before(layer, x)
             x, residual = run("input_layernorm", layer, x, residual)

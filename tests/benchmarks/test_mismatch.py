@@ -25,7 +25,16 @@ def test_operations_and_forwards_are_compared(tmp_path, capfd):
     # vLLM's own operations give the sampler's bits again, in either phase, from the inputs that were recorded.
     own = {(x["operation"], x["phase"]): x["equal"] for x in operations if x["way"] == "sampler"}
     names = {name for name, _ in own}
-    assert names >= {"qkv_proj", "q_norm", "rotary_emb", "attn", "post_attention_layernorm", "act_fn", "norm"}
+    assert names >= {
+        "embed_tokens",
+        "qkv_proj",
+        "q_norm",
+        "rotary_emb",
+        "attn",
+        "post_attention_layernorm",
+        "act_fn",
+        "norm",
+    }
     elementwise = ("rotary_emb", "act_fn", "input_layernorm", "post_attention_layernorm", "norm", "q_norm")
     assert all(own[name, phase] == 1 for name in elementwise for phase in ("prefill", "decode"))
     assert min(x["equal"] for x in operations if x["operation"] == "rotary_emb" and x["way"] == "trainer") < 0.99
