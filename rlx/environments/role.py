@@ -91,14 +91,16 @@ class ConversationSampler:
             in_waves=rollout.name == "hf",  # which decodes waves of requests; vLLM takes them at any time
         )
 
-    def generate(self, rollout: Rollout, batch: Batch, sampling: Sampling) -> Batch:
+    def generate(
+        self, rollout: Rollout, batch: Batch, sampling: Sampling, done: dict[int, Conversation] | None = None
+    ) -> Batch:
         """Run a conversation for each of `rows_of(batch)` and return `batch_of` them. Raises as `run_conversations`.
 
         A batch with info `kept`, conversations, has a budget of each; return seed and `kept` then.
         """
         rows = rows_of(batch)
         options = self._options(sampling=sampling)
-        ran = run_conversations(rollout, self._pool, rows, options, self._kind)
+        ran = run_conversations(rollout, self._pool, rows, options, self._kind, done)
         self._tell_hidden_tools(ran.conversations)
         if "kept" in batch.info:
             for own in ran.conversations:

@@ -85,6 +85,7 @@ def run_conversations(
     rows: Sequence[ConversationRow],
     options: ConversationOptions,
     kind: "type[Run] | None" = None,
+    done: dict[int, Conversation] | None = None,
 ) -> RanConversations:
     """Run a conversation for each row to its end, or until its budget is spent.
 
@@ -92,12 +93,13 @@ def run_conversations(
         rollout: with weights, and without requests in flight.
         pool: of environments; None on ranks that do not decide, see `FirstRank`.
         kind: of run; None: conversations whose environments answer turns.
+        done: conversations by row, which are not run again; see `Rollout.generate`.
 
     Raises:
         EnvironmentFailed: an environment failed and `bounds.ends_run`; or the chat template stopped every conversation.
         EngineError: the sampler failed.
     """
-    return (kind or Run)(rollout, pool, rows, options).to_the_end()
+    return (kind or Run)(rollout, pool, rows, options, done).to_the_end()
 
 
 class Run:
@@ -109,15 +111,16 @@ class Run:
         pool: EnvironmentPool | None,
         rows: Sequence[ConversationRow],
         options: ConversationOptions,
+        done: dict[int, Conversation] | None = None,
     ):
         self._rollout, self._pool, self._rows, self._options = rollout, pool, rows, options
         self._chat, self._bounds = options.chat, options.bounds
-        self._waiting = deque(range(len(rows)))
+        self.ended: dict[int, Conversation] = {} if done is None else done
+        self._waiting = deque(row for row in range(len(rows)) if row not in self.ended)
         self._open: dict[int, Conversation] = {}
         self._asked: dict[int, float] = {}  # when a row's environment got its turn
         self._sampled: dict[int, int] = {}  # rows by numbers of requests
         self._arrived: dict[int, Answer] = {}
-        self.ended: dict[int, Conversation] = {}
         self.waited_s = 0.0
         self._spent = Counter[int]()  # tokens of the model, by row
         self._hopeless = ""  # why the template stopped a conversation, if no text of the model is the cause

@@ -35,7 +35,7 @@ from rlx.errors import storing
 from rlx.identity import machine_identity
 from rlx.models.lora import adapters_off
 from rlx.rollout.engines import EngineProcess
-from rlx.rollout.protocol import Completion, EngineError, Sampling, joined_loads
+from rlx.rollout.protocol import EngineError, Sampling, joined_loads
 from rlx.rollout.sampler import ChangeCheck, build_rollout, continue_batch, generate_batch, sampler_dtype
 from rlx.scratch import scratch_folder
 
@@ -266,7 +266,7 @@ class RolloutRole:
         """
         if self.sampler.version is None and self._synced is not None:
             self.sync(self._synced)  # the sampler slept and lost its weights
-        done: dict[int, Completion] = {}
+        done: dict[int, Any] = {}
         samples, error = self._attempt(batch, purpose, done)
         if _on_any_rank(error is not None):
             logger.warning("the sampler failed and is started again: %s", error or "on another rank")
@@ -327,13 +327,11 @@ class RolloutRole:
         self._synced = version
         self._actor.rest()
 
-    def _attempt(
-        self, batch: Batch, purpose: Purpose, done: dict[int, Completion]
-    ) -> tuple[Batch | None, EngineError | None]:
+    def _attempt(self, batch: Batch, purpose: Purpose, done: dict[int, Any]) -> tuple[Batch | None, EngineError | None]:
         sampling = self.sampling[purpose]
         try:
             if self._conversations is not None:
-                return self._conversations.generate(self.sampler, batch, sampling), None
+                return self._conversations.generate(self.sampler, batch, sampling, done), None
             if "kept" in batch.info:
                 return continue_batch(self.sampler, batch, sampling, done), None
             return generate_batch(self.sampler, batch, sampling, self._pad_token_id, self._length, done), None

@@ -273,7 +273,7 @@ def test_environments_work_while_the_sampler_goes_on_with_a_wave(tokenizer, make
 
 
 class FailsOnce(Sampler):
-    """Fails in its 8th step, when some environments work and some have answered."""
+    """Fails in its 8th step."""
 
     steps = 0
 
@@ -290,17 +290,23 @@ def test_conversations_begin_again_in_the_same_environments_after_the_sampler_fa
     pool, chat, sampling = make_pool("Echo", ECHO), Chat(tokenizer), Sampling(30, stop_token_ids=(1,))
     rows = [ConversationRow({"prompt": PROMPT}, seed, [7, 8]) for seed in range(6)]
 
-    def run(sampler):
-        ran = run_conversations(sampler, pool, rows, ConversationOptions(chat, sampling, BOUNDS, in_waves=in_waves))
+    def run(sampler, done=None):
+        options = ConversationOptions(chat, sampling, replace(BOUNDS, open=2), in_waves=in_waves)
+        ran = run_conversations(sampler, pool, rows, options, done=done)
         return [(own.prompt_ids, own.token_ids, own.reward, own.reason) for own in ran.conversations]
 
     def say(request):
         return "x" * (1 + request.seed % 3), True
 
-    sampler = FailsOnce(tokenizer, say)
-    with pytest.raises(EngineError, match="injected"):
-        run(sampler)
-    assert run(sampler) == run(Sampler(tokenizer, say))
+    whole, done = run(Sampler(tokenizer, say)), {}
+    for known in (None, done):
+        sampler = FailsOnce(tokenizer, say)
+        with pytest.raises(EngineError, match="injected"):
+            run(sampler, known)
+        ended, asked = set(known or ()), len(sampler.requests)
+        assert known is None or {0, 1} <= ended < {*range(6)}
+        assert run(sampler, known) == whole
+        assert {own.seed for own in sampler.requests[asked:]} & {*range(6)} == {*range(6)} - ended
 
 
 def test_a_turn_that_a_stop_string_ended_keeps_its_tokens_and_shows_its_text_without_it(tokenizer):
