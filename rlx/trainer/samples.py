@@ -132,7 +132,7 @@ class SampleSource:
         """Return samples of the next prompts; the step has drawn `first` prompts before."""
         run = self._run
         with run.progress.phase("rollout"):
-            if run.queue or prompt_queue.room(self._config, step) > 1:
+            if run.queue or self._config.actor_rollout_ref.rollout.partial.max_staleness:
                 return self._from_queue(step, first)
             prompts = run.train.batch(run.sampler.next())
             batch = self.responses(prompts, self._config.actor_rollout_ref.rollout.n, "train", step, first)

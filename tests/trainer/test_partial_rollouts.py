@@ -1,9 +1,32 @@
 """Samples that go on in later steps: the order of prompts, replay, resume, and what is rejected. Docs: docs/async.md."""
 
+import itertools
 import json
+from types import SimpleNamespace
 
 import pytest
+import torch
 from run_tools import results, resume_from
+
+from rlx.cluster.placement import Mesh
+from rlx.config.schema import (
+    ActorRolloutRefConfig,
+    AlgorithmConfig,
+    DataConfig,
+    FilterGroupsConfig,
+    PPOConfig,
+    RolloutConfig,
+    TrainerConfig,
+)
+from rlx.config.schema.rollout import PartialConfig
+from rlx.data.batch import Batch
+from rlx.data.prompts import PromptSampler
+from rlx.rewards.manager import Scores
+from rlx.rollout.protocol import Completion
+from rlx.trainer.loop import Trainer
+from rlx.trainer.progress import Progress
+from rlx.trainer.prompt_queue import as_data, from_data
+from rlx.trainer.run_state import Run
 
 STALE = [
     "actor_rollout_ref.rollout.partial.max_staleness=2",
@@ -111,3 +134,97 @@ def test_conversations_go_on_in_mid_turn_and_their_environments_are_restored(tra
     alone, _ = train(*STALE[1:], *talking, "trainer.total_training_steps=1")
     for name in ("token_ids", "loss_mask", "reward", "reason"):
         assert [each[name] for each in first] == [each[name] for each in transcript(alone, 1)]
+
+
+class Prompts(SimpleNamespace):
+    """Prompts of one token, their number; the response to prompt p has p + 1 tokens."""
+
+    def batch(self, rows):
+        ids = torch.tensor(rows)[:, None]
+        info = {name: ["x"] * len(rows) for name in ("prompt_text", "ground_truth", "data_source", "extra_info")}
+        return Batch.of({"prompt_ids": ids, "prompt_mask": torch.ones_like(ids, dtype=torch.bool)}, info)
+
+
+class Sampler:
+    """A sampler of `shares` processes: notes the rows of each phase as (prompt, tokens that it has, budget), and their seeds."""
+
+    def __init__(self, shares):
+        self.shares, self.phases, self.seeds = shares, [], {}
+
+    def mesh(self, role):
+        return Mesh.of(self.shares)
+
+    def split(self, role, method, batch, purpose, meanwhile):
+        prompts, budgets, kept = batch["prompt_ids"][:, -1].tolist(), batch["budget"].tolist(), batch.info["kept"]
+        for prompt, seed in zip(prompts, batch["seed"].tolist(), strict=True):
+            self.seeds.setdefault(seed, set()).add(prompt)
+        self.phases.append([(p, len(k.token_ids), b) for p, k, b in zip(prompts, kept, budgets, strict=True)])
+        answers = []
+        for prompt, own, budget in zip(prompts, kept, budgets, strict=True):
+            left = prompt + 1 - len(own.token_ids)
+            more = min(left, budget or left)
+            done = Completion([9] * more, [-1.0] * more, "stop" if more == left else "budget")
+            answers.append(own.continued(done, len(self.phases)))
+        return batch.select("seed").with_({"kept": answers})
+
+
+def queued(tmp_path, shares=1, steps=9, **algorithm):
+    rollout = RolloutConfig(n=2, partial=PartialConfig(max_staleness=2, round_tokens=2))
+    data = DataConfig(train_batch_size=2, gen_batch_size=2, max_response_length=9)
+    config = PPOConfig(
+        data, ActorRolloutRefConfig(rollout=rollout), algorithm=AlgorithmConfig("grpo", **algorithm),
+        trainer=TrainerConfig(total_training_steps=steps),
+    )  # fmt: skip
+    tokenizer = SimpleNamespace(pad_token_id=0, batch_decode=lambda rows, **_: [str(len(row)) for row in rows])
+    sampler, rewards = PromptSampler(8, 2, shuffle=False, seed=0), SimpleNamespace(scores_early=lambda rows: False)
+    data = Prompts(), sampler, None
+    return Trainer(Run(config, Sampler(shares), tokenizer, *data, rewards, tmp_path, Progress(9), None))
+
+
+def test_the_oldest_prompts_run_to_their_end_and_later_ones_by_rounds(tmp_path):
+    trainer = queued(tmp_path)
+    found = [trainer.samples.generate(step) for step in (1, 2)]
+    # Two samples each: prompts 0 and 1 to their end, two tokens of those of steps 2 and 3
+    first, second = trainer.run.workers.phases
+    assert (
+        first[::2] == [(0, 0, 0), (1, 0, 0), (2, 0, 2), (3, 0, 2), (4, 0, 2), (5, 0, 2)] and first[::2] == first[1::2]
+    )
+    assert second[::2] == [(2, 2, 0), (3, 2, 0), (4, 2, 2), (5, 2, 2), (6, 0, 2), (7, 0, 2)]
+    assert [samples.batch["policy_versions"][::2].tolist() for samples in found] == [
+        [[1] + [0] * 8, [1, 1] + [0] * 7],
+        [[1, 1, 2] + [0] * 6, [1, 1, 2, 2] + [0] * 5],
+    ]
+    assert found[1].batch["group_id"].tolist() == [0, 0, 1, 1] and found[1].metrics == {
+        "train/epoch": 0.0,
+        "partial/queued_prompts": 4.0,
+        "partial/unfinished_samples": 8.0,
+        "partial/continued_tokens": 16.0,
+    }
+    data = json.loads(json.dumps([as_data(draw) for draw in trainer.run.queue]))
+    read = [from_data(each, trainer.run.config, Prompts(), trainer.run.seed) for each in data]
+    assert [draw.kept for draw in read] == [
+        [each._replace(log_probs=[*each.log_probs]) for each in draw.kept] for draw in trainer.run.queue
+    ]
+    assert all(torch.equal(a.rows["seed"], b.rows["seed"]) for a, b in zip(read, trainer.run.queue, strict=True))
+
+
+def test_processes_get_prompts_of_every_age(tmp_path):
+    trainer = queued(tmp_path, shares=2)
+    trainer.samples.generate(1)
+    (rows,) = trainer.run.workers.phases
+    assert [[prompt for prompt, *_ in part[::2]] for part in (rows[:6], rows[6:])] == [[0, 2, 4], [1, 3, 5]]
+
+
+def test_dynamic_sampling_takes_draws_in_order_and_no_seed_comes_twice(tmp_path, monkeypatch):
+    """Each step keeps one prompt of a draw, so it takes two; the end of the run draws no prompts that no step needs."""
+    trainer = queued(tmp_path, steps=4, filter_groups=FilterGroupsConfig(enable=True))
+    scores = Scores(torch.tensor([0.0, 1.0, 1.0, 1.0]), {})
+    monkeypatch.setattr(trainer.samples, "scores_of", lambda batch: scores)
+    drawn = itertools.cycle([0, 2, 4, 6])  # the data set has four batches
+    for step in range(1, 5):
+        batch, _, metrics = trainer.samples.generate(step)
+        kept = [next(drawn), next(drawn)]
+        assert [row[0] for row in batch.prompt_tokens()] == [kept[0], kept[0], kept[1], kept[1]]
+        assert batch["group_id"].tolist() == [0, 0, 2, 2] and metrics["filter_groups/generations"] == 2
+    assert all(len(prompts) == 1 for prompts in trainer.run.workers.seeds.values())
+    assert len(trainer.run.workers.seeds) == 8 * 4 and not trainer.run.queue
