@@ -35,6 +35,7 @@ pace: seconds without validation and checkpoint; 0 for the first step of a proce
 phases: [name, start, end] of each, in seconds from the step's beginning
 processes: of each the lists of `ReadingLog.take`, with `at` in seconds from the step's beginning in place of `age`
 copies: COPIES of each role that offloads
+queue: partial/... and staleness/... of the metrics, if there are any
 """
 
 
@@ -83,6 +84,8 @@ class Timeline:
             "processes": processes,
             "copies": {role: {name: metrics[f"perf/offload/{role}/{name}"] for name in COPIES} for role in roles},
         }
+        if queue := {name: x for name, x in metrics.items() if name.startswith(("partial/", "staleness/"))}:
+            new["queue"] = queue
         if self._steps == 1:
             self.costs.clear()
         self.costs += costs_of(new)
@@ -152,7 +155,10 @@ def _causes(phase: str, costs: Mapping[str, float], config: PPOConfig) -> Iterat
     tail, idle, unused, waiting, stall = (costs.get(name, 0.0) / costs[phase] for name in names)
     if phase == "rollout":
         yield on_gpu and rollout.name == "hf", "transformers samples; set actor_rollout_ref.rollout.name=vllm"
-        shorter = "lower data.max_response_length, or raise data.train_batch_size"
+        key = "actor_rollout_ref.rollout.partial.max_staleness"
+        shorter = f"set {key}=2 (docs/async.md), or lower data.max_response_length"
+        if rollout.partial.max_staleness:
+            shorter = f"raise actor_rollout_ref.rollout.partial.round_tokens, or {key}"
         yield tail > MUCH, f"{tail:.0%} of it waits for few long answers; {shorter}"
         yield idle > MUCH, f"no request runs in {idle:.0%} of it, while environments work; raise environment.processes"
         engines = f"the GPU waits for vLLM in {unused:.0%} of it; raise actor_rollout_ref.rollout.engines_per_gpu"
@@ -178,6 +184,14 @@ def _rows(step: Step) -> dict[str, list[Bar]]:
     colors = {name: PHASES[name].color if name in PHASES else GREY for name, *_ in step["phases"]}
     bars = [(start, end, 1.0, colors[name], name.replace("_", " ")) for name, start, end in step["phases"]]
     rows: dict[str, list[Bar]] = {"phases": bars}
+    if queue := step.get("queue"):
+        names = ("queued_prompts", "unfinished_samples", "continued_tokens")
+        prompts, samples, tokens = (queue.get(f"partial/{name}", 0) for name in names)
+        gaps = {name[14:-6]: share for name, share in queue.items() if name.startswith("staleness/gap_")}
+        width = step["seconds"] / max(1, len(gaps))
+        row = f"{prompts:,.0f} prompts wait, {samples:,.0f} samples go on; {tokens:,.0f} tokens did; by updates behind"
+        shares = enumerate(gaps.items())  # a histogram as wide as the step
+        rows[row] = [(at * width, (at + 1) * width, x, LIGHT, f"{gap}: {x:.0%}") for at, (gap, x) in shares]
     for number, process in enumerate(step["processes"], 1):
         for name in sorted(process.keys() - {"at"}):
             values = [value - process[name][0] * (name == "tokens") for value in process[name]]
@@ -206,6 +220,7 @@ def read_timeline(path: Path) -> dict[str, Step]:
         kept = json.loads(path.read_bytes())
         for step in kept.values():
             numbers = [step["step"], step["seconds"], step["pace"]]
+            numbers += step.get("queue", {}).values()
             numbers += [copied[name] for copied in step["copies"].values() for name in COPIES]
             for name, start, end in step["phases"]:
                 numbers += [start, end, len(name.strip())]

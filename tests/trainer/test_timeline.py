@@ -96,7 +96,7 @@ SAMPLING = {"step": 10.0, "rollout": 6.0, "update_actor": 3.0}
         (
             "vllm",
             {"tail": 3.0},
-            "50% of it waits for few long answers; lower data.max_response_length",
+            "50% of it waits for few long answers; set actor_rollout_ref.rollout.partial.max_staleness=2",
         ),
         ("vllm", {"no request": 3.0}, "raise environment.processes"),
         ("vllm", {"no kernel": 3.0}, "50% of it; raise actor_rollout_ref.rollout.engines_per_gpu"),
