@@ -49,6 +49,7 @@ class Node:
     memory: PrefixMemory = field(default_factory=PrefixMemory, repr=False)
     answered: float = 0.0  # when
     seconds: float | None = None  # from then to the agent's next call or end
+    overlaps: bool = False  # whether its seed depends on the order of calls made at once
 
     @property
     def is_first(self) -> bool:
@@ -84,6 +85,7 @@ def conversation_of(nodes: Sequence[Node], width: int) -> Conversation:
             row.append(node.prompt, False, [0.0] * len(node.prompt), node.role, node.said_before)
         row.add_turn(node.completion, node.text)
         row.turns[-1]["seconds"] = node.seconds
+        row.turns[-1] |= {"overlaps": True} if node.overlaps else {}
         places[node] = place, len(row.token_ids)
         records += [record | {"branch": place} for record in row.turns[known:]]
     if not rows:
@@ -310,7 +312,10 @@ class AgentRun(Run):
         most = min(room, bounds.turn_tokens or room, content["max_tokens"] or room)
         if most < sampling.max_tokens:
             sampling = replace(sampling, max_tokens=most)
-        if sample.calls and content["seed"] is None and "seed" not in _told:
+        overlapping = [each for each in (call, *sample.calls.values()) if sample.calls and each.content["seed"] is None]
+        for own in (own for each in overlapping for own in each.nodes):
+            own.overlaps = True
+        if overlapping and "seed" not in _told:
             _told.add("seed")
             logger.warning(
                 "calls of a sample overlap, and their order decides their seeds: a resumed run may differ; give each call a seed"

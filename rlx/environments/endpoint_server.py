@@ -1,4 +1,4 @@
-"""The process that serves OpenAI's protocol to agents. `rlx.environments.endpoint_pool` starts one for each process that samples.
+"""The process that serves OpenAI's protocol, and Anthropic's, to agents. `rlx.environments.endpoint_pool` starts one for each process that samples.
 
 Its owner sends lines of JSON: ["start", secret, on_rewritten_history, format of tool calls], then ["answer", call, content],
 ["reject", call, text, code] and ["close", life, lowest open life]. It sends ["address", URL], ["call", number, life, content],
@@ -24,6 +24,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.requests import ClientDisconnect
 
+from rlx.environments.anthropic_calls import message_events, message_of, read_message
 from rlx.environments.endpoint_pool import token_of
 from rlx.environments.openai_calls import MODEL, BadCall, Call, History, answer, events, read, said
 from rlx.processes.lines import line_of
@@ -64,6 +65,7 @@ async def _serve(connection: socket.socket) -> None:
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     app.post("/v1/chat/completions")(own.chat)
     app.post("/v1/completions")(own.text)
+    app.post("/v1/messages")(own.messages)
     app.get("/v1/models")(own.models)
     app.add_exception_handler(BadCall, _rejected)
     with socket.create_server((HOST, 0), backlog=4096) as listening:
@@ -112,10 +114,13 @@ class _Server:
         return JSONResponse({"object": "list", "data": [{"id": MODEL, "object": "model", "owned_by": "rlx"}]})
 
     async def chat(self, request: Request) -> Response:
-        return await self._call(request, True)
+        return await self._call(request, partial(read, True))
 
     async def text(self, request: Request) -> Response:
-        return await self._call(request, False)
+        return await self._call(request, partial(read, False))
+
+    async def messages(self, request: Request) -> Response:
+        return await self._call(request, read_message)
 
     def _number(self, token: str) -> int:
         """Return the life of a token that this run has made; it may have ended. Raises BadCall."""
@@ -132,10 +137,10 @@ class _Server:
             raise BadCall(UNKNOWN, 401, "invalid_api_key")
         return self._lives.setdefault(life, _Life(life, History(self._mode)))
 
-    async def _call(self, request: Request, is_chat: bool) -> Response:
+    async def _call(self, request: Request, reads: Callable[[bytes], Call]) -> Response:
         token = _token(request)
         self._number(token)
-        call = read(is_chat, await _body(request))
+        call = reads(await _body(request))
         life = self._life(call.sample or token)
         if len(life.waiting) >= MOST_AT_ONCE:
             raise BadCall(f"the sample has {MOST_AT_ONCE} calls in work; wait for one of them", 429)
@@ -156,7 +161,7 @@ class _Server:
                 raise BadCall("the client has left", 499)
             whole = self._whole(life, call, number, waiting.result())
             life.got.append(number)
-            return JSONResponse(whole)
+            return JSONResponse(message_of(whole) if call.is_messages else whole)
         finally:
             gone.cancel()
             ends()
@@ -169,11 +174,12 @@ class _Server:
         try:
             whole = self._whole(life, call, number, await waiting)
         except BadCall as fault:
-            yield _event(fault.body)
+            yield _event(_error(fault, call.is_messages))
             return
-        for each in events(call, whole):
+        for each in message_events(whole) if call.is_messages else events(call, whole):
             yield _event(each)
-        yield b"data: [DONE]\n\n"
+        if not call.is_messages:
+            yield b"data: [DONE]\n\n"
         life.got.append(number)
 
     def _whole(self, life: _Life, call: Call, number: int, content: Any) -> dict[str, Any]:
@@ -210,12 +216,17 @@ class _Stream(StreamingResponse):
 async def _rejected(request: Request, fault: Exception) -> Response:
     assert isinstance(fault, BadCall)
     # The rest of a body that was not read cannot be told from a next request
-    return JSONResponse(fault.body, fault.status, {"connection": "close"} if fault.status in (401, 408, 413) else None)
+    headers = {"connection": "close"} if fault.status in (401, 408, 413) else None
+    return JSONResponse(_error(fault, request.url.path == "/v1/messages"), fault.status, headers)
+
+
+def _error(fault: BadCall, is_messages: bool) -> dict[str, Any]:
+    return {"type": "error", **fault.body} if is_messages else fault.body
 
 
 def _token(request: Request) -> str:
     kind, _, token = request.headers.get("authorization", "").partition(" ")
-    return token if kind.lower() == "bearer" else ""
+    return token if kind.lower() == "bearer" else request.headers.get("x-api-key", "")
 
 
 async def _body(request: Request) -> bytes:
@@ -236,4 +247,5 @@ async def _body(request: Request) -> bytes:
 
 
 def _event(value: Any) -> bytes:
-    return b"data: " + json.dumps(value).encode() + b"\n\n"
+    name = f"event: {value['type']}\n" if "type" in value else ""
+    return f"{name}data: {json.dumps(value)}\n\n".encode()

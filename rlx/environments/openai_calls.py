@@ -92,6 +92,7 @@ class Call(BaseModel, extra="forbid"):
     return_token_ids: bool = False
     logprobs: int | None = Field(None, ge=0, le=1)
     chosen: dict[str, float] = {}  # fields of CHOSEN_BY_RUN
+    is_messages: bool = False  # whether it came in Anthropic's protocol
     sample: str | None = None  # the token of a sample that `model` has in place of a name
     messages: list[_Message] = Field([], max_length=MOST_MESSAGES)
     tools: list[dict[str, Any]] = Field([], max_length=MOST_TOOLS)
@@ -142,7 +143,7 @@ def read(is_chat: bool, data: bytes) -> Call:
         raise BadCall("the body is no JSON object")
     model = body.get("model")
     body = {name: value for name, value in body.items() if value is not None and name not in WITHOUT_EFFECT}
-    if other := body.keys() & {"chosen", "is_chat", "sample", *ONLY_OF[not is_chat]}:
+    if other := body.keys() & {"chosen", "is_chat", "is_messages", "sample", *ONLY_OF[not is_chat]}:
         raise BadCall(f"{min(other)}: there is no such field here; leave it out")
     chosen = {name: body.pop(name) for name in CHOSEN_BY_RUN if name in body}
     if isinstance(body.get("stop"), str):

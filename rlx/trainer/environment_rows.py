@@ -110,7 +110,8 @@ def describe(batch: Batch) -> dict[str, float]:
     Metrics are conversation/turns_mean and turns_max (turns of the policy); forks (mean rows less one); tool_calls and tool_errors
     of a conversation on average; failures (conversations that an environment's failure ended); environment_s (mean seconds that
     a conversation waited for its environment); waited_s (seconds in which a process had nothing to sample, the longest of all
-    processes); loss_token_share (tokens of the policy among those behind prompts); and ended/<reason>, the share that ended so.
+    processes); loss_token_share (tokens of the policy among those behind prompts); ended/<reason>, the share that ended so; and, if
+    there are any, overlapping_turns, whose seeds depend on the order of an agent's calls (mean of a conversation).
     """
     records: list[dict[str, Any]] = conversations_of(batch).info.get(CONVERSATION, [])
     if not records:
@@ -130,9 +131,22 @@ def describe(batch: Batch) -> dict[str, float]:
         "waited_s": max(record["waited_s"] for record in records),
         "loss_token_share": (mask.sum() / written.sum().clamp(min=1)).item(),
     }
+    if overlapping := sum("overlaps" in turn for turns in own for turn in turns):
+        metrics["overlapping_turns"] = overlapping / count
     for reason, number in Counter(_first_word(record["reason"]) for record in records).items():
         metrics[f"ended/{reason}"] = number / count
     return {f"conversation/{name}": value for name, value in metrics.items()}
+
+
+def doubt(metrics: Mapping[int, Mapping[str, float]]) -> str:
+    """Return why a resumed run may differ from what these metrics by step are of; empty if that is not known."""
+    steps = [step for step, own in metrics.items() if own.get("conversation/overlapping_turns")]
+    if not steps:
+        return ""
+    return (
+        f"in {len(steps)} of {len(metrics)} steps agents made calls at once without a seed (conversation/overlapping_turns): their order is "
+        "not known, and the resumed run may sample other turns; give each call a seed"
+    )
 
 
 def failures(batch: Batch) -> str:

@@ -18,6 +18,7 @@ from rlx.errors import storing
 from rlx.program import program
 from rlx.supervisor import link
 from rlx.supervisor.link import Stopping
+from rlx.trainer import environment_rows
 from rlx.trainer.checkpoints import SUPERSEDED, is_evaluation, newest_whole, require_step, run_folder, set_aside_later
 from rlx.trainer.loop import Trainer
 from rlx.trainer.progress import Progress
@@ -27,7 +28,7 @@ from rlx.trainer.run_state import Run
 from rlx.trainer.saver import RemoteRun, Saver
 from rlx.trainer.start import Prepared, prepare
 from rlx.trainer.timeline import costliest
-from rlx.trainer.tracking import METRICS_FILE, VAL_ONLY_FILE, Tracker
+from rlx.trainer.tracking import METRICS_FILE, VAL_ONLY_FILE, Tracker, read_metrics
 from rlx.trainer.transcripts import keeps_transcripts
 from rlx.trainer.warm_start import warm_start
 
@@ -171,6 +172,9 @@ def _resume(run: Run, saver: Saver, yaml: str, changed: list[ChangedKey], checkp
         run.progress.notice(notice)
     for remark in longer(changed, yaml).values():
         run.progress.remark(remark)
+    metrics = run.folder / METRICS_FILE
+    if metrics.exists() and (doubt := environment_rows.doubt(read_metrics(metrics))):
+        run.progress.notice(doubt)
 
 
 def _long_start(workers: WorkerGroup) -> str:

@@ -157,3 +157,11 @@ def test_a_transcript_has_an_entry_for_each_token(batch, tmp_path):
         ("assistant", 5, 7),
     ]
     assert (second["token_ids"], second["turns"], second["reason"]) == ([5, 6, 7], [], "timeout: too slow")
+
+
+def test_a_resume_says_where_it_cannot_know_the_order_of_calls():
+    known, unknown = {"conversation/turns_mean": 2.0}, {"conversation/overlapping_turns": 0.5}
+    doubt = environment_rows.doubt
+    assert doubt({1: known}) == "" and doubt({1: known, 2: unknown}).startswith(
+        "in 1 of 2 steps agents made calls at once"
+    )
