@@ -26,16 +26,12 @@ def command(tmp_path):
     return run
 
 
-def figures(lines):
-    return {line["case"]: line["figures"] for line in lines if "figures" in line}
-
-
 @pytest.mark.e2e
 @pytest.mark.nightly
 def test_every_case_but_those_of_vllm_runs_in_small(command, capsys):
     code, lines = command("grpo", "lora", "offload", "ulysses", "long", "restart", "resume")
     assert code == 0, capsys.readouterr().out
-    found = figures(lines)
+    found = {line["case"]: line["figures"] for line in lines if "figures" in line}
     assert {"offload attention", "ulysses 1", "ulysses 2", "long"} < found.keys()
     for case in ("grpo", "lora"):
         assert found[case]["update tokens/s/GPU"] > found[case]["step tokens/s/GPU"] > 0
@@ -54,8 +50,7 @@ def test_a_case_that_is_cut_off_or_lacks_what_it_needs_says_so_and_the_next_one_
 
 
 def test_the_speed_of_a_gpu_is_compared_with_that_of_the_fewest(capsys):
-    name = "update tokens/s/GPU"
-    line = {"case": "grpo", "shape": "qwen2-7b"}
+    name, line = "update tokens/s/GPU", {"case": "grpo", "shape": "qwen2-7b"}
     scaling.show([{**line, "gpus": gpus, "figures": {name: speed}} for gpus, speed in ((4, 9.0), (2, 8.0), (2, 10.0))])
     rows = capsys.readouterr().out.split("\n")
     assert rows[1].split()[-4:] == ["2", "GPUs", "4", "GPUs"]

@@ -57,10 +57,9 @@ def test_a_small_model_is_told_of_more_engines(tmp_path: Path):
     for shape, more in ("smollm2-135m", 4), ("qwen2-7b", 0):
         forecast = forecast_of(tmp_path, shape, f"{ROLLOUT}.engines_per_gpu=1", named_machine("h100"))
         for text in short_text(forecast), long_text(forecast):
-            assert (
-                f"1 engine(s) for each GPU; a model so small keeps the GPU waiting for one: {ROLLOUT}.engines_per_gpu=auto starts {more}"
-                in text
-            ) == bool(more)
+            assert (f"keeps the GPU waiting for one: {ROLLOUT}.engines_per_gpu=auto starts {more}" in text) == bool(
+                more
+            )
 
 
 def test_engines_keep_memory_while_they_sleep(tmp_path: Path):
