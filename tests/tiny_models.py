@@ -56,19 +56,19 @@ _SIZES = {
 }
 SIZES = {name: value for names, value in _SIZES.items() for name in names.split()}
 
-OFTEN_NULL = {
-    "head_dim",
-    "num_key_value_heads",
-    "linear_num_key_heads",
-    "linear_num_value_heads",
-    "linear_key_head_dim",
-    "linear_value_head_dim",
-}
+OFTEN_NULL = {"head_dim", "num_key_value_heads"}
+OFTEN_NULL |= {f"linear_{name}" for name in ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")}
 SPECIAL_TOKENS = {"pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id"}
 
 # The features that a type's default configuration leaves out, and the sizes that must fit each other.
 _WINDOWS = {"layer_types": ["sliding_attention", "full_attention"] * 2}
 _SECTIONS = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [6, 5, 5]}
+
+
+def _rope(kind: str, **changes: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 1e4, **changes}}
+
+
 EXCEPTIONS: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1, 3]},
     "blt": {"encoder_hash_byte_group_vocab": 64},
@@ -114,44 +114,22 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "bert: no decoder": ("bert", {"is_decoder": False}),
     "llama: llama3 rope and ties": (
         "llama",
-        {
-            "tie_word_embeddings": True,
-            "rope_parameters": {
-                "rope_type": "llama3",
-                "rope_theta": 1e4,
-                "factor": 8.0,
-                "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0,
-                "original_max_position_embeddings": 16,
-            },
-        },
+        {"tie_word_embeddings": True}
+        | _rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16),
     ),
     "qwen2: tied": ("qwen2", {"tie_word_embeddings": True, "use_sliding_window": False}),
     "qwen3: tied": ("qwen3", {"tie_word_embeddings": True, "use_sliding_window": False}),
-    "qwen3: yarn rope": (
-        "qwen3",
-        {
-            "rope_parameters": {
-                "rope_type": "yarn",
-                "rope_theta": 1e4,
-                "factor": 4.0,
-                "original_max_position_embeddings": 16,
-            }
-        },
-    ),
+    "qwen3: yarn rope": ("qwen3", _rope("yarn", factor=4.0, original_max_position_embeddings=16)),
     "phi3: longrope": (
         "phi3",
-        {
-            "original_max_position_embeddings": 32,
-            "rope_parameters": {
-                "rope_type": "longrope",
-                "rope_theta": 1e4,
-                "partial_rotary_factor": 0.75,
-                "short_factor": [1.0] * 12,
-                "long_factor": [2.0] * 12,
-                "original_max_position_embeddings": 32,
-            },
-        },
+        {"original_max_position_embeddings": 32}
+        | _rope(
+            "longrope",
+            partial_rotary_factor=0.75,
+            short_factor=[1.0] * 12,
+            long_factor=[2.0] * 12,
+            original_max_position_embeddings=32,
+        ),
     ),
     "deepseek_v3: no q_lora": ("deepseek_v3", {"q_lora_rank": None}),
     "doge: chosen keys": ("doge", {"keep_window_size": 5}),

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlx.algorithms.advantages import ESTIMATORS, gae, gae_over_turns, masked_whiten, turn_index
+from rlx.algorithms.advantages import ESTIMATORS, gae_over_turns, masked_whiten, turn_index
 from rlx.config.schema import AlgorithmConfig
 
 MASK = torch.tensor([[1, 1, 0, 1, 0, 0, 1, 1], [0, 0, 1, 1, 1, 0, 0, 0], [0] * 8]).bool()
@@ -13,18 +13,6 @@ MASK = torch.tensor([[1, 1, 0, 1, 0, 0, 1, 1], [0, 0, 1, 1, 1, 0, 0, 0], [0] * 8
 
 def test_turns_are_runs_of_the_mask():
     assert turn_index(MASK).tolist() == [[0, 0, -1, 1, -1, -1, 2, 2], [-1, -1, 0, 0, 0, -1, -1, -1], [-1] * 8]
-
-
-def test_an_estimate_over_turns_by_hand():
-    """Rewards 1, 0, 2 of three turns with values 0.5, 1, 4 at their first tokens; gamma 0.5, lambda 0.5."""
-    rewards = torch.tensor([[0.25, 0.75, 9, 0, 9, 9, 0, 2.0]]).double()
-    values = torch.tensor([[0.5, 7, 9, 1, 9, 9, 4, 7.0]]).double()
-    advantages, returns = gae_over_turns(rewards, values, MASK[:1], gamma=0.5, lam=0.5)
-    third = 2 - 4.0
-    second = 0 + 0.5 * 4 - 1 + 0.25 * third
-    first = 1 + 0.5 * 1 - 0.5 + 0.25 * second
-    assert advantages.tolist() == [[first, first, 0, second, 0, 0, third, third]]
-    assert returns.tolist() == [[first + 0.5, first + 0.5, 0, second + 1, 0, 0, 2, 2]]
 
 
 @given(seed=st.integers(0, 9999), gamma=st.floats(0, 1), lam=st.floats(0, 1))
@@ -43,15 +31,6 @@ def test_an_estimate_over_turns_like_the_loop(seed, gamma, lam):
             assert advantages[row, places].tolist() == pytest.approx([advantage] * len(places))
             assert returns[row, places].tolist() == pytest.approx([advantage + first] * len(places))
     assert not advantages[~mask].any() and not returns[~mask].any()
-
-
-def test_turns_of_one_token_are_steps_of_tokens():
-    mask = torch.tensor([[1, 0, 1, 0, 1]]).bool()
-    rewards, values = torch.rand(2, 1, 5, generator=torch.Generator().manual_seed(0)).double()
-    for found, expected in zip(
-        gae_over_turns(rewards, values, mask, 0.9, 0.8), gae(rewards, values, mask, 0.9, 0.8), strict=True
-    ):
-        torch.testing.assert_close(found, expected)
 
 
 def test_a_key_chooses_the_step():

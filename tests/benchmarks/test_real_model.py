@@ -6,21 +6,13 @@ from pathlib import Path
 import pytest
 
 from benchmarks import real_model
-from benchmarks.real_model import EVERY, RECORDS, main, wilson
+from benchmarks.real_model import EVERY, RECORDS, main
 from rlx.config.check.validate import check
 from rlx.config.choices import chosen
 from rlx.config.compose.command_line import compose
 from rlx.config.machine import named_machine
 
 MODEL = "actor_rollout_ref.model.path"
-
-
-@pytest.mark.parametrize(
-    ("right", "rows", "low", "high"),
-    [(0, 10, 0.0, 0.2775), (10, 10, 0.7225, 1.0), (50, 100, 0.4038, 0.5962), (47, 500, 0.0714, 0.1228)],
-)
-def test_intervals_are_those_of_wilson(right, rows, low, high):
-    assert wilson(right, rows) == pytest.approx((low, high), abs=5e-5)
 
 
 @pytest.mark.parametrize("name", RECORDS)

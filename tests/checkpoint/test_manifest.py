@@ -49,18 +49,9 @@ def test_a_flipped_bit_in_a_long_file_is_found_by_the_process_that_reads_its_chu
     assert fault == f"{sealed / name}: bytes {chunk} have changed since they were written"
 
 
-def test_every_bit_of_a_manifest_matters(sealed):
-    path = sealed / "inner/manifest.json"
-    whole = path.read_bytes()
-    for at in range(0, len(whole), 7):
-        flip(path, at)
-        assert m.damage(sealed), at
-        path.write_bytes(whole)
-    assert m.damage(sealed) == []
-
-
-def test_the_outer_manifest_is_refused_with_any_of_its_bits_changed(sealed):
-    path = sealed / "manifest.json"
+@pytest.mark.parametrize("name", ["manifest.json", "inner/manifest.json"])
+def test_a_manifest_is_refused_with_any_of_its_bits_changed(sealed, name):
+    path = sealed / name
     whole = path.read_bytes()
     for at in range(len(whole)):
         flip(path, at)

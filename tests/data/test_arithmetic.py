@@ -72,14 +72,6 @@ def test_deterministic_and_a_larger_set_begins_with_the_smaller(difficulty, rows
     assert make_problems(ArithmeticConfig(difficulty=difficulty, train_size=500), "train") == rows[:500]
 
 
-def test_first_difficulty_is_short_and_varied():
-    rows = make_problems(ArithmeticConfig(train_size=3000), "train")
-    assert max(len(question(row)) for row in rows) <= 90
-    assert max(len(row["extra_info"]["answer"]) for row in rows) <= 24
-    assert len({row["extra_info"]["answer"] for row in rows}) > 500
-    assert len({re.sub(r"\d+", "N", question(row)) for row in rows}) > 2000
-
-
 def test_more_than_there_are(monkeypatch):
     for words in ("BOYS", "GIRLS"):
         monkeypatch.setattr(arithmetic, words, getattr(arithmetic, words)[:1])

@@ -6,7 +6,6 @@ import pytest
 import torch
 from run_tools import responses
 
-from rlx.config.schema import OverlongBufferConfig
 from rlx.rewards.manager import Scores
 from rlx.trainer import samples as sample_selection
 
@@ -77,18 +76,6 @@ def test_what_was_found_is_counted_and_cut_to_what_is_wanted():
     assert found.metrics() == {f"filter_groups/{name}": pytest.approx(value) for name, value in numbers.items()}
     message = str(found.error(step=7))
     assert "step 7: algorithm.filter_groups kept 3 of 6 prompts" in message and "after 3 generations. 41.7%" in message
-
-
-def test_long_responses_lose_part_of_their_score():
-    batch, scores = part([1.0, 1.0, 1.0, 1.0], lengths=[1, 2, 3, 4])
-    plain = sample_selection.with_scores(batch, scores, OverlongBufferConfig(len=2))
-    assert plain["scores"].tolist() == [1.0] * 4
-    punished = sample_selection.with_scores(batch, scores, OverlongBufferConfig(enable=True, len=2, penalty_factor=0.5))
-    assert punished["scores"].tolist() == [1.0, 1.0, 0.75, 0.5]
-    assert scores.scores.tolist() == [1.0] * 4, "the reward functions' own verdict stays"
-    second_is_a_tools = batch.with_(response_mask=batch["response_mask"] & (torch.arange(4) != 1))
-    again = sample_selection.with_scores(second_is_a_tools, scores, OverlongBufferConfig(True, 2, 0.5))
-    assert again["scores"].tolist() == [1.0, 1.0, 0.75, 0.5], "a conversation ends at the same number of tokens"
 
 
 def test_recorded_experts_are_widened_with_the_prompts():

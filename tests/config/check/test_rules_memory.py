@@ -80,17 +80,6 @@ def test_what_cannot_fit_is_refused_and_accepted_after_the_remedy(predict: Predi
     assert predict(*options, *named).faults == ()
 
 
-def test_the_remedies_are_those_that_are_enough(predict: Predict):
-    (states,) = predict(GRPO).faults
-    assert states.remedy.startswith(f"set {ACTOR}.fsdp_config.optimizer_offload=True")
-    (critic,) = predict().faults
-    assert "critic.fsdp.param_offload=True and " in critic.remedy
-    (tokens,) = predict(
-        GRPO, BF16, f"{ACTOR}.fsdp_config.optimizer_offload=True", DYNAMIC[0], f"{DYNAMIC[1]}=500000"
-    ).faults
-    assert re.search(rf"{MODEL}\.tiled_mlp=auto|{DYNAMIC[1]}=\d+", tokens.remedy)
-
-
 def test_a_share_too_small_for_a_sequence_is_raised(predict: Predict):
     options = (GRPO, BF16, f"{MODEL}.lora_rank=16")
     (fault,) = predict(*options, device_gb=24).faults

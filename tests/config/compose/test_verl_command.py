@@ -152,6 +152,7 @@ def test_what_verl_alone_has_is_answered():
         f"{ROLLOUT}.update_weights_bucket_megabytes=512": "remove it: the sampler",
         f"{ROLLOUT}.skip_rollout=True": "remove it: every step samples",
         f"{ROLLOUT}.skip.enable=True": "remove it: every step samples",
+        f"{ROLLOUT}.swap_space=4": "remove it: vLLM has no swap space",
         f"{ROLLOUT}.trace.backend=mlflow": "remove it: trainer.rollout_data_dir",
         f"{ROLLOUT}.prometheus.enable=True": "remove it: trainer.logger",
         f"{ROLLOUT}.quantization=fp8": "remove it: the sampler's weights are not quantised",
@@ -190,8 +191,3 @@ def test_the_pages_sed_hands_the_scripts_arguments_to_its_command(tmp_path: Path
     given = "a=1 b=2" if start else "b=2"
     command = f"{given} --check" if "$@" in end else f"--check {given}"
     assert done.stdout == f"before\npython3 -m rlx.main_ppo {command}\nbehind\n"
-
-
-def test_vllm_has_no_swap_space(verdict):
-    (fault,) = verdict([f"{ROLLOUT}.swap_space=4"]).faults
-    assert fault.remedy.startswith("remove it: vLLM has no swap space")

@@ -87,8 +87,3 @@ def test_what_cannot_be_read_is_said(tmp_path: Path, content: str | None, why: s
         (tmp_path / "config.json").write_text(content)
     found = decoder_of(ModelConfig(path=str(tmp_path)))
     assert isinstance(found, str) and why in found and "\n" not in found
-
-
-def test_what_is_no_name_of_the_hub_is_not_here():
-    assert config_file("") is None
-    assert config_file("a/b/c/d") is None
