@@ -399,8 +399,6 @@ def share_of(rollout: RolloutConfig, model: ModelConfig, device: torch.device, e
         # They start side by side, so none can measure how much is free.
         options["kv_cache_memory_bytes"] = int(share * memory.total / engines) - weight_bytes - ENGINE_BYTES
         share = CHECKED_SHARE
-        if not rollout.enforce_eager and "compilation_config" not in rollout.engine_kwargs.vllm:
-            options["max_cudagraph_capture_size"] = -(-places // 16) * 16  # vLLM's sizes are multiples
     kwargs = replace(rollout.engine_kwargs, vllm={**options, **rollout.engine_kwargs.vllm})
     changes: dict[str, Any] = {"max_num_seqs": places, "gpu_memory_utilization": share, "engine_kwargs": kwargs}
     return replace(rollout, engines_per_gpu=1, **changes)

@@ -60,6 +60,9 @@ with restored_process_state():
 
 logger = logging.getLogger(__name__)
 _MERGE = "actor_rollout_ref.model.lora.merge=True to send merged weights, or actor_rollout_ref.rollout.name=hf"
+# On a GPU a step that reads a prompt takes longer, because attention is then in no graph. So the engine gets requests after so many
+# steps, or when there are as many as this share of its places.
+ADMIT_STEPS, ADMIT_SHARE = 8, 1 / 16
 _PROCESS = uuid.uuid4().hex
 _ADAPTER_OPTIONS = inspect.signature(LoRAModel.from_lora_tensors).parameters
 support.hush()
@@ -502,6 +505,8 @@ class VLLMRollout(Rollout):
         self._device = device
         self._temperature = rollout.temperature
         self._asleep: set[str] = set()  # parts whose memory is free
+        self._waiting: dict[int, None] = {}  # requests that the engine has not got yet, oldest first
+        self._steps = 0  # since it got some
         try:
             usual = Sampling(2, rollout.temperature, rollout.top_p, rollout.top_k or -1)
             self.engine = VLLMEngine(options, on_cpu=device.type == "cpu", sampling=usual)
@@ -543,13 +548,27 @@ class VLLMRollout(Rollout):
         self._wake("weights", "kv_cache")
         if not self.running:
             self.engine.seed(request.seed)
-        self.engine.add(number, request, self.has_seeds, self.version)
+        self._waiting[number] = None
 
     def _advance(self, requests: Mapping[int, Request]) -> list[tuple[int, Completion]]:
+        self._admit(requests)
         return self.engine.step(requests)
 
+    def _admit(self, requests: Mapping[int, Request]) -> None:
+        """Hand waiting requests to the engine, several at once: see `ADMIT_STEPS`."""
+        inside = len(requests) - len(self._waiting)
+        most = min(len(self._waiting), self.max_num_seqs - inside)
+        self._steps += 1
+        if most and (not inside or self._steps >= ADMIT_STEPS or most >= ADMIT_SHARE * self.max_num_seqs):
+            self._steps = 0
+            for number in list(itertools.islice(self._waiting, most)):
+                del self._waiting[number]
+                self.engine.add(number, requests[number], self.has_seeds, self.version)
+
     def _leave(self, numbers: Sequence[int]) -> None:
-        self.engine.abort(numbers)
+        self.engine.abort([number for number in numbers if number not in self._waiting])
+        for number in numbers:
+            self._waiting.pop(number, None)
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """See Rollout. Whole weights are loaded layer by layer, and only the weights are woken."""
@@ -592,6 +611,7 @@ class VLLMRollout(Rollout):
         """End the engine."""
         self.version = None
         self._requests.clear()
+        self._waiting.clear()
         try:
             self._wake("weights", "kv_cache")  # memory that sleeps cannot be freed and would count as used
         except EngineError as error:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 # On CPU vLLM would take a share of the whole machine's memory in each process.
 CPU_KV_CACHE_BYTES = 1 << 30
+GRAPH_PROMPT_TOKENS = 512  # that a step reads beside decoding
 VLLM_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 # Types whose norm behind the state space is over all channels in transformers but over each group of them in vLLM, and the key of
 # the number of groups.
@@ -91,7 +92,24 @@ def engine_options(
         own["enable_sleep_mode"] = rollout.free_cache_engine
         # It would look up the devices of other ranks, which a process under Ray does not see. NCCL does not need them.
         own["disable_custom_all_reduce"] = True
+        graphs = {"compilation_config", "cudagraph_capture_sizes", "max_cudagraph_capture_size"}
+        if not rollout.enforce_eager and not graphs & rollout.engine_kwargs.vllm.keys():
+            own["cudagraph_capture_sizes"] = graph_sizes(rollout.max_num_seqs)
     return {**own, **rollout.engine_kwargs.vllm}
+
+
+def graph_sizes(places: int) -> list[int]:
+    """Return the numbers of tokens for which vLLM captures CUDA graphs, so that a step pads its tokens by an eighth at most.
+
+    vLLM's own end at 512. A step of more tokens than the last launches each kernel from Python, which takes it twice as long; so
+    there are some for steps that read prompts beside decoding in all places.
+    """
+    sizes = {1, 2, 4, places}
+    size = 8
+    while size <= places + GRAPH_PROMPT_TOKENS:
+        sizes.add(size)
+        size += max(8, 1 << (size.bit_length() - 4))
+    return sorted(sizes)
 
 
 def with_needs(options: dict[str, Any], config: "PreTrainedConfig", device: torch.device) -> dict[str, Any]:

@@ -374,6 +374,7 @@ def parameters(samplings, seeds):
     rollout, taken = NOW[-1].vllm, NOW[-1].vllm.engine._client.engine_core.scheduler.requests
     for sampling, seed in zip(samplings, seeds, strict=True):
         rollout.add_request(Request((5, 6), seed, sampling))
+    assert rollout.step() == []
     found = [request.sampling_params for request in taken.values()]
     rollout.abort()
     return [(own.seed, own.max_tokens, own.temperature, own.stop_token_ids) for own in found]
