@@ -85,6 +85,7 @@ INFO: dict[str, str] = {
     "raw_prompt": "str or list of {role, content}: the prompt before tokenizer and chat template (data)",
     "prompt_text": "str: the prompt as the model sees it (data, or rollout with an environment)",
     "response_text": "str: all decoded tokens behind the prompt without special tokens (trainer)",
+    "numbers": "dict: the numbers that reward functions report, by name; None where one is missing (trainer)",
     "sample": "int: index among the samples of its prompt (trainer)",
     "conversation": "dict: the turns with their times and rewards, and the reason of the end (rollout, with an environment)",
     "kept": "Kept or Conversation: what the sample has so far (rollout)",

@@ -79,7 +79,7 @@ class SampleSource:
             batch, scores = self._scored(batch)
         if trainer.rollout_data_dir:
             dump(generations(batch, scores), Path(trainer.rollout_data_dir), step)
-        batch = all_rows(batch)
+        batch = all_rows(batch.with_({"numbers": numbers(scores)}))
         if trainer.balance_batch:
             batch = balance(batch, self._run.workers.mesh("actor").shares, self._least_gain)
         if self._config.algorithm.rollout_correction.bypass_mode:
@@ -293,18 +293,24 @@ def extras(scores: Scores, prefix: str) -> dict[str, float]:
     }
 
 
+def numbers(scores: Scores) -> list[dict[str, float | None]]:
+    """Return the numbers of each sample; NaN (a missing number) and infinity, which JSON lacks, become None."""
+    finite = {name: [x if math.isfinite(x) else None for x in values] for name, values in scores.extra.items()}
+    return [{name: values[row] for name, values in finite.items()} for row in range(len(scores.scores))]
+
+
 def generations(batch: Batch, scores: Scores) -> list[dict[str, Any]]:
-    """Return one readable record per sample; NaN (a missing number) and infinity, which JSON lacks, become None."""
+    """Return one readable record per sample."""
     return [
         {
-            **{name: values[i] if math.isfinite(values[i]) else None for name, values in scores.extra.items()},
+            **own,
             "prompt": batch.info["prompt_text"][i],
             "response": batch.info["response_text"][i],
             "ground_truth": batch.info["ground_truth"][i],
             "data_source": batch.info["data_source"][i],
             "score": score,
         }
-        for i, score in enumerate(scores.scores.tolist())
+        for i, (score, own) in enumerate(zip(scores.scores.tolist(), numbers(scores), strict=True))
     ]
 
 

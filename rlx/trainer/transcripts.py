@@ -61,6 +61,7 @@ def _records(step: int, batch: Batch, tokenizer: PreTrainedTokenizerBase) -> Ite
             "branch": branches[row],
             "data_source": batch.info["data_source"][row],
             "reward": round(float(batch["scores"][row]), DIGITS),
+            "numbers": batch.info["numbers"][row],
             "token_ids": ids,
             "tokens": [piece(token) for token in ids],
             "loss_mask": [0] * prompt + [int(own) for own in mask],

@@ -108,6 +108,7 @@ async function open(i) {
   article.append(make("p", "", visible(`reward ${number(all.reward[i])} · ${all.source[i]} · ${plural(all.tokens[i], "token")}, ` +
     `${all.trained[i].toLocaleString("en")} in the loss${all.reason[i] ? ` · ended: ${all.reason[i]}` : ""}`)));
   current = block < 0 ? null : cache.get(block)[all.at[i]];
+  if (current && current.numbers) article.append(make("p", "", visible(current.numbers)));
   if (current && current.traceback) article.append(make("p", "tokens", visible(current.traceback)));
   if (current) article.append(...segments(current).map(card));
   else article.append(make("p", "failed", `Its tokens are not in this page, which would be too large; they are in transcripts/${all.file[i]}.`));

@@ -175,6 +175,7 @@ def _tokens(sample: Sample) -> dict[str, Any]:
         "advantages": [_short(value) for value in sample["advantages"]],
         "gaps": [_short(value) for value in sample["log_prob_gap"]],
         "turns": turns,
+        "numbers": " · ".join(f"{name} {_short(value)}" for name, value in sample.get("numbers", {}).items()),
         "traceback": str(sample.get("traceback") or ""),
     }
 

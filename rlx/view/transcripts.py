@@ -100,6 +100,9 @@ def _fault(sample: Any) -> str | None:
             return f"{name}: got {_short(sample[name])}, expected a whole number from 0 on"
     if not _is_number(sample.get("reward")):
         return f"reward: got {_short(sample['reward'])}, expected a number"
+    numbers = sample.get("numbers", {})
+    if not isinstance(numbers, dict) or not all(map(_is_number, numbers.values())):
+        return f"numbers: got {_short(numbers)}, expected an object with numbers"
     for name, (is_right, expected) in _ELEMENTS.items():
         values = sample[name]
         if not isinstance(values, list) or not all(map(is_right, values)):

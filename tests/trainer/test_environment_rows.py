@@ -137,7 +137,8 @@ def test_failures_beyond_the_three_most_frequent_reasons_are_counted():
 def test_a_transcript_has_an_entry_for_each_token(batch, tmp_path):
     advantages = torch.where(batch["response_mask"], 0.123456, 0.0)
     old = batch["rollout_log_probs"] + 0.25
-    whole = batch.with_(advantages=advantages, old_log_probs=old, scores=torch.tensor([1.5, -1.0])).rows([1, 0])
+    columns = {"advantages": advantages, "old_log_probs": old, "scores": torch.tensor([1.5, -1.0])}
+    whole = batch.with_({"numbers": [{"f1": 0.5}, {"f1": None}]}, **columns).rows([1, 0])
     transcripts.write(SimpleNamespace(folder=tmp_path, tokenizer=make_tiny_tokenizer()), 3, whole)
     first, second = map(json.loads, (tmp_path / "transcripts" / "step_000003.jsonl").read_text().splitlines())
     assert (first["step"], first["group"], first["sample"], first["data_source"], first["reward"]) == (
@@ -147,6 +148,7 @@ def test_a_transcript_has_an_entry_for_each_token(batch, tmp_path):
         "a",
         1.5,
     )
+    assert (first["numbers"], second["numbers"]) == ({"f1": 0.5}, {"f1": None})
     assert first["token_ids"] == [60, 61, 70, 71, 80, 70, 71] and first["tokens"] == [*"9:CDMCD"]
     assert first["loss_mask"] == [0, 0, 1, 1, 0, 1, 1]
     assert first["advantages"] == [None, None, 0.12346, 0.12346, None, 0.12346, 0.12346]

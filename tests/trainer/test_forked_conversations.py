@@ -273,7 +273,7 @@ def test_a_transcript_has_a_line_for_each_row_with_its_own_turns(tmp_path):
     batch = all_rows(a_batch(ONE, THREE)).rows([3, 1, 0, 2])
     batch = with_advantages(batch, AlgorithmConfig(adv_estimator="grpo", norm_adv_by_std_in_grpo=False))
     run = SimpleNamespace(folder=tmp_path, tokenizer=make_tiny_tokenizer())
-    transcripts.write(run, 1, batch.with_(old_log_probs=batch["rollout_log_probs"]))
+    transcripts.write(run, 1, batch.with_({"numbers": [{}] * 4}, old_log_probs=batch["rollout_log_probs"]))
     lines = [json.loads(line) for line in (tmp_path / "transcripts/step_000001.jsonl").read_text().splitlines()]
     assert [(line["sample"], line["branch"]) for line in lines] == [(0, 0), (1, 0), (1, 1), (1, 2)]
     assert lines[3]["token_ids"] == [60, 90, 91, 73, 74] and lines[3]["loss_mask"] == [0, 0, 0, 1, 1]

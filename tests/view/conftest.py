@@ -35,6 +35,7 @@ def sample(step, group, number, tokens=24, seed=0):
         "sample": number,
         "data_source": "calculator",
         "reward": round(draw.random(), 3),
+        "numbers": {"rule": 1.0, HOSTILE[0]: None},
         "token_ids": [draw.randrange(300) for _ in mask],
         "tokens": pieces,
         "loss_mask": mask,

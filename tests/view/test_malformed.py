@@ -74,6 +74,7 @@ FAULTS = {
     "step beyond a browser": sample(step=HUGE),
     "reward that is a text": sample(reward="1"),
     "reward without bound": sample(reward=HUGE),
+    "numbers with a text": sample(numbers={"rule": "1"}),
     # Lists
     "tokens that are a text": sample(tokens="abc"),
     "mask that is too short": sample(loss_mask=[1]),

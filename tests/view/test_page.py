@@ -53,6 +53,7 @@ def test_every_sample_is_listed_and_its_tokens_come_back(make_run):
         own = parsed.unpacked(f"block{samples['block'][i]}")[samples["at"][i]]
         assert own["tokens"] == line["tokens"] and own["ids"] == line["token_ids"] and own["mask"] == line["loss_mask"]
         assert own["advantages"] == line["advantages"] and own["traceback"] == line.get("traceback", "")
+        assert own["numbers"].startswith("rule 1.0 · ") and own["numbers"].endswith(" None")
         assert own["gaps"] == [gap if gap is None else pytest.approx(gap, rel=1e-3) for gap in line["log_prob_gap"]]
         assert [(turn["start"], turn["end"], turn["calls"]) for turn in own["turns"]] == [
             (turn["start"], turn["end"], turn["calls"]) for turn in line["turns"]
