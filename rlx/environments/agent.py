@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from rlx.environments.protocol import Message, Observation, Turn
 from rlx.processes.child import end_with
@@ -22,7 +23,6 @@ from rlx.user_code import UserCodeError, load_name, misfit
 
 PACKAGES = ("fastapi", "uvicorn", "openai")
 LONGEST_TAIL = 2000  # characters of a command's output that a failure shows
-LOOPBACK = "127.0.0.1"
 MOST_THREADS = 1024
 """Calls of `asyncio.to_thread` at a time: an agent that waits in one must not hold up the others."""
 
@@ -119,7 +119,10 @@ async def _run_command(command: list[str], row: dict[str, Any], url: str, token:
         given, result = Path(folder) / "row.json", Path(folder) / "result.json"
         given.write_text(json.dumps(row))
         own = {"OPENAI_BASE_URL": url, "OPENAI_API_KEY": token, "RLX_ROW": str(given), "RLX_RESULT": str(result)}
-        own |= {name: ",".join(filter(None, (os.environ.get(name), LOOPBACK))) for name in ("NO_PROXY", "no_proxy")}
+        own |= {
+            name: ",".join(filter(None, (os.environ.get(name), urlsplit(url).hostname)))
+            for name in ("NO_PROXY", "no_proxy")
+        }
         pipe, none = asyncio.subprocess.PIPE, asyncio.subprocess.DEVNULL
         process = await asyncio.create_subprocess_exec(
             *command,

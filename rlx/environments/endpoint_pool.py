@@ -10,6 +10,7 @@ import itertools
 import json
 import math
 import secrets
+import socket
 import time
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ from rlx.environments.protocol import Failure, Observation, Reset, Turn
 from rlx.environments.spec import EnvironmentSpec
 from rlx.processes.pool import IsolatedProcess, Lost, WorkerPool
 
+LOOPBACK, OTHER_ADDRESS = "127.0.0.1", "192.0.2.1"  # the second is no machine's
 TICK_S = 1.0
 """From one look for agents that make no call to the next [s]."""
 
@@ -25,6 +27,13 @@ TICK_S = 1.0
 def token_of(secret: str, life: int) -> str:
     """Return the token of a life: its number, signed."""
     return f"rlx-{life}-{hmac.new(secret.encode(), str(life).encode(), hashlib.sha256).hexdigest()}"
+
+
+def node_address() -> str:
+    """Return the address that this machine has for others."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((OTHER_ADDRESS, 9))  # sends nothing, but chooses a route
+        return str(probe.getsockname()[0])
 
 
 class Asked(NamedTuple):
@@ -80,7 +89,8 @@ class AgentPool(EnvironmentPool):
             self._server = IsolatedProcess(own)
             self.workers.add(self._server)
             self._retiring.add(self._server)  # it takes no conversations
-            self._server.send(["start", self._secret, self._mode, self._spec.tool_format])
+            host = LOOPBACK if self._spec.address == "loopback" else node_address()
+            self._server.send(["start", host, self._secret, self._mode, self._spec.tool_format])
         while not self._url:
             self._ready += super().poll(TICK_S)
         super().reset(key, row)

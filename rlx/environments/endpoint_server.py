@@ -1,6 +1,6 @@
 """The process that serves OpenAI's protocol, and Anthropic's, to agents. `rlx.environments.endpoint_pool` starts one for each process that samples.
 
-Its owner sends lines of JSON: ["start", secret, on_rewritten_history, format of tool calls], then ["answer", call, content],
+Its owner sends lines of JSON: ["start", host, secret, on_rewritten_history, format of tool calls], then ["answer", call, content],
 ["reject", call, text, code] and ["close", life, lowest open life]. It sends ["address", URL], ["call", number, life, content],
 ["cancel", number, life] and, after a close, ["closed", 0, life, numbers of the calls whose answers the agent got].
 
@@ -29,7 +29,6 @@ from rlx.environments.endpoint_pool import token_of
 from rlx.environments.openai_calls import MODEL, BadCall, Call, History, answer, events, read, said
 from rlx.processes.lines import line_of
 
-HOST = "127.0.0.1"
 LONGEST_BODY, LONGEST_UPLOAD_S = 2**22, 60.0  # bytes, and the time in which they arrive
 MOST_AT_ONCE = 256  # calls of a life in work
 UNKNOWN = "expected the token of a running sample: Authorization: Bearer $OPENAI_API_KEY"
@@ -61,18 +60,19 @@ def _fastest_loop() -> Callable[[], asyncio.AbstractEventLoop] | None:
 
 async def _serve(connection: socket.socket) -> None:
     reader, writer = await asyncio.open_connection(sock=connection, limit=LONGEST_LINE)
-    own = _Server(writer, *json.loads(await reader.readline())[1:])
+    _, host, *settings = json.loads(await reader.readline())
+    own = _Server(writer, *settings)
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     app.post("/v1/chat/completions")(own.chat)
     app.post("/v1/completions")(own.text)
     app.post("/v1/messages")(own.messages)
     app.get("/v1/models")(own.models)
     app.add_exception_handler(BadCall, _rejected)
-    with socket.create_server((HOST, 0), backlog=4096) as listening:
+    with socket.create_server((host, 0), backlog=4096) as listening:
         options = {"log_level": "error", "access_log": False, "lifespan": "off", "timeout_keep_alive": KEPT_S}
         server = uvicorn.Server(uvicorn.Config(app, **options))
         task = asyncio.ensure_future(server.serve(sockets=[listening]))
-        own.send("address", f"http://{HOST}:{listening.getsockname()[1]}/v1")
+        own.send("address", f"http://{host}:{listening.getsockname()[1]}/v1")
         while line := await reader.readline():
             own.take(*json.loads(line))
         server.should_exit = server.force_exit = True

@@ -40,6 +40,7 @@ class EnvironmentSpec:
     path: str | None = None  # a Python file; None: rlx's own
     kwargs: dict[str, Any] = field(default_factory=dict)  # arguments of the class by name, as JSON has them
     limit_s: float = 60.0  # longest `reset` or `step` [seconds]
+    address: str = "loopback"  # where agents call the policy: there, or at the address of the node
     tool_format: str = "tags"  # how the model writes calls, of `rlx.environments.tool_calls.FORMATS`
 
     @property
@@ -121,4 +122,4 @@ class EnvironmentSpec:
 
 def environment_spec(config: "PPOConfig") -> EnvironmentSpec:
     own, turns = config.environment, config.actor_rollout_ref.rollout.multi_turn
-    return EnvironmentSpec(own.name or OWN_NAME, own.path, own.kwargs, own.timeout_s, turns.format)
+    return EnvironmentSpec(own.name or OWN_NAME, own.path, own.kwargs, own.timeout_s, own.address, turns.format)

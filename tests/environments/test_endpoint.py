@@ -11,6 +11,7 @@ import torch
 from in_this_process import VLLM, Recording, Sampler, batch_of, conversations, rows_of, sampling
 from transformers import AutoModelForCausalLM, Qwen3Config
 
+from rlx.environments.endpoint_pool import node_address
 from rlx.environments.openai_calls import BadCall, History, read, said
 from rlx.environments.spec import EnvironmentSpec
 from rlx.models.tiny import make_tiny_tokenizer
@@ -354,6 +355,7 @@ row = json.load(open(os.environ["RLX_ROW"]))
 body = json.dumps({"messages": row["prompt"]}).encode()
 head = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}
 url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+assert row["extra_info"]["address"] in url
 text = json.load(urllib.request.urlopen(urllib.request.Request(url, body, head)))["choices"][0]["message"]["content"]
 subprocess.Popen(["sleep", "1017"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 print("I said", row["ground_truth"])
@@ -366,8 +368,10 @@ open(os.environ["RLX_RESULT"], "w").write({"0": '{"reward": 0.5, "acc": 1}', "1"
 def test_a_command_is_an_agent(sampler_of, tiny, tmp_path):
     (tmp_path / "agent.py").write_text(COMMAND)
     words = f"environment.kwargs.command=[{sys.executable},{tmp_path}/agent.py]"
-    sampler = sampler_of(None, "environment.name=endpoint", words)
-    found = sampler.generate(Recording(tiny, say), batch_of(tiny, "0123"), sampling(tiny))
+    sampler = sampler_of(None, "environment.name=endpoint", "environment.address=node", words)
+    batch = batch_of(tiny, "0123")
+    batch.info["extra_info"] = [{"address": node_address()}] * 4
+    found = sampler.generate(Recording(tiny, say), batch, sampling(tiny))
     own = found.info["conversation"]
     assert [each["reward"] for each in own] == [0.5, 0.0, 2.0, 0.0] and own[0]["info"] == {"acc": 1.0}
     assert own[1]["reason"].startswith("error: raised CommandFailed: RLX_RESULT is no JSON")

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from rlx.config.schema.keys import group, in_state, is_above, key, needs, while_is, without
+from rlx.config.schema.keys import Unused, group, in_state, is_above, key, needs, while_is, without
 
 WATCHES_ROUTERS = (
     needs("routers cannot be watched in compiled layers", "actor_rollout_ref.actor.use_torch_compile", False),
@@ -46,6 +46,12 @@ class EnvironmentConfig:
     max_parallel: int | None = key(None, "Conversations at a time of each sampling process; null: all.", minimum=1)
     timeout_s: float = key(60.0, "Longest reset or step [seconds].", above=0)
     memory_limit_gb: float | None = key(8.0, "Memory per process [10^9 bytes]; null: no limit.", above=0)
+    address: str = key(
+        "loopback",
+        "Where agents call the policy; `node`: at the machine's own address.",
+        Unused("{key} names no agents", "name", lambda name: name not in ("endpoint", "verifiers")),
+        choices=("loopback", "node"),
+    )
     on_failure: str = key("end_row", "When an environment fails or hangs.", choices=("end_row", "end_run"))
     failure_reward: float = key(0.0, "Reward of the turn at which it fails.")
     rewards: str = key(
