@@ -1,5 +1,7 @@
 """A whole run that samples with vLLM: two processes around one tensor-parallel engine, and activations that leave the device."""
 
+import json
+
 import pytest
 from run_tools import results, resume_from
 
@@ -43,3 +45,31 @@ def test_two_processes_sample_with_one_engine_and_a_resumed_run_equals_an_unbrok
     assert abs(steps[2]["actor/entropy"] - steps[1]["actor/entropy"]) > 1e-3, "the policy changed"
     resumed = train(*options, *resume_from(folder, 1))[1]
     assert results(resumed[2]) == pytest.approx(results(steps[2]), rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.nightly
+def test_samples_that_go_on_in_later_steps_are_those_of_hf_on_two_engines_too(train, tmp_path):
+    reward = tmp_path / "reward.py"
+    reward.write_text(REWARD)
+    options = [
+        "actor_rollout_ref.rollout.partial.max_staleness=2",
+        "actor_rollout_ref.rollout.top_p=0.95",
+        "algorithm.rollout_correction.rollout_is=token",
+        f"custom_reward_function.path={reward}",
+        "custom_reward_function.name=varied",
+        "trainer.total_training_steps=4",
+        "trainer.transcripts=True",
+    ]
+    vllm = [
+        "rollout.name=vllm",
+        "rollout.engines_per_gpu=2",
+        "rollout.engine_kwargs.vllm.kv_cache_memory_bytes=16777216",
+    ]
+    found = []
+    for sampler in (["rollout.name=hf"], vllm):
+        folder, steps = train(*options, *(f"actor_rollout_ref.{each}" for each in sampler))
+        assert [steps[step]["staleness/max"] for step in sorted(steps)] == [0, 1, 2, 2]
+        assert all(steps[step]["mismatch/gap_0/mean_abs_log_prob"] < 1e-5 for step in (2, 3, 4))
+        lines = [(folder / "transcripts" / f"step_{step:06d}.jsonl").read_text().splitlines() for step in sorted(steps)]
+        found.append([[json.loads(line)["tokens"] for line in of_step] for of_step in lines])
+    assert found[0] == found[1]
