@@ -228,3 +228,18 @@ def test_dynamic_sampling_takes_draws_in_order_and_no_seed_comes_twice(tmp_path,
         assert batch["group_id"].tolist() == [0, 0, 2, 2] and metrics["filter_groups/generations"] == 2
     assert all(len(prompts) == 1 for prompts in trainer.run.workers.seeds.values())
     assert len(trainer.run.workers.seeds) == 8 * 4 and not trainer.run.queue
+
+
+@pytest.mark.e2e
+@pytest.mark.nightly
+def test_two_processes_with_vllm_go_on_with_their_samples_after_a_resume(train, learning, cpu_vllm):
+    settings = ["actor_rollout_ref.rollout.name=vllm", "trainer.n_gpus_per_node=2"]
+    settings += ["actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_memory_bytes=16777216"]
+    folder, unbroken = train(*STALE, *learning, *settings)
+    trained = {step: transcript(folder, step) for step in (3, 4)}
+    assert [unbroken[step]["staleness/max"] for step in range(1, 5)] == [0, 1, 2, 2]
+    assert all(metrics["mismatch/gap_0/max_abs_log_prob"] < 1e-4 for metrics in unbroken.values())
+    _, resumed = train(*STALE, *learning, *settings, *resume_from(folder, 2))
+    for step, before in trained.items():
+        assert [each["token_ids"] for each in transcript(folder, step)] == [each["token_ids"] for each in before]
+        assert results(resumed[step]) == pytest.approx(results(unbroken[step]), rel=1e-4, abs=1e-6)
