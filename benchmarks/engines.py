@@ -2,16 +2,23 @@
 
 It samples the same requests with each number of engines, without Ray and without a trainer, and prints a line of JSON for each:
 seconds of start, sync and generation, tokens per second, and the device memory that is taken awake and asleep.
+
+With `--staleness 0 2` each round is the generation of a step with such a `rollout.partial.max_staleness`, its weights sent again
+before. The figures leave out the rounds until the queue is steady, and those in which it empties. `--log-normal 2000` draws lengths with
+this mean, at most the longest response.
 """
 
 import argparse
 import contextlib
 import json
+import math
 import os
 import random
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -21,7 +28,7 @@ from transformers import AutoModelForCausalLM
 from benchmarks.common import GB, benchmark_parser, chosen_device, join_alone, write_random_model
 from rlx.config.schema import ModelConfig, RolloutConfig
 from rlx.offload.plan.shapes import SHAPES
-from rlx.rollout.protocol import Request, Sampling
+from rlx.rollout.protocol import Kept, Request, Rollout, Sampling
 from rlx.rollout.sampler import build_rollout
 
 
@@ -39,6 +46,12 @@ def main(arguments: list[str]) -> int:
     parser.add_argument(
         "--response", type=int, nargs=2, default=(120, 256), help="fewest and most tokens of a response"
     )
+    parser.add_argument(
+        "--log-normal", type=int, help="mean length; the longest of many responses is cut at --response"
+    )
+    parser.add_argument(
+        "--staleness", type=int, nargs="+", default=[0], help="steps for which samples go on (default 0)"
+    )
     parser.add_argument("--utilization", type=float, default=0.6, help="rollout.gpu_memory_utilization")
     options = parser.parse_args(arguments)
     device = chosen_device(options.device)
@@ -52,16 +65,17 @@ def main(arguments: list[str]) -> int:
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="rlx-shape-"))
             write_random_model(Path(folder), options.shape, device)
         for count in options.engines:
-            found.append(measure(folder, device, count, options))
-            print(json.dumps(found[-1]), flush=True)
+            for figures in measure(folder, device, count, options):
+                found.append(figures)
+                print(json.dumps(figures), flush=True)
     if options.json:
         options.json.write_text(json.dumps(found, indent=1))
     dist.destroy_process_group()
     return 0
 
 
-def measure(folder: str, device: torch.device, count: int, options: argparse.Namespace) -> dict[str, float]:
-    """Return the figures of so many engines."""
+def measure(folder: str, device: torch.device, count: int, options: argparse.Namespace) -> Iterator[dict[str, float]]:
+    """Yield the figures of so many engines, for each staleness."""
     settings = RolloutConfig(
         name="vllm",
         engines_per_gpu=count,
@@ -78,24 +92,72 @@ def measure(folder: str, device: torch.device, count: int, options: argparse.Nam
         start = time.perf_counter()
         sampler.update_weights(weights.items(), 1)
         figures["sync_s"] = time.perf_counter() - start
-    del model, weights
-    generator = random.Random(0)
-    for turn in range(options.rounds):
-        requests = []
-        for _ in range(options.requests // options.group):
-            prompt = tuple(generator.randrange(2, vocabulary) for _ in range(options.prompt))
-            for _ in range(options.group):
-                sampling = Sampling(generator.randint(*options.response))
-                requests.append(Request(prompt, len(requests) + turn * options.requests, sampling))
-        start = time.perf_counter()
-        tokens = sum(len(each.token_ids) for each in sampler.generate(requests))
-        figures |= {"generate_s": time.perf_counter() - start, "tokens_per_s": tokens / (time.perf_counter() - start)}
-        print(json.dumps({"round": turn, **figures, **sampler.take_load()}), file=sys.stderr, flush=True)
-    figures["awake_gb"] = used_gb(device) - before
-    sampler.sleep()
-    figures["asleep_gb"] = used_gb(device) - before
+    del model
+    for staleness in options.staleness:
+        sampler.update_weights(weights.items(), 1)
+        generator, queue, rounds = random.Random(0), list[Begun](), list[tuple[float, int]]()
+        for turn in range(
+            options.rounds + 2 * staleness
+        ):  # the queue is steady after the first, and empties at the end
+            if staleness:
+                sampler.update_weights(weights.items(), 2 + turn)
+            while len(queue) <= min(staleness, options.rounds + 2 * staleness - turn - 1):
+                seed = (turn + len(queue)) * options.requests
+                queue.append([(each, Kept()) for each in requests_of(options, generator, vocabulary, seed, staleness)])
+            start = time.perf_counter()
+            tokens = one_round(sampler, queue, -(-options.response[1] // (staleness + 1)))
+            rounds.append((time.perf_counter() - start, tokens))
+            trained = sum(len(kept.token_ids) for _, kept in queue.pop(0))
+            said = {
+                "round": turn,
+                "seconds": rounds[-1][0],
+                "tokens": tokens,
+                "trained": trained,
+                **sampler.take_load(),
+            }
+            print(json.dumps({**said, "staleness": staleness}), file=sys.stderr, flush=True)
+        steady = rounds[max(staleness, len(rounds) > 1) : len(rounds) - staleness]
+        seconds, sampled = (sum(each) for each in zip(*steady, strict=True))
+        figures |= {"staleness": staleness, "generate_s": seconds / len(steady), "tokens_per_s": sampled / seconds}
+        figures["awake_gb"] = used_gb(device) - before
+        sampler.sleep()
+        figures["asleep_gb"] = used_gb(device) - before
+        yield {name: round(value, 2) for name, value in figures.items()}
     sampler.close()
-    return {name: round(value, 2) for name, value in figures.items()}
+
+
+Begun = list[tuple[Request, Kept]]
+"""The requests of a step, and what each has."""
+
+
+def requests_of(
+    options: argparse.Namespace, generator: random.Random, vocabulary: int, seed: int, staleness: int
+) -> list[Request]:
+    requests = list[Request]()
+    fewest, most = options.response
+    for _ in range(options.requests // options.group):
+        prompt = tuple(generator.randrange(2, vocabulary) for _ in range(options.prompt))
+        for _ in range(options.group):
+            length = generator.randint(fewest, most)
+            if options.log_normal:  # the mean of exp(N(m, 1)) is exp(m + 1/2)
+                length = min(most, 1 + int(generator.lognormvariate(math.log(options.log_normal) - 0.5, 1.0)))
+            requests.append(Request(prompt, seed + len(requests), Sampling(length, by_position=staleness > 0)))
+    return requests
+
+
+def one_round(sampler: Rollout, queue: list[Begun], budget: int) -> int:
+    """Run the first requests to their end and those of later steps by a budget; return the tokens sampled."""
+    places = [(step, at) for step, own in enumerate(queue) for at, (_, kept) in enumerate(own) if not kept.is_finished]
+    asked = list[Request]()
+    for step, at in places:
+        request, kept = queue[step][at]
+        prompt, own = (*request.prompt_ids, *kept.token_ids), len(kept.token_ids)
+        asked.append(replace(request, prompt_ids=prompt, kept=own, budget=budget if step else None))
+    completions = sampler.generate(asked)
+    for (step, at), completion in zip(places, completions, strict=True):
+        request, kept = queue[step][at]
+        queue[step][at] = request, kept.continued(completion, 0)
+    return sum(len(each.token_ids) for each in completions)
 
 
 def used_gb(device: torch.device) -> float:
