@@ -39,19 +39,8 @@ WITHOUT_LEAVES = {"algorithms", "offload"}
 
 # The rooms of the activation engine from the bottom up. A room imports only rooms that come before it.
 OFFLOAD_ROOMS = [
-    "plan",
-    "storage",
-    "runtime",
-    "recompute",
-    "replay",
-    "streaming",
-    "tiling",
-    "autotune",
-    "save_all",
-    "api",
-    "__init__",
-    "layer_costs",
-    "plan_command",
+    *("plan", "storage", "runtime", "recompute", "replay", "streaming", "tiling", "autotune", "save_all", "api"),
+    *("__init__", "layer_costs", "plan_command"),
 ]
 
 # What these may import at all beside the standard library.

@@ -455,17 +455,10 @@ def test_the_installed_wheel_runs_from_any_folder(installed: Path, tmp_path: Pat
 
 
 ONE_STEP = (
-    "experiment=arithmetic",
-    "data.arithmetic.train_size=8",
-    "data.arithmetic.val_size=2",
-    "data.train_batch_size=4",
-    "data.max_response_length=8",
-    "actor_rollout_ref.actor.ppo_mini_batch_size=4",
-    "actor_rollout_ref.rollout.n=2",
-    "trainer.total_training_steps=1",
-    "trainer.val_before_train=False",
-    "trainer.test_freq=-1",
-    "trainer.device=cpu",
+    *("experiment=arithmetic", "data.arithmetic.train_size=8", "data.arithmetic.val_size=2"),
+    *("data.train_batch_size=4", "data.max_response_length=8", "actor_rollout_ref.actor.ppo_mini_batch_size=4"),
+    *("actor_rollout_ref.rollout.n=2", "trainer.total_training_steps=1", "trainer.val_before_train=False"),
+    *("trainer.test_freq=-1", "trainer.device=cpu"),
 )
 
 # Every process that comes to import rlx.workers.roles writes down which folder it finds it in.

@@ -32,19 +32,11 @@ REWARD = """
 def command(untrained: str, runs: Path) -> list[str]:
     """Two steps of the arithmetic experiment on two nodes with a process each."""
     return [
-        *(sys.executable, "-m", "rlx.main_ppo", "experiment=arithmetic"),
-        f"actor_rollout_ref.model.path={untrained}",
-        f"trainer.default_local_dir={runs}",
-        "custom_reward_function.path=my_reward.py",
-        "trainer.nnodes=2",
-        "trainer.n_gpus_per_node=1",
-        "trainer.total_training_steps=2",
-        "trainer.val_before_train=False",
-        "trainer.test_freq=-1",
-        "data.train_batch_size=8",
-        "data.max_response_length=8",
-        "actor_rollout_ref.actor.ppo_mini_batch_size=8",
-        "actor_rollout_ref.rollout.n=2",
+        *(sys.executable, "-m", "rlx.main_ppo", "experiment=arithmetic", f"actor_rollout_ref.model.path={untrained}"),
+        *(f"trainer.default_local_dir={runs}", "custom_reward_function.path=my_reward.py", "trainer.nnodes=2"),
+        *("trainer.n_gpus_per_node=1", "trainer.total_training_steps=2", "trainer.val_before_train=False"),
+        *("trainer.test_freq=-1", "data.train_batch_size=8", "data.max_response_length=8"),
+        *("actor_rollout_ref.actor.ppo_mini_batch_size=8", "actor_rollout_ref.rollout.n=2"),
         "trainer.logger=[console]",
     ]
 

@@ -11,14 +11,7 @@ MAINSTREAM = ("qwen3_moe", "olmoe", "mixtral", "deepseek_v2", "deepseek_v3", "gl
 OTHERS = (
     *("qwen2_moe", "qwen3_next", "qwen3_5_moe", "gpt_oss", "llama4_text", "granitemoe", "dbrx", "jamba", "nemotron_h"),
     *(
-        "ernie4_5_moe",
-        "minimax_m2",
-        "hunyuan_v1_moe",
-        "deepseek_v32",
-        "afmoe",
-        "lfm2_moe",
-        "flex_olmo",
-        "dots1",
+        *("ernie4_5_moe", "minimax_m2", "hunyuan_v1_moe", "deepseek_v32", "afmoe", "lfm2_moe", "flex_olmo", "dots1"),
         "zaya",
     ),
 )

@@ -10,21 +10,8 @@ from rlx.rollout.protocol import EngineError, Request, Sampling
 from tests.tiny_models import config_of, tiny_model
 
 TYPES = [
-    "bamba",
-    "gpt2",
-    "qwen3",
-    "falcon_h1",
-    "granitemoehybrid",
-    "jamba",
-    "kimi_linear",
-    "lfm2",
-    "mamba",
-    "mamba2",
-    "moshi",
-    "olmo_hybrid",
-    "qwen3_5_text",
-    "qwen3_next",
-    "roberta",
+    *("bamba", "gpt2", "qwen3", "falcon_h1", "granitemoehybrid", "jamba", "kimi_linear", "lfm2", "mamba", "mamba2"),
+    *("moshi", "olmo_hybrid", "qwen3_5_text", "qwen3_next", "roberta"),
 ]
 PROMPTS = [(5, 6, 7), (8, 9, 10, 11, 12, 13, 14), (3,), (20, 21, 22, 23)]
 

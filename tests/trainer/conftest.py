@@ -15,18 +15,11 @@ sys.path.insert(0, str(Path(__file__).parent))  # for run_tools
 def short_run(untrained, tmp_path) -> list[str]:
     """Overrides that cut the arithmetic experiment short."""
     return [
-        "experiment=arithmetic",
-        f"actor_rollout_ref.model.path={untrained}",
-        f"trainer.default_local_dir={tmp_path / 'runs'}",
-        "data.train_batch_size=8",
-        "data.max_response_length=16",
-        "data.val_max_samples=8",
-        "actor_rollout_ref.actor.ppo_mini_batch_size=4",
-        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=6",
-        "actor_rollout_ref.rollout.n=4",
-        "trainer.logger=[jsonl]",
-        "trainer.test_freq=-1",
-        "trainer.val_before_train=False",
+        *("experiment=arithmetic", f"actor_rollout_ref.model.path={untrained}"),
+        *(f"trainer.default_local_dir={tmp_path / 'runs'}", "data.train_batch_size=8", "data.max_response_length=16"),
+        *("data.val_max_samples=8", "actor_rollout_ref.actor.ppo_mini_batch_size=4"),
+        *("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=6", "actor_rollout_ref.rollout.n=4"),
+        *("trainer.logger=[jsonl]", "trainer.test_freq=-1", "trainer.val_before_train=False"),
     ]
 
 

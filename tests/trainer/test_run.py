@@ -67,23 +67,13 @@ def test_ppo_on_two_processes_resumes_and_its_critic_offloads(train, custom, cap
     disk = tmp_path / "disk"
     disk.mkdir()
     options = [
-        *custom("varied"),
-        "trainer.total_training_steps=3",
-        "trainer.save_freq=2",
-        "algorithm.adv_estimator=gae",
-        "algorithm.use_kl_in_reward=True",
-        "algorithm.kl_ctrl.type=adaptive",
-        "trainer.n_gpus_per_node=2",
-        "trainer.critic_warmup=1",
-        "actor_rollout_ref.actor.strategy=fsdp",
-        "actor_rollout_ref.model.activation_offload.save=attention",
-        "critic.model.activation_offload.min_bytes=0",
-        "critic.model.activation_offload.tier=disk",
-        "critic.ulysses_sequence_parallel_size=2",
-        f"critic.model.activation_offload.directory={disk}",
-        "actor_rollout_ref.actor.optim.lr_warmup_steps=3",
-        "trainer.max_actor_ckpt_to_keep=2",
-        "algorithm.rollout_correction.rollout_is=sequence",
+        *(*custom("varied"), "trainer.total_training_steps=3", "trainer.save_freq=2", "algorithm.adv_estimator=gae"),
+        *("algorithm.use_kl_in_reward=True", "algorithm.kl_ctrl.type=adaptive", "trainer.n_gpus_per_node=2"),
+        *("trainer.critic_warmup=1", "actor_rollout_ref.actor.strategy=fsdp"),
+        *("actor_rollout_ref.model.activation_offload.save=attention", "critic.model.activation_offload.min_bytes=0"),
+        *("critic.model.activation_offload.tier=disk", "critic.ulysses_sequence_parallel_size=2"),
+        *(f"critic.model.activation_offload.directory={disk}", "actor_rollout_ref.actor.optim.lr_warmup_steps=3"),
+        *("trainer.max_actor_ckpt_to_keep=2", "algorithm.rollout_correction.rollout_is=sequence"),
         "algorithm.rollout_correction.rollout_rs=[token_k1,seq_max_k2]",
         "algorithm.rollout_correction.rollout_rs_threshold=[0.5_2.0,0.1]",
         "algorithm.rollout_correction.rollout_token_veto_threshold=1e-4",
@@ -204,18 +194,10 @@ def test_remax_with_dynamic_sampling_a_reward_model_and_an_own_loss(train, custo
     path, name = custom("mixed")
     folder, model, tokenizer = judge
     options = [
-        path,
-        name,
-        path.replace("custom_reward_function", "actor_rollout_ref.actor.policy_loss"),
-        "algorithm.adv_estimator=remax",
-        "algorithm.filter_groups.enable=True",
-        "data.gen_batch_size=6",
-        "reward_model.enable=True",
-        f"reward_model.model.path={folder}",
-        "reward_model.rule_weight=0.5",
-        "reward.overlong_buffer.enable=True",
-        "reward.overlong_buffer.len=8",
-        "trainer.total_training_steps=2",
+        *(path, name, path.replace("custom_reward_function", "actor_rollout_ref.actor.policy_loss")),
+        *("algorithm.adv_estimator=remax", "algorithm.filter_groups.enable=True", "data.gen_batch_size=6"),
+        *("reward_model.enable=True", f"reward_model.model.path={folder}", "reward_model.rule_weight=0.5"),
+        *("reward.overlong_buffer.enable=True", "reward.overlong_buffer.len=8", "trainer.total_training_steps=2"),
         f"trainer.rollout_data_dir={tmp_path}/dumped",
     ]
     _, whole = train(*options)

@@ -187,12 +187,9 @@ def test_processes_around_one_vllm_engine_have_the_same_conversations_and_train_
     options = [
         "actor_rollout_ref.rollout.name=vllm",
         "actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_memory_bytes=16777216",
-        "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
-        "actor_rollout_ref.rollout.temperature=0.7",
-        "actor_rollout_ref.rollout.multi_turn.max_assistant_turns=2",
-        "data.max_response_length=48",
-        "trainer.n_gpus_per_node=2",
-        "trainer.total_training_steps=1",
+        *("actor_rollout_ref.rollout.tensor_model_parallel_size=2", "actor_rollout_ref.rollout.temperature=0.7"),
+        *("actor_rollout_ref.rollout.multi_turn.max_assistant_turns=2", "data.max_response_length=48"),
+        *("trainer.n_gpus_per_node=2", "trainer.total_training_steps=1"),
         *own(name, "environment.rewards=replace", "environment.max_parallel=20"),
     ]
     folder, steps = train(*options, *shortening)

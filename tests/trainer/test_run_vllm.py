@@ -18,20 +18,13 @@ def test_two_processes_sample_with_one_engine_and_a_resumed_run_equals_an_unbrok
     reward = tmp_path / "reward.py"
     reward.write_text(REWARD)
     options = [
-        "actor_rollout_ref.rollout.name=vllm",
-        "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
+        *("actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.rollout.tensor_model_parallel_size=2"),
         "actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_memory_bytes=16777216",
-        "actor_rollout_ref.rollout.temperature=0.8",
-        "actor_rollout_ref.rollout.val_kwargs.do_sample=True",
+        *("actor_rollout_ref.rollout.temperature=0.8", "actor_rollout_ref.rollout.val_kwargs.do_sample=True"),
         "actor_rollout_ref.rollout.val_kwargs.temperature=0.5",
-        "actor_rollout_ref.model.activation_offload.min_bytes=0",
-        "actor_rollout_ref.actor.optim.lr=1e-2",
-        f"custom_reward_function.path={reward}",
-        "custom_reward_function.name=varied",
-        "trainer.n_gpus_per_node=2",
-        "trainer.total_training_steps=2",
-        "trainer.save_freq=1",
-        "trainer.test_freq=2",
+        *("actor_rollout_ref.model.activation_offload.min_bytes=0", "actor_rollout_ref.actor.optim.lr=1e-2"),
+        *(f"custom_reward_function.path={reward}", "custom_reward_function.name=varied", "trainer.n_gpus_per_node=2"),
+        *("trainer.total_training_steps=2", "trainer.save_freq=1", "trainer.test_freq=2"),
     ]
     folder, steps = train(*options)
     assert set(steps) == {1, 2}

@@ -11,7 +11,6 @@ import pytest
 
 from rlx.view.__main__ import main
 from rlx.view.page import TITLE_LENGTH, write_page
-from rlx.view.transcripts import ViewError
 
 
 class Parsed(HTMLParser):
@@ -142,21 +141,11 @@ def test_steps_may_be_chosen_and_those_that_do_not_exist_are_named(make_run, cap
     assert "10 samples are listed without tokens" in capsys.readouterr().out
 
 
-def test_a_line_that_is_still_being_written_is_left_out_and_a_damaged_one_is_named(make_run):
+def test_a_line_that_is_still_being_written_is_left_out(make_run):
     run = make_run(steps=1, groups=1, samples=3)
     file = run / "transcripts" / "step_000001.jsonl"
-    whole = file.read_text()
-    file.write_text(whole[:-20])
+    file.write_text(file.read_text()[:-20])
     assert write_page(run, run / "view.html").samples == 2
-    short = whole.splitlines()[0].replace('"loss_mask": [0,', '"loss_mask": [')
-    for line, said in (
-        ("{}\n", "line 4: lacks step, group, sample, turns, token_ids"),
-        ("{oh\n", "line 4: is no JSON"),
-        (short + "\n", "line 4: got lists of .*'loss_mask': 23"),
-    ):
-        file.write_text(whole + line)
-        with pytest.raises(ViewError, match=said):
-            write_page(run, run / "view.html")
 
 
 def test_a_run_without_transcripts_says_how_to_get_them(tmp_path, capsys):

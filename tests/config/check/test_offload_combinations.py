@@ -59,31 +59,15 @@ PLACES = {
     ("disk", "file", None): FAULT,
 }
 # (option, value), on a machine without accelerators
-OTHERS = {
-    ("prefetch_layers", 0): FINE,
-    ("prefetch_layers", 9): FINE,
-    ("prefetch_layers", -1): FAULT,
-    ("min_bytes", 0): FINE,
-    ("min_bytes", -1): FAULT,
-    ("min_bytes", None): FAULT,
-    ("min_bytes", 1.5): FAULT,
-    ("prefetch_layers", True): FAULT,
-    ("directory", 3): FAULT,
-    ("use_streams", None): FAULT,
-    ("max_host_bytes", -1): FAULT,
-    ("max_inflight_bytes", MIB): WARNING,
-    ("max_inflight_bytes", -1): FAULT,
-    ("pin_memory", False): WARNING,
-    ("pin_memory", "sometimes"): FAULT,
-    ("use_streams", False): WARNING,
-    ("max_device_bytes", MIB): WARNING,
-    ("max_device_bytes", -1): FAULT,
-    ("max_device_bytes", "auto"): FINE,
-    ("max_device_bytes", "most"): FAULT,
-    ("max_device_bytes", None): FAULT,
-    ("save", "everything"): FAULT,
-    ("tier", "tape"): FAULT,
+FINE_VALUES = [("prefetch_layers", 0), ("prefetch_layers", 9), ("min_bytes", 0), ("max_device_bytes", "auto")]
+USELESS = [("max_inflight_bytes", MIB), ("max_device_bytes", MIB), ("pin_memory", False), ("use_streams", False)]
+WRONG = {
+    **{"prefetch_layers": [-1, True], "min_bytes": [-1, None, 1.5], "max_host_bytes": [-1], "max_inflight_bytes": [-1]},
+    **{"max_device_bytes": [-1, "most", None], "pin_memory": ["sometimes"], "use_streams": [None], "directory": [3]},
+    **{"save": ["everything"], "tier": ["tape"]},
 }
+OTHERS = dict.fromkeys(FINE_VALUES, FINE) | dict.fromkeys(USELESS, WARNING)
+OTHERS |= {(name, value): FAULT for name, values in WRONG.items() for value in values}
 
 
 @pytest.fixture(scope="module")

@@ -76,17 +76,10 @@ GENERIC = ("look for its name", "did you mean", "or another value that is allowe
 DATA, MODEL_FOLDER = "a data file does not exist", "the model folder does not exist or has no config.json"
 LACKING = {DATA, MODEL_FOLDER, "several machines need a Ray cluster to join", "a file of your own does not exist"}
 RUN_AS_THEY_ARE = {
-    "cispo_trainer/run_qwen3_8b_fsdp",
-    "gmpo_trainer/run_qwen3_8b_fsdp",
-    "grpo_trainer/run_qwen3_30b_a3b_fsdp",
-    "grpo_trainer/run_qwen3_8b_fsdp",
-    "gspo_trainer/run_qwen3_8b_fsdp",
-    "ppo_trainer/run_qwen3_8b_fsdp",
-    "reinforce_plus_plus_trainer/run_qwen3_8b_fsdp",
-    "remax_trainer/run_qwen2.5_math_7b_sync_fsdp",
-    "remax_trainer/run_qwen3_8b_fsdp",
-    "rloo_trainer/run_qwen3_8b_fsdp",
-    "tuning/scaling/run_qwen2_5_72b_fsdp",
+    *("cispo_trainer/run_qwen3_8b_fsdp", "gmpo_trainer/run_qwen3_8b_fsdp", "grpo_trainer/run_qwen3_30b_a3b_fsdp"),
+    *("grpo_trainer/run_qwen3_8b_fsdp", "gspo_trainer/run_qwen3_8b_fsdp", "ppo_trainer/run_qwen3_8b_fsdp"),
+    *("reinforce_plus_plus_trainer/run_qwen3_8b_fsdp", "remax_trainer/run_qwen2.5_math_7b_sync_fsdp"),
+    *("remax_trainer/run_qwen3_8b_fsdp", "rloo_trainer/run_qwen3_8b_fsdp", "tuning/scaling/run_qwen2_5_72b_fsdp"),
 }
 NEAR_ENOUGH = {"mixed_precision.param_dtype=bf16?"}
 

@@ -50,16 +50,10 @@ def forecast(tmp_path: Path):
         (tmp_path / "config.json").write_text(json.dumps({**SMALL, **changes}))
         composed = compose(
             [
-                f"{MODEL}.path={tmp_path}",
-                "data.train_batch_size=8",
-                "data.max_prompt_length=6",
-                "data.max_response_length=10",
-                f"{ACTOR}.ppo_mini_batch_size=8",
-                f"{ACTOR}.ppo_micro_batch_size_per_gpu=4",
-                f"{ROLLOUT}.name=hf",
-                "algorithm.adv_estimator=grpo",
-                "trainer.n_gpus_per_node=1",
-                *overrides,
+                *(f"{MODEL}.path={tmp_path}", "data.train_batch_size=8", "data.max_prompt_length=6"),
+                *("data.max_response_length=10", f"{ACTOR}.ppo_mini_batch_size=8"),
+                *(f"{ACTOR}.ppo_micro_batch_size_per_gpu=4", f"{ROLLOUT}.name=hf", "algorithm.adv_estimator=grpo"),
+                *("trainer.n_gpus_per_node=1", *overrides),
             ]
         )
         return MemoryForecast.of(composed.config, on or machine())
