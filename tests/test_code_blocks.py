@@ -47,7 +47,7 @@ RUN_BY = {  # tests that run the Python of a page
 
 # Every command that is not bash's own comes here, with \x1f between its words and \x1e behind it; loops and variables are bash's.
 RECORD = "command_not_found_handle() { printf '%s\\x1f' \"$@\" >> commands; printf '\\x1e' >> commands; }\n"
-ASIDE = {"chmod", "mkdir", "cat", "sleep", "ray", "tensorboard", "mkdocs"}  # programs of others
+ASIDE = {"curl", "chmod", "mkdir", "cat", "sleep", "ray", "tensorboard", "mkdocs"}  # programs of others
 
 
 def blocks(page: str, kind: str) -> list[str]:

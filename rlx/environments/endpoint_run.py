@@ -95,12 +95,12 @@ def conversation_of(nodes: Sequence[Node], width: int) -> Conversation:
     return replace(last, earlier=branches, turns=records, tools=nodes[0].tools)
 
 
-class _Rejected(Exception):
+class Rejected(Exception):
     """A call is not sampled: the reason as a conversation's, and a text for the agent."""
 
 
 @dataclass(eq=False)
-class _Call:
+class Call:
     """A call in work."""
 
     key: int  # of its sample
@@ -111,13 +111,15 @@ class _Call:
 
 
 @dataclass
-class _Sample:
+class Sample:
+    """The calls of a sample."""
+
     begun: int = 0  # choices that were requested
     read: int = 0  # calls that continued a turn
     limit: str = ""  # why the last such call was rejected: length or max_turns
     told: str = ""  # the error that its agent got
     nodes: dict[tuple[int, int], Node] = field(default_factory=dict)  # its turns, in order
-    calls: dict[int, _Call] = field(default_factory=dict)  # in work
+    calls: dict[int, Call] = field(default_factory=dict)  # in work
 
 
 class AgentRun(Run):
@@ -125,14 +127,14 @@ class AgentRun(Run):
 
     def __init__(self, *arguments: Any):
         super().__init__(*arguments)
-        self._samples: dict[int, _Sample] = {}
-        self._pending: dict[int, list[_Call]] = {}
+        self._samples: dict[int, Sample] = {}
+        self._pending: dict[int, list[Call]] = {}
         self._finished: dict[int, Finished] = {}
-        self._node_of: dict[int, tuple[_Call, Node]] = {}  # by numbers of requests
+        self._node_of: dict[int, tuple[Call, Node]] = {}  # by numbers of requests
 
     def _begin(self, row: int) -> None:
         super()._begin(row)
-        self._samples[row] = _Sample()
+        self._samples[row] = Sample()
 
     def _some_are_away(self) -> bool:
         return bool(self._open)
@@ -165,7 +167,7 @@ class AgentRun(Run):
         kept = Completion(ids[:count], log_probs and log_probs[:count], "stop")
         return kept, self._chat.whole_text(ids[:count])
 
-    def _answer(self, call: _Call) -> None:
+    def _answer(self, call: Call) -> None:
         sample, content, choices = self._samples[call.key], call.content, []
         del sample.calls[call.number]
         with_ids = content["return_token_ids"]
@@ -205,7 +207,7 @@ class AgentRun(Run):
         """Take an `endpoint_pool.Event`."""
         match event:
             case Asked(number, content):
-                self._pending.setdefault(key, []).append(_Call(key, number, content))
+                self._pending.setdefault(key, []).append(Call(key, number, content))
             case Cancelled(number):
                 self._pending[key] = [each for each in self._pending.get(key, ()) if each.number != number]
                 self._abort(key, [number])
@@ -215,7 +217,7 @@ class AgentRun(Run):
                 if isinstance(event, Finished):
                     self._finished[key] = event
                 else:
-                    self._samples[key] = _Sample()
+                    self._samples[key] = Sample()
 
     def _abort(self, key: int, numbers: Sequence[int]) -> None:
         for number in numbers:
@@ -225,7 +227,7 @@ class AgentRun(Run):
                 for request in call.left:
                     del self._node_of[request], self._sampled[request]
 
-    def _take_calls(self, calls: Sequence[_Call]) -> None:
+    def _take_calls(self, calls: Sequence[Call]) -> None:
         """Request the turns of calls, or reject them. Tokens of all are made together, which is faster."""
         longest = CHARACTERS_PER_TOKEN * (self._bounds.prompt_tokens + self._bounds.response_tokens)
         for call in calls:
@@ -240,20 +242,20 @@ class AgentRun(Run):
         for call in calls:
             try:
                 if call.number not in fits:
-                    raise _Rejected("length", f"the messages have more than {longest} characters")
+                    raise Rejected("length", f"the messages have more than {longest} characters")
                 self._write(call, written.get(call.number))
                 self._request(call)
-            except _Rejected as fault:
+            except Rejected as fault:
                 self._reject(call, *fault.args)
 
-    def _reject(self, call: _Call, reason: str, text: str) -> None:
+    def _reject(self, call: Call, reason: str, text: str) -> None:
         sample = self._samples[call.key]
         code = "context_length_exceeded" if reason == "length" else reason
         if reason != TEMPLATE_REASON:
             sample.limit, sample.told = reason, text
         self._to_pool("reply", call.key, "reject", call.number, text, code)
 
-    def _node(self, call: _Call) -> Node:
+    def _node(self, call: Call) -> Node:
         """Return the turn that a call wants, without its tokens."""
         content, turn = call.content, call.content["turn"]
         parent = self._samples[call.key].nodes[tuple(turn)] if turn else None
@@ -271,11 +273,11 @@ class AgentRun(Run):
         node.messages = node.messages + added
         return node
 
-    def _write(self, call: _Call, written: Written | Exception | None) -> None:
-        """Give a call's turn the tokens before it. Raises _Rejected."""
+    def _write(self, call: Call, written: Written | Exception | None) -> None:
+        """Give a call's turn the tokens before it. Raises Rejected."""
         node, content, bounds, sample = call.nodes[0], call.content, self._bounds, self._samples[call.key]
         if isinstance(written, Exception):
-            raise _Rejected(TEMPLATE_REASON, f"{type(written).__name__}: {written}")
+            raise Rejected(TEMPLATE_REASON, f"{type(written).__name__}: {written}")
         if written is not None:
             node.prompt, node.before = written.token_ids, written.text
             node.is_history = written.is_rewritten or content["is_rewritten"]
@@ -296,18 +298,15 @@ class AgentRun(Run):
             node.behind = count - node.row_prompt
         if not 0 < node.row_prompt <= bounds.prompt_tokens:
             text = f"the first prompt has {count} tokens, expected 1 to {bounds.prompt_tokens} (data.max_prompt_length)"
-            raise _Rejected(TEMPLATE_REASON, text)
+            raise Rejected(TEMPLATE_REASON, text)
 
-    def _request(self, call: _Call) -> None:
-        """Request the turns of a call. Raises _Rejected."""
+    def _request(self, call: Call) -> None:
+        """Request the turns of a call. Raises Rejected."""
         node, content, bounds, sample = call.nodes[0], call.content, self._bounds, self._samples[call.key]
-        room = bounds.response_tokens - node.behind
-        if room <= 0:
-            text = f"{node.behind} tokens behind the prompt leave none of {bounds.response_tokens} (data.max_response_length)"
-            raise _Rejected("length", text)
+        room = self._room(call)
         most, answers = bounds.turns or MOST_TURNS, math.inf if bounds.answers is None else bounds.answers
         if sample.begun + content["n"] > most or (node.parent is not None and sample.read >= answers):
-            raise _Rejected("max_turns", f"the sample has had its {min(most, answers + 1)} turns")
+            raise Rejected("max_turns", f"the sample has had its {min(most, answers + 1)} turns")
         sampling, seed = self._sampling(call), self._rows[call.key].seed
         most = min(room, bounds.turn_tokens or room, content["max_tokens"] or room)
         if most < sampling.max_tokens:
@@ -330,13 +329,21 @@ class AgentRun(Run):
             try:
                 number = self._rollout.add_request(Request((*before, *node.prompt), own_seed, sampling, own.memory))
             except ValueError as fault:  # before the first is taken: they differ in their seeds alone
-                raise _Rejected(TEMPLATE_REASON, str(fault)) from None
+                raise Rejected(TEMPLATE_REASON, str(fault)) from None
             call.left.add(number)
             self._sampled[number], self._node_of[number] = call.key, (call, own)
         sample.begun, sample.read = sample.begun + content["n"], sample.read + (node.parent is not None)
         sample.calls[call.number] = call
 
-    def _sampling(self, call: _Call) -> Sampling:
+    def _room(self, call: Call) -> int:
+        """Return the most tokens of a call's turns. Raises Rejected."""
+        behind, most = call.nodes[0].behind, self._bounds.response_tokens
+        if behind < most:
+            return most - behind
+        text = f"{behind} tokens behind the prompt leave none of {most} (data.max_response_length)"
+        raise Rejected("length", text)
+
+    def _sampling(self, call: Call) -> Sampling:
         """Return the run's sampling, with a call's stop strings if the sampler knows texts; `_cut` handles them anyway."""
         own = self._options.sampling
         for name, value in call.content["chosen"].items():

@@ -1,11 +1,13 @@
 """The process that serves OpenAI's protocol, and Anthropic's, to agents. `rlx.environments.endpoint_pool` starts one for each process that samples.
 
-Its owner sends lines of JSON: ["start", host, secret, on_rewritten_history, format of tool calls], then ["answer", call, content],
+Its owner sends lines of JSON: ["start", host, secret, on_rewritten_history, format of tool calls, settings], then ["answer", call, content],
 ["reject", call, text, code] and ["close", life, lowest open life]. It sends ["address", URL], ["call", number, life, content],
 ["cancel", number, life] and, after a close, ["closed", 0, life, numbers of the calls whose answers the agent got].
 
 A life is one start of a sample's agent. Its token is the life's number, signed; so a call needs no table of tokens, and no agent can
 make another's. A client that several samples share has the token of any of them as its key, and that of the sample as `model`.
+
+With settings (port, key, name of the model) there are no lives: who has the key may call, and nothing is remembered of a call.
 """
 
 import asyncio
@@ -26,12 +28,14 @@ from starlette.requests import ClientDisconnect
 
 from rlx.environments.anthropic_calls import message_events, message_of, read_message
 from rlx.environments.endpoint_pool import token_of
-from rlx.environments.openai_calls import MODEL, BadCall, Call, History, answer, events, read, said
+from rlx.environments.openai_calls import BadCall, Call, History, answer, events, read, said
 from rlx.processes.lines import line_of
 
+MODEL = "policy"
 LONGEST_BODY, LONGEST_UPLOAD_S = 2**22, 60.0  # bytes, and the time in which they arrive
-MOST_AT_ONCE = 256  # calls of a life in work
+MOST_AT_ONCE, MOST_SERVED = 256, 4096  # calls in work: of a life, or of all who have the key
 UNKNOWN = "expected the token of a running sample: Authorization: Bearer $OPENAI_API_KEY"
+UNKNOWN_KEY = "expected the key of rlx serve: Authorization: Bearer $OPENAI_API_KEY"
 KEPT_S = 86_400  # idle connections stay open: a client that reuses one as it closes would see an error
 LONGEST_LINE = 2**40  # bytes; the owner is trusted
 
@@ -43,6 +47,7 @@ class _Life:
     waiting: dict[int, "asyncio.Future[Any]"] = field(default_factory=dict)  # calls in work
     turns: int = 0
     got: list[int] = field(default_factory=list)  # calls whose answers the agent has
+    most: int = MOST_AT_ONCE
 
 
 def serve(connection: socket.socket) -> None:
@@ -68,7 +73,7 @@ async def _serve(connection: socket.socket) -> None:
     app.post("/v1/messages")(own.messages)
     app.get("/v1/models")(own.models)
     app.add_exception_handler(BadCall, _rejected)
-    with socket.create_server((host, 0), backlog=4096) as listening:
+    with socket.create_server((host, own.port), backlog=4096) as listening:
         options = {"log_level": "error", "access_log": False, "lifespan": "off", "timeout_keep_alive": KEPT_S}
         server = uvicorn.Server(uvicorn.Config(app, **options))
         task = asyncio.ensure_future(server.serve(sockets=[listening]))
@@ -80,7 +85,17 @@ async def _serve(connection: socket.socket) -> None:
 
 
 class _Server:
-    def __init__(self, writer: asyncio.StreamWriter, secret: str, on_rewritten: str, tool_format: str):
+    def __init__(
+        self,
+        writer: asyncio.StreamWriter,
+        secret: str,
+        on_rewritten: str,
+        tool_format: str,
+        settings: dict[str, Any] | None = None,
+    ):
+        known = settings or {"port": 0, "key": None, "name": MODEL}
+        self.port, self._key, self._name = known["port"], known["key"], known["name"]
+        self._anyone = _Life(0, History(on_rewritten), most=MOST_SERVED)
         self._writer, self._secret, self._mode, self._format = writer, secret, on_rewritten, tool_format
         self._lives: dict[int, _Life] = {}
         self._closed: set[int] = set()
@@ -111,7 +126,7 @@ class _Server:
 
     async def models(self, request: Request) -> Response:
         self._number(_token(request))
-        return JSONResponse({"object": "list", "data": [{"id": MODEL, "object": "model", "owned_by": "rlx"}]})
+        return JSONResponse({"object": "list", "data": [{"id": self._name, "object": "model", "owned_by": "rlx"}]})
 
     async def chat(self, request: Request) -> Response:
         return await self._call(request, partial(read, True))
@@ -124,6 +139,10 @@ class _Server:
 
     def _number(self, token: str) -> int:
         """Return the life of a token that this run has made; it may have ended. Raises BadCall."""
+        if self._key is not None:
+            if not hmac.compare_digest(token.encode(), self._key.encode()):
+                raise BadCall(UNKNOWN_KEY, 401, "invalid_api_key")
+            return self._anyone.number
         digits = token.split("-")[1] if token.count("-") == 2 else ""
         life = int(digits) if digits.isascii() and digits.isdigit() and len(digits) < 19 else -1
         if not hmac.compare_digest(token.encode(), token_of(self._secret, life).encode()):
@@ -141,9 +160,9 @@ class _Server:
         token = _token(request)
         self._number(token)
         call = reads(await _body(request))
-        life = self._life(call.sample or token)
-        if len(life.waiting) >= MOST_AT_ONCE:
-            raise BadCall(f"the sample has {MOST_AT_ONCE} calls in work; wait for one of them", 429)
+        life = self._anyone if self._key is not None else self._life(call.sample or token)
+        if len(life.waiting) >= life.most:
+            raise BadCall(f"{life.most} calls are in work; wait for one of them", 429)
         content = life.history.place(call)._asdict() | call.wishes
         content["ids"] = call.prompt if isinstance(call.prompt, list) else None
         number = next(self._numbers)
@@ -160,7 +179,7 @@ class _Server:
             if gone.done():
                 raise BadCall("the client has left", 499)
             whole = self._whole(life, call, number, waiting.result())
-            life.got.append(number)
+            self._note_read(life, number)
             return JSONResponse(message_of(whole) if call.is_messages else whole)
         finally:
             gone.cancel()
@@ -180,16 +199,21 @@ class _Server:
             yield _event(each)
         if not call.is_messages:
             yield b"data: [DONE]\n\n"
-        life.got.append(number)
+        self._note_read(life, number)
+
+    def _note_read(self, life: _Life, number: int) -> None:
+        if self._key is None:
+            life.got.append(number)
 
     def _whole(self, life: _Life, call: Call, number: int, content: Any) -> dict[str, Any]:
         """Return an answer as the agent reads it, and keep its turns."""
         turns = []
         for place, choice in enumerate(content["choices"]):
             turns.append(said(choice["text"], call, self._format, life.turns))
-            life.history.add(call, (number, place), turns[-1], choice["whole_text"])
+            if self._key is None:
+                life.history.add(call, (number, place), turns[-1], choice["whole_text"])
             life.turns += 1
-        return answer(call, number, content, turns)
+        return answer(call, number, content, turns) | {"model": self._name}
 
     def _end(self, life: _Life, number: int, waiting: "asyncio.Future[Any]") -> None:
         del life.waiting[number]

@@ -15,7 +15,6 @@ from rlx.environments.protocol import CLOSE, Message, Turn
 from rlx.environments.tool_calls import parse
 from rlx.environments.tools import arguments_of, call_id, with_calls
 
-MODEL = "policy"
 TOKEN = re.compile(r"rlx-\d+-[0-9a-f]{64}")
 MOST_CHOICES, MOST_MESSAGES, MOST_TOOLS, MOST_STOPS = 64, 4096, 256, 16
 PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
@@ -292,7 +291,6 @@ def answer(call: Call, number: int, content: dict[str, Any], turns: Sequence[Sai
         "id": f"{'chatcmpl' if call.is_chat else 'cmpl'}-{number}",
         "object": "chat.completion" if call.is_chat else "text_completion",
         "created": int(time.time()),
-        "model": MODEL,
         "choices": written,
         "usage": {"prompt_tokens": count, "completion_tokens": made, "total_tokens": count + made},
         **({"prompt_token_ids": content["prompt_ids"]} if call.return_token_ids else {}),
@@ -313,7 +311,7 @@ def _log_probs(call: Call, choice: dict[str, Any]) -> dict[str, Any] | None:
 def events(call: Call, whole: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield an answer as the events of a stream."""
     kind = "chat.completion.chunk" if call.is_chat else "text_completion"
-    head = {"id": whole["id"], "object": kind, "created": whole["created"], "model": MODEL}
+    head = {"id": whole["id"], "object": kind, "created": whole["created"], "model": whole["model"]}
     for own in whole["choices"]:
         if call.is_chat:
             message = own.pop("message")

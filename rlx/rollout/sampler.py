@@ -20,7 +20,7 @@ from rlx.rollout.hf import HFRollout
 from rlx.rollout.protocol import Completion, Kept, Request, Rollout, Sampling, evenly_spaced, on_cpu
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 SAMPLER_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # If so many elements of the sampler's sample should have changed and none did, it is no accident: bf16 hides small updates of most
@@ -84,6 +84,13 @@ def build_rollout(
 def sampler_dtype(rollout: RolloutConfig, device: torch.device) -> torch.dtype:
     """Return the type of a sampler's weights; `auto` is bf16 on accelerators, fp32 on CPU."""
     return SAMPLER_DTYPES.get(rollout.dtype, torch.float32 if device.type == "cpu" else torch.bfloat16)
+
+
+def stop_tokens(tokenizer: "PreTrainedTokenizerBase", generation: "GenerationConfig | None") -> tuple[int, ...]:
+    """Return the tokens that end a response: the tokenizer's EOS and those of the model's generation config."""
+    listed = generation.eos_token_id if generation else None
+    more = [listed] if isinstance(listed, int) else listed or []
+    return tuple(sorted({int(tokenizer.eos_token_id), *(int(token) for token in more)}))
 
 
 def generate_batch(

@@ -36,7 +36,14 @@ from rlx.identity import machine_identity
 from rlx.models.lora import adapters_off
 from rlx.rollout.engines import EngineProcess
 from rlx.rollout.protocol import EngineError, Sampling, joined_loads
-from rlx.rollout.sampler import ChangeCheck, build_rollout, continue_batch, generate_batch, sampler_dtype
+from rlx.rollout.sampler import (
+    ChangeCheck,
+    build_rollout,
+    continue_batch,
+    generate_batch,
+    sampler_dtype,
+    stop_tokens,
+)
 from rlx.scratch import scratch_folder
 
 if TYPE_CHECKING:
@@ -246,7 +253,7 @@ class RolloutRole:
         self._synced: int | None = None  # version of the actor's weights at the last sync
         self._actor = actor
         self._pad_token_id = int(tokenizer.pad_token_id)
-        stops = stop_tokens(tokenizer, actor.engine)
+        stops = stop_tokens(tokenizer, actor.engine.weights.folder_parts.generation)
         self._conversations = ConversationSampler(config, tokenizer) if has_environment(config) else None
         self.sampling: dict[Purpose, Sampling] = {p: sampling_for(config, p, stops) for p in get_args(Purpose)}
 
@@ -355,14 +362,6 @@ def _largest(number: int) -> int:
     numbers = torch.tensor([number], dtype=torch.int32)
     dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
     return int(numbers.item())
-
-
-def stop_tokens(tokenizer: "PreTrainedTokenizerBase", engine: Engine) -> tuple[int, ...]:
-    """Return the tokens that end a response: the tokenizer's EOS and those of the model's generation config."""
-    generation = engine.weights.folder_parts.generation
-    listed = generation.eos_token_id if generation else None
-    more = [listed] if isinstance(listed, int) else listed or []
-    return tuple(sorted({int(tokenizer.eos_token_id), *(int(token) for token in more)}))
 
 
 def optimizer_steps(config: PPOConfig, role: Literal["actor", "critic"]) -> int:
