@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--context", type=int, help="longest prompt and answer together, in tokens (default: the run's)"
     )
-    chosen = parser.parse_args(arguments)
+    chosen = parser.parse_intermixed_args(arguments)
     logging.basicConfig(format="! %(message)s", level=logging.WARNING)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:

@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--all", action="store_true", help="all checkpoints of a run, not only the newest")
     parser.add_argument("--out", type=Path, help="JSON file (default: evaluation.json beside the samples)")
-    chosen, more = parser.parse_known_args(arguments)
+    chosen, more = parser.parse_known_intermixed_args(arguments)
     given = [each for each in (*chosen.policies, *more) if "=" in each or each.startswith("-")]
     try:
         policies = [one for each in chosen.policies if each not in given for one in policies_at(each, chosen.all)]
