@@ -21,20 +21,11 @@ from rlx.workers.roles import ActorRole, CriticRole, RefRole
 
 ACTOR, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"
 BASE = {
-    "data.train_batch_size": 4,
-    "data.max_prompt_length": P,
-    "data.max_response_length": R,
-    f"{ACTOR}.ppo_mini_batch_size": 4,
-    f"{ACTOR}.ppo_micro_batch_size_per_gpu": 3,
-    f"{ACTOR}.fsdp_config": FP64,
-    f"{ACTOR}.optim.lr": 1e-2,
-    "actor_rollout_ref.ref.fsdp_config": FP64,
-    "critic.fsdp": FP64,
-    "critic.optim.lr": 1e-2,
-    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu": 2,
-    "algorithm.adv_estimator": "grpo",
-    "trainer.device": "cpu",
-    "trainer.total_training_steps": 2,
+    **{"data.train_batch_size": 4, "data.max_prompt_length": P, "data.max_response_length": R},
+    **{f"{ACTOR}.ppo_mini_batch_size": 4, f"{ACTOR}.ppo_micro_batch_size_per_gpu": 3, f"{ACTOR}.fsdp_config": FP64},
+    **{f"{ACTOR}.optim.lr": 1e-2, "actor_rollout_ref.ref.fsdp_config": FP64, "critic.fsdp": FP64},
+    **{"critic.optim.lr": 1e-2, "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu": 2},
+    **{"algorithm.adv_estimator": "grpo", "trainer.device": "cpu", "trainer.total_training_steps": 2},
 }
 
 

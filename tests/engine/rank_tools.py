@@ -54,13 +54,9 @@ def make_batch(rows: int = 8, seed: int = 0) -> Batch:
     return Batch.of(
         {
             "input_ids": torch.randint(3, 250, (rows, P + R), generator=g).masked_fill(~mask, 0),
-            "attention_mask": mask,
-            "response_mask": response_mask,
-            "advantages": noise["a"],
-            "old_log_probs": -5.5 + 0.3 * noise["o"],
-            "ref_log_probs": -5.5 + 0.3 * noise["r"],
-            "values": 0.3 * noise["v"],
-            "returns": noise["t"],
+            **{"attention_mask": mask, "response_mask": response_mask, "advantages": noise["a"]},
+            **{"old_log_probs": -5.5 + 0.3 * noise["o"], "ref_log_probs": -5.5 + 0.3 * noise["r"]},
+            **{"values": 0.3 * noise["v"], "returns": noise["t"]},
             "rollout_is_weights": noise["v"].exp().clamp(max=2.0) * response_mask,
             "loss_mask": response_mask & (noise["t"].abs() < 1) & (torch.arange(rows) != rows - 1)[:, None],
         }

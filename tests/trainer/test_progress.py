@@ -19,23 +19,11 @@ from rlx.trainer.progress import (
 )
 
 METRICS = {
-    "reward/mean": 0.375,
-    "reward/accuracy": 0.4125,
-    "response_length/mean": 141.2,
-    "actor/ppo_kl": -3.12e-05,
-    "mismatch/mean_abs_log_prob": 0.0123,
-    "actor/entropy": 0.512,
-    "actor/clip_fraction": 0.0123,
-    "actor/grad_norm": 123.456,
-    "perf/tokens_per_second": 123456.0,
-    "actor/tokens_saved": 0.78,
-    "perf/offloaded_mb": 1234567.0,
-    "perf/stall_share": 0.0234,
-    "perf/peak_memory_gb": 71.25,
-    "timing_s/rollout": 12.34,
-    "timing_s/reward": 0.01,
-    "timing_s/update_actor": 7.5,
-    "timing_s/sync": 1.04,
+    **{"reward/mean": 0.375, "reward/accuracy": 0.4125, "response_length/mean": 141.2, "actor/ppo_kl": -3.12e-05},
+    **{"mismatch/mean_abs_log_prob": 0.0123, "actor/entropy": 0.512, "actor/clip_fraction": 0.0123},
+    **{"actor/grad_norm": 123.456, "perf/tokens_per_second": 123456.0, "actor/tokens_saved": 0.78},
+    **{"perf/offloaded_mb": 1234567.0, "perf/stall_share": 0.0234, "perf/peak_memory_gb": 71.25},
+    **{"timing_s/rollout": 12.34, "timing_s/reward": 0.01, "timing_s/update_actor": 7.5, "timing_s/sync": 1.04},
     "timing_s/step": 20.9,
 }
 

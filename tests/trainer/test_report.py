@@ -19,19 +19,11 @@ def training_rows(steps: int) -> list[dict]:
     rows: list[dict] = [{"step": 0, "val/accuracy": 0.3, "val/reward": 0.3}]
     for step in range(1, steps + 1):
         row = {
-            "step": step,
-            "time": 1e9 + step,
-            "reward/mean": 0.3 + step / 100,
-            "reward/accuracy": 0.3,
-            "actor/ppo_kl": 1e-4,
-            "actor/entropy": 0.5,
+            **{"step": step, "time": 1e9 + step, "reward/mean": 0.3 + step / 100, "reward/accuracy": 0.3},
+            **{"actor/ppo_kl": 1e-4, "actor/entropy": 0.5},
             "actor/grad_norm": None if step == 2 else 10.0**step if step < 4 else 1.0,
-            "actor/skipped": float(step == 2),
-            "response_length/mean": 40.0,
-            "response_length/clip_ratio": 0.1,
-            "timing_s/rollout": 1.0,
-            "timing_s/update_actor": 2.0,
-            "timing_s/a phase of somebody else's": 1.0,
+            **{"actor/skipped": float(step == 2), "response_length/mean": 40.0, "response_length/clip_ratio": 0.1},
+            **{"timing_s/rollout": 1.0, "timing_s/update_actor": 2.0, "timing_s/a phase of somebody else's": 1.0},
             "timing_s/step": 4.5,
         }
         rows.append(row | ({"val/accuracy": 0.4} if step % 5 == 0 else {}))

@@ -15,13 +15,8 @@ from rlx.offload.plan.run_memory import NO_LIMIT, Phase
 from rlx.offload.plan.shapes import SHAPES
 
 SMALL = {
-    "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 100,
+    **{"model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 100},
 }
 LAYER = 2 * 64 * (64 + 32) + 3 * 64 * 128 + 2 * 64
 ROOT = 2 * 100 * 64 + 64

@@ -22,13 +22,8 @@ from rlx.offload.plan.shapes import SHAPES
 
 H200 = PROFILES["h200"]
 SMALL = {
-    "hidden_size": 256,
-    "intermediate_size": 640,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "vocab_size": 64,
+    **{"hidden_size": 256, "intermediate_size": 640, "num_hidden_layers": 4, "num_attention_heads": 8},
+    **{"num_key_value_heads": 2, "head_dim": 32, "vocab_size": 64},
 }
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 96}
 ARCHITECTURES = [
