@@ -26,8 +26,8 @@ BATCHED = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
 
 LARGEST_SCORE = 3.4e38
 """Scores are stored in fp32."""
-_shown = reprlib.Repr()
-_shown.maxstring = _shown.maxother = 200
+shown = reprlib.Repr()
+shown.maxstring = shown.maxother = 200
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,7 +41,7 @@ class Function:
     options: dict[str, Any] = field(default_factory=dict)  # further arguments by name
     # The process itself interrupts a longer call, and continues [seconds of the processor]; 0: never
     cpu_limit_s: float = 0
-    key: str = KEY  # the configuration group of a user's own function
+    key: str = KEY  # the configuration group of a user's own
 
     @property
     def is_own(self) -> bool:
@@ -61,7 +61,8 @@ class Function:
         if not self.is_own:
             module = importlib.import_module(self.source)
             if self.is_judge:
-                module.prepare(**self.options)
+                part = self.options["part"]
+                module.prepare(self.key, part["template"], part["api_key_var"])
             return getattr(module, self.name)  # type: ignore[no-any-return]
         function = load_name(self.source, self.name, self.key)
         if not callable(function):
@@ -107,9 +108,7 @@ def own_parts(reward: "RewardConfig", custom: "CustomRewardConfig") -> list[Part
         if part.path is not None:
             function = of_file(part.path, part.name, part.reward_kwargs, key)
         elif part.model is not None:
-            names = ("model", "base_url", "template", "scale", "api_key_var", "request")
-            options = {"key": key, **{name: getattr(part, name) for name in names}}
-            function = Function(JUDGE, "compute_score", reward.timeout_s, options=options)
+            function = Function(JUDGE, "compute_score", reward.timeout_s, options={"part": vars(part)}, key=key)
         found.append(Part(part.label, part.weight, function))
     return found
 
@@ -140,25 +139,19 @@ def outcome_of(function: Function, result: Any, samples: int) -> Outcome:
     if not function.batched:
         return Outcome([_numbers(result)])
     if isinstance(result, str | dict) or not hasattr(result, "__len__") or len(result) != samples:
-        what = f"returned {_shown.repr(result)}, expected a list of {samples} numbers or dicts, one for each sample"
+        what = f"returned {shown.repr(result)}, expected a list of {samples} numbers or dicts, one for each sample"
         return Outcome([], "error", what)
     return Outcome([_numbers(report) for report in result])
 
 
 def _numbers(result: Any) -> Numbers | str:
-    report = result if isinstance(result, dict) else {"score": result}
-    # Names become metrics and columns, which half a surrogate pair could not be written to.
-    numbers = {
-        str(name).encode("utf-8", "backslashreplace").decode(): float(value)
-        for name, value in _scalars(report).items()
-        if isinstance(value, Real)
-    }
+    report, numbers = result if isinstance(result, dict) else {"score": result}, Numbers()
+    for name, value in report.items():
+        # Scalars and arrays of one number, of numpy or torch; this process may have imported neither.
+        plain = value.item() if math.prod(getattr(value, "shape", (2,))) == 1 else value
+        if isinstance(plain, Real):
+            # Names become metrics and columns, which half a surrogate pair could not be written to.
+            numbers[str(name).encode("utf-8", "backslashreplace").decode()] = float(plain)
     if abs(numbers.get("score", math.nan)) <= LARGEST_SCORE:
         return numbers
-    return f"returned {_shown.repr(result)}, expected a finite number or a dict whose `score` is one (in fp32)"
-
-
-def _scalars(report: dict[Any, Any]) -> dict[Any, Any]:
-    """Convert scalars and arrays of one number, of numpy or torch, to plain numbers; this process may have imported neither."""
-    is_one = {name: math.prod(getattr(value, "shape", (2,))) == 1 for name, value in report.items()}
-    return {name: value.item() if is_one[name] else value for name, value in report.items()}
+    return f"returned {shown.repr(result)}, expected a finite number or a dict whose `score` is one (in fp32)"

@@ -3,13 +3,13 @@
 import importlib
 import os
 import re
-import reprlib
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from rlx.errors import did_you_mean
+from rlx.rewards.function import shown
 from rlx.user_code import UserCodeError
 
 PLACES = ("prompt", "response", "ground_truth", "data_source")
@@ -24,14 +24,14 @@ class JudgeError(Exception):
     """A judge gave no score."""
 
 
-def prepare(key: str, template: str, api_key_var: str | None, **_: Any) -> None:
-    """Load what calls need, once. Raises UserCodeError in terms of the part `key`."""
+def prepare(key: str, template: str, api_key_var: str | None) -> None:
+    """Load what the calls of the part `key` need, once. Raises UserCodeError."""
     if find_spec("openai") is None:
         raise UserCodeError(f"{key}.model: a judge needs openai; pip install 'rlx[agents]'")
     if api_key_var is not None and not os.environ.get(api_key_var):
-        shown = api_key_var if re.fullmatch(r"[A-Z][A-Z0-9_]*", api_key_var) else "a text that is no such name"
+        named = api_key_var if re.fullmatch(r"[A-Z][A-Z0-9_]*", api_key_var) else "a text that is no such name"
         raise UserCodeError(
-            f"{key}.api_key_var: got {shown}, expected an environment variable that holds the API key; set it where rlx starts"
+            f"{key}.api_key_var: got {named}, expected an environment variable that holds the API key; set it where rlx starts"
         )
     try:
         text = _text(template)
@@ -47,43 +47,28 @@ def prepare(key: str, template: str, api_key_var: str | None, **_: Any) -> None:
 
 
 async def compute_score(
-    data_source: str,
-    solution_str: str,
-    ground_truth: Any,
-    extra_info: dict[str, Any] | None,
-    prompt: Any,
-    model: str,
-    base_url: str,
-    template: str,
-    scale: float = 10.0,
-    api_key_var: str | None = None,
-    request: dict[str, Any] | None = None,
-    key: str = "",
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: Any, prompt: Any, part: dict[str, Any]
 ) -> float:
     """Return the number behind the last `Score:` of the judge's answer, divided by `scale`. Raises JudgeError if there is none."""
     import openai
 
+    model, scale, variable = part["model"], part["scale"], part["api_key_var"]
     values = dict(zip(PLACES, (_written(prompt), solution_str, ground_truth, data_source), strict=True))
-    question = PLACE.sub(lambda place: str(values.get(place[1], place[0])), _text(template))
-    api_key = os.environ[api_key_var] if api_key_var else "none"
+    question = PLACE.sub(lambda place: str(values.get(place[1], place[0])), _text(part["template"]))
+    api_key, messages = os.environ[variable] if variable else "none", [{"role": "user", "content": question}]
     try:
-        answer = await _client(base_url, api_key).chat.completions.create(
-            model=model, messages=[{"role": "user", "content": question}], **(request or {})
-        )
+        chats = _client(part["base_url"], api_key).chat.completions
+        answer = await chats.create(model=model, messages=messages, **part["request"])
     except openai.OpenAIError as fault:
         what = f"{model} gave no answer ({type(fault).__name__}: {fault})"
-        raise JudgeError(what.replace(api_key, "***") if api_key_var else what) from None
+        raise JudgeError(what.replace(api_key, "***") if variable else what) from None
     text = (answer.choices[0].message.content if answer.choices else None) or ""
     found = SCORE.findall(text)
     if not found or not 0 <= float(found[-1]) <= scale:
         raise JudgeError(
-            f"{model} answered {_shown.repr(text)}, expected `Score: ` and a number from 0 to {scale:g} in it"
+            f"{model} answered {shown.repr(text)}, expected `Score: ` and a number from 0 to {scale:g} in it"
         )
     return float(found[-1]) / scale
-
-
-_shown = reprlib.Repr()
-_shown.maxstring = 300
 
 
 @cache

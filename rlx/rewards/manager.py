@@ -423,7 +423,7 @@ class RewardManager:
         if function.is_own:
             label, culprit = f"{function.name} in {function.source}", "the function"
         elif function.is_judge:
-            label, culprit = f"the judge of {function.options['key']}", "its keys, template or server"
+            label, culprit = f"the judge of {function.key}", "its keys, template or server"
         # Its name is a number, because names of files must not come from data.
         copy = dump_dir / f"reward_error_{len(list(dump_dir.glob('reward_error_*.json'))) + 1}.json"
         report = {name: sample[name] for name in SINGLE} | {

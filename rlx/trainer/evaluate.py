@@ -32,7 +32,7 @@ from rlx.trainer.finished import Policy, policies_at
 
 PART = 2048
 """Samples that are generated together, and the most that an interruption loses."""
-VAL_FILES, PARTS = "data.val_files", "data.val_batch_size"
+PARTS = "data.val_batch_size"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,4 +1,4 @@
-"""Where metrics go: the file `metrics.jsonl`, and loggers behind one small protocol: tensorboard, wandb."""
+"""Where metrics go: the file `metrics.jsonl`, and loggers: tensorboard, wandb."""
 
 import errno
 import json
@@ -6,7 +6,6 @@ import math
 import os
 import textwrap
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -27,25 +26,7 @@ class TrackingError(ExplainedError, ValueError):
     """A logger cannot start, or a file of metrics cannot be read."""
 
 
-class Logger(ABC):
-    """A store of metrics beside `metrics.jsonl`."""
-
-    @abstractmethod
-    def log(self, metrics: Mapping[str, float], step: int) -> None: ...
-
-    @abstractmethod
-    def close(self) -> None:
-        """Write pending data."""
-
-    @abstractmethod
-    def generations(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
-        """Keep some generations of the validation at `step`; each row maps a name to its value."""
-
-    def rewind(self, step: int) -> None:  # noqa: B027, not every store can
-        """Hide what was logged beyond `step`, from which the run continues."""
-
-
-class TensorboardLogger(Logger):
+class TensorboardLogger:
     """Writes event files in `tensorboard/`. After a resume it hides the former run's entries beyond `resume_step`."""
 
     def __init__(self, run_dir: Path, resume_step: int | None) -> None:
@@ -73,11 +54,8 @@ class TensorboardLogger(Logger):
         self._writer.close()
 
 
-class WandbLogger(Logger):
-    """Continues a wandb run with the configuration; its id is kept in the run's folder for a resumed run.
-
-    It has no `rewind`: wandb cannot remove rows of a continued run, so repeated steps are there twice.
-    """
+class WandbLogger:
+    """Continues a wandb run with the configuration; its id is kept in the run's folder for a resumed run."""
 
     def __init__(self, run_dir: Path, config_yaml: str, project: str, experiment: str) -> None:
         import wandb
@@ -104,8 +82,14 @@ class WandbLogger(Logger):
             table = self._wandb.Table(columns=names, data=[[str(row.get(name)) for name in names] for row in rows])
             self._run.log({"step": step, "val/generations": table})
 
+    def rewind(self, step: int) -> None:
+        """Do nothing: wandb cannot remove rows of a continued run, so repeated steps are there twice."""
+
     def close(self) -> None:
         self._run.finish()
+
+
+Logger = TensorboardLogger | WandbLogger
 
 
 class Tracker:

@@ -70,8 +70,8 @@ POLICY, JUDGE = "actor_rollout_ref.model.path", "reward_model.model.path"
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 WEIGHTS = (WHOLE, INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json")
 SILENT_S = 5.0  # of an import, after which the check says what it waits for
-TRIAL_LIMIT_S = 5.0
-"""For the call of a reward function. A slower one, such as a judge, is fine in training, but must not delay `rlx check`."""
+TRIAL_LIMIT_S, JUDGE_LIMIT_S = 5.0, 30.0
+"""For the call of a reward function, which may be slower in training but must not delay `rlx check`; and of a judge with its retries."""
 
 
 def check_data(config: PPOConfig, broken: frozenset[str]) -> tuple[Fault, ...]:
@@ -348,7 +348,8 @@ def _of(config: PPOConfig) -> Iterator[UserCode]:
     for label, _, reward in own_parts(config.reward, config.custom_reward_function):
         if reward is None or not (reward.is_judge or is_python_file(reward.source)):
             continue
-        reward = replace(reward, limit_s=min(reward.limit_s, TRIAL_LIMIT_S))
+        most_s = JUDGE_LIMIT_S if reward.is_judge else TRIAL_LIMIT_S
+        reward = replace(reward, limit_s=min(reward.limit_s, most_s))
         keys = (f"{KEY}.path", f"{KEY}.name", f"{KEY}.reward_kwargs", "reward.reward_manager.name")
         keys = (f"{KEY}.parts", *keys[3:]) if label else keys
         what = f"the part {label} of the reward" if label else "the reward function of your own"

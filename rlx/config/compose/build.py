@@ -162,7 +162,7 @@ def _section(section: Any, given: dict[Any, Any], prefix: str, faults: list[Faul
             faults.append(Fault(f"unknown key {key}", got, f"one of {', '.join(known)}", remedy, (key,)))
         elif name not in known:
             _unknown(key, value, faults)
-        elif (each := section_in(known[name].hint)) and isinstance(value, list) and all(map(_is_mapping, value)):
+        elif (each := section_in(known[name].hint)) and isinstance(value, list) and {*map(type, value)} <= {dict}:
             parts = enumerate(value)
             changes[name] = tuple(_section(each(), part, f"{key}[{place}].", faults) for place, part in parts)
         elif not is_dataclass(known[name].default):
@@ -172,10 +172,6 @@ def _section(section: Any, given: dict[Any, Any], prefix: str, faults: list[Faul
         else:
             faults.append(not_a_group(key, value, tuple(leaf for leaf in LEAVES if leaf.startswith(f"{key}."))))
     return replace(section, **changes)
-
-
-def _is_mapping(value: Any) -> bool:
-    return isinstance(value, dict)
 
 
 def _unknown(key: str, value: Any, faults: list[Fault]) -> None:
