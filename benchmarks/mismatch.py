@@ -8,9 +8,8 @@ follow. A `forward` of the tables is:
 
     trainer         transformers' operations and rlx's packed attention
     sampler         vLLM's operations over whole sequences; attention is FlashAttention 3 without splits, on CPU torch's
-    sampler, X      the same, but operation X is transformers'
-    one ulp at L    the trainer's, with one element of each token changed by one unit in the last place before layer L
-    sampler, head   vLLM's operations up to the head; head and log-softmax are rlx's
+    sampler, X      the same, but operation X is the trainer's; the head includes log-softmax
+    one ulp at L    the trainer's, with one element of each token changed by one unit in the last place before layer L, against itself
     fp32            the trainer's in fp32, from the weights in bf16
     trainer to fp32 not the sampler's log-probs but those in fp32 are compared with the trainer's
     prompt          vLLM's own log-probs of the same tokens as a prompt
@@ -61,12 +60,8 @@ KINDS = {
     **{"embed_tokens": "embedding", "rotary_emb": "rotary", "act_fn": "activation", "attn": "attention"},
 }
 """The kind of operation of vLLM's modules, by the last part of their names."""
-PARTS = {
-    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
-    "gate_up_proj": ("gate_proj", "up_proj"),
-    "o_proj": ("o_proj",),
-    "down_proj": ("down_proj",),
-}
+PARTS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+PARTS |= {"o_proj": ("o_proj",), "down_proj": ("down_proj",)}
 """The products of transformers that vLLM's product joins."""
 Figures = dict[str, Any]
 Tensors = tuple[Tensor, ...]
@@ -91,9 +86,8 @@ def _norm(wide_sum: bool, wide_weight: bool) -> Way:
 
 
 def _norm_sampler(own: nn.Module, other: Any, x: Tensor, residual: Tensor | None = None) -> Tensors:
-    return (
-        (own(x.clone()), x) if residual is None else own(x.clone(), residual.clone())
-    )  # kernels overwrite their inputs
+    # Kernels overwrite their inputs.
+    return (own(x.clone()), x) if residual is None else own(x.clone(), residual.clone())
 
 
 def _norm_trainer(own: nn.Module, other: Any, x: Tensor, residual: Tensor | None = None) -> Tensors:
