@@ -375,6 +375,9 @@ def parameters(samplings, seeds):
     for sampling, seed in zip(samplings, seeds, strict=True):
         rollout.add_request(Request((5, 6), seed, sampling))
     assert rollout.step() == []
+    rollout.abort(
+        [rollout.add_request(Request((5, 6), 7, samplings[0]))]
+    )  # while it waits for others to enter beside it
     found = [request.sampling_params for request in taken.values()]
     rollout.abort()
     return [(own.seed, own.max_tokens, own.temperature, own.stop_token_ids) for own in found]

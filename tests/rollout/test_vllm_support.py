@@ -1,5 +1,6 @@
 """What surrounds vLLM: options by type of model, memory, random states, outputs; no engine is started."""
 
+import itertools
 from types import SimpleNamespace
 
 import numpy
@@ -11,11 +12,19 @@ from rlx.rollout.vllm_support import (
     DeviceMemory,
     OwnRandomState,
     experts_of,
+    graph_sizes,
     named_among,
     with_needs,
 )
 
 LFM2 = SimpleNamespace(model_type="lfm2", hidden_size=64, conv_dim=64)
+
+
+@pytest.mark.parametrize("places", [1, 100, 1024])
+def test_graphs_hold_all_places_and_some_of_a_prompt(places):
+    sizes = graph_sizes(places)
+    assert places in sizes and places + 450 <= sizes[-1] <= places + 512
+    assert all(larger - size <= max(8, size / 8) for size, larger in itertools.pairwise(sizes))
 
 
 def test_options_of_the_user_stay_beside_the_operators_of_lfm2():

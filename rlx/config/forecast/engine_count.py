@@ -21,7 +21,7 @@ CORES = 2  # of an engine: its scheduler and its kernels' launches
 CACHE_SHARE = 0.8  # of one engine's cache must remain, unless it holds all sequences
 # Of vLLM 0.26 on an H100's host
 PYTHON_S, PYTHON_S_PER_REQUEST = 3.5e-3, 28e-6
-KERNELS_S = 35e-6  # of a layer, even if it has nothing to do
+KERNELS_S = 80e-6  # of a layer, even if it has nothing to do; with the change from one process to another
 LOGIT_PASSES = 8  # over fp32 logits, to sample
 
 

@@ -163,7 +163,7 @@ class RolloutConfig:
         divides="processes",
     )
     engines_per_gpu: int | str = key(
-        1,
+        "auto",
         "vLLM: engines on one GPU, each a process; auto: as many as keep it busy.",
         while_is("name", "hf"),
         needs(
