@@ -102,8 +102,6 @@ def _start(chosen: argparse.Namespace, until_the_end: ExitStack) -> tuple[Servic
     device = torch.device("cpu") if found is None else torch.device(found.type, 0)
     print(f"loading {policy.folder} for {rollout.name} on {device.type}", flush=True)
     engines = start_engines(rollout) or ([EngineProcess("engine")] if rollout.name == "vllm" else [])
-    for engine in engines:
-        until_the_end.callback(engine.close)
     sampler = build_rollout(rollout, model, device, context, config.trainer.seed, tokenizer, engines)
     until_the_end.callback(sampler.close)
     if policy.checkpoint is None:
