@@ -2,7 +2,7 @@
 
 Each policy is validated by a driver of its own, with the settings that it was trained with. Its folder keeps what is finished:
 
-<run>/evaluations/<digest>/     the digest is of all that samples depend on, which settings.json lists
+<run>/evaluations/<digest>/     of a Hugging Face folder in outputs/; the digest is of all that samples depend on, which settings.json lists
     N.jsonl                     samples of step N
     N.json                      its metrics, and the rows of the table
     N.parts.jsonl               until then the parts that are finished, see `PartsFile`
@@ -109,7 +109,7 @@ def command_of(policy: Policy, given: Sequence[str]) -> tuple[Path, list[str]]:
     known = {"overrides": [*overrides, *added], "files": {key: _files(map(Path, names)) for key, names in used.items()}}
     text = json.dumps(known, indent=1)
     digest = hashlib.blake2b(text.encode(), digest_size=5).hexdigest()
-    base = policy.checkpoint.parent.parent if policy.checkpoint else Path.cwd()
+    base = policy.checkpoint.parent.parent if policy.checkpoint else Path.cwd() / "outputs"
     folder = base / "evaluations" / digest
     with storing(folder):
         folder.mkdir(parents=True, exist_ok=True)

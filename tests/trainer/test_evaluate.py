@@ -17,7 +17,8 @@ SAMPLED = [f"actor_rollout_ref.rollout.val_kwargs.{each}" for each in ("n=2", "d
 
 @pytest.mark.e2e
 @pytest.mark.slow
-def test_an_evaluation_has_the_numbers_of_the_run_s_own_validation(train, tmp_path, capfd):
+def test_an_evaluation_has_the_numbers_of_the_run_s_own_validation(train, tmp_path, capfd, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     tmp_path.joinpath("reward.py").write_text(
         "def score(data_source, solution_str, **_):\n    return len(set(solution_str)) / 16"
     )
