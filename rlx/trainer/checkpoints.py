@@ -222,13 +222,7 @@ def require_parts(config: PPOConfig, checkpoint: Path) -> None:
                 f"its {role.name} has {have}, but {role.model_key}.lora_rank={role.model.lora_rank}: set it as in the run that "
                 "wrote it"
             )
-    state, control = read_driver_state(checkpoint), config.algorithm.kl_ctrl.type
-    saved, correction = state.kl_controller.get("type"), config.algorithm.rollout_correction.rollout_is
-    if state.queue and correction is None:
-        faults.append(
-            "it holds samples that older weights have begun: set algorithm.rollout_correction.rollout_is=token, also with "
-            "actor_rollout_ref.rollout.partial.max_staleness=0"
-        )
+    saved, control = read_driver_state(checkpoint).kl_controller.get("type"), config.algorithm.kl_ctrl.type
     if saved is not None and saved != control:
         faults.append(
             f"it was written with algorithm.kl_ctrl.type={saved!r}, this run has {control!r}: set it as before"
