@@ -104,6 +104,8 @@ def command_of(policy: Policy, given: Sequence[str]) -> tuple[Path, list[str]]:
         added += ["trainer.resume_mode=resume_path", f"trainer.resume_from_path='{policy.checkpoint}'"]
     paths = {key: value_at(config, key) for key, leaf in LEAVES.items() if leaf.info.is_path}
     used = {key: list(value) if isinstance(value, tuple) else [value] for key, value in paths.items() if value}
+    for place, part in enumerate(config.custom_reward_function.parts):
+        used[f"custom_reward_function.parts[{place}]"] = [each for each in (part.path, part.template) if each]
     if policy.checkpoint is not None:
         used[MODEL_KEY] = [policy.checkpoint / MANIFEST]  # it has digests of all files
     known = {"overrides": [*overrides, *added], "files": {key: _files(map(Path, names)) for key, names in used.items()}}

@@ -22,7 +22,7 @@ def test_an_evaluation_has_the_numbers_of_the_run_s_own_validation(train, tmp_pa
     tmp_path.joinpath("reward.py").write_text(
         "def score(data_source, solution_str, **_):\n    return len(set(solution_str)) / 16"
     )
-    own = [f"custom_reward_function.path={tmp_path}/reward.py", "custom_reward_function.name=score", "trainer.seed=3"]
+    own = [f"custom_reward_function=[{{path: {tmp_path}/reward.py, name: score, metric: mine}}]", "trainer.seed=3"]
     steps = [
         "trainer.total_training_steps=2",
         "trainer.save_freq=1",
@@ -44,6 +44,7 @@ def test_an_evaluation_has_the_numbers_of_the_run_s_own_validation(train, tmp_pa
     (one, two) = sorted(run.glob("evaluations/*/[12].jsonl"), key=lambda file: file.name)
     assert [one.read_text(), two.read_text()] == [(run / f"validation/{step}.jsonl").read_text() for step in (1, 2)]
     assert before == {file: file.stat().st_mtime_ns for file in before}, "the run itself is left alone"
+    assert '/reward.py": [' in next(run.glob("evaluations/*/settings.json")).read_text(), "another file, other numbers"
     output = capfd.readouterr().out
     assert "global_step_1" in output and "pass@2" in output
     main([str(run / "checkpoints/global_step_2"), "--out", str(tmp_path / "again.json")])
