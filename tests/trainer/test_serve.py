@@ -42,7 +42,9 @@ def test_a_served_policy_answers_clients_and_ends_by_ctrl_c(train, tmp_path, sam
     assert export([str(run / "checkpoints/global_step_1"), str(tmp_path / "model"), "--dtype", "fp32"]) == 0
     command = [sys.executable, "-m", "rlx.serve", str(run), "--port", "0", "--name", "ours"]
     command += [f"actor_rollout_ref.rollout.name={sampler}", "trainer.device=cpu"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+    # What a shell starts in the background ignores the signal.
+    options = {"text": True, "preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, **options) as server:
         try:
             last = next(line for line in server.stdout if line.startswith("export"))
             url, key = (word.partition("=")[2] for word in last.split()[1:])
