@@ -75,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _start(chosen: argparse.Namespace, until_the_end: ExitStack) -> tuple[Service, str, str]:
     """Return what serves, its address, and what to tell the user. Raises ServeError and the errors of what it loads."""
-    key = own = chosen.api_key or os.environ.get(KEY)
+    key = own = chosen.api_key or os.environ.get(KEY) or None
     if own is None:
         key = f"rlx-{secrets.token_urlsafe(24)}"
     elif not own.isascii() or own != own.strip() or not own.isprintable():
@@ -83,7 +83,7 @@ def _start(chosen: argparse.Namespace, until_the_end: ExitStack) -> tuple[Servic
             f"--api-key or {KEY}: got blanks around it or letters that no header holds, expected plain ASCII"
         )
     _require_free(chosen.host, chosen.port)
-    policy = policies_at(chosen.policy)[0]
+    policy = policies_at(chosen.policy)[0]._replace(hidden=())  # of rewards and trackers, which it does without
     config = compose(policy.with_given(chosen.given)).config
     model, rollout = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout
     if policy.checkpoint is not None:  # its weights are those of the whole model
@@ -94,7 +94,8 @@ def _start(chosen: argparse.Namespace, until_the_end: ExitStack) -> tuple[Servic
             f"export the policy and `vllm serve FOLDER --tensor-parallel-size {size}`"
         )
     longest, of_run = positions_of(model), config.data.max_prompt_length + config.data.max_response_length
-    context = chosen.context or (of_run if policy.checkpoint is not None else min(longest or LONGEST, LONGEST))
+    context = of_run if policy.checkpoint is not None else min(longest or LONGEST, LONGEST)
+    context = context if chosen.context is None else chosen.context
     if not 1 < context <= (longest or context):
         raise ServeError(f"--context: got {context} tokens, expected 2 to {longest or 'the most that the model knows'}")
     tokenizer = load_tokenizer(model.path or "", model.trust_remote_code)

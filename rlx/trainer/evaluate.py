@@ -9,8 +9,10 @@ Each policy is validated by a driver of its own, with the settings that it was t
 """
 
 import argparse
+import glob
 import hashlib
 import json
+import math
 import signal
 import subprocess
 import sys
@@ -22,13 +24,15 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from rlx import __version__
 from rlx.checkpoint.manifest import MANIFEST
 from rlx.config.compose.command_line import MODEL_KEY, compose
 from rlx.config.schema.tree import LEAVES, value_at
+from rlx.config.secrets import override_without_secrets
 from rlx.errors import ExplainedError, storing, wrapped
 from rlx.program import program
 from rlx.trainer.checkpoints import EVALUATION
-from rlx.trainer.finished import Policy, policies_at
+from rlx.trainer.finished import Policy, policies_at, written
 
 PART = 2048
 """Samples that are generated together, and the most that an interruption loses."""
@@ -95,50 +99,67 @@ def command_of(policy: Policy, given: Sequence[str]) -> tuple[Path, list[str]]:
     composed = compose(overrides)
     config = composed.config
     val = config.actor_rollout_ref.rollout.val_kwargs
-    added = ["trainer.val_only=True", "trainer.logger=[console]", f"data.train_files={list(config.data.val_files)}"]
+    added = [
+        "trainer.val_only=True",
+        "trainer.logger=[console]",
+        f"data.train_files={written(list(config.data.val_files))}",
+    ]
     if (
         config.data.val_batch_size is None and config.reward.reward_manager.name != "batch"
     ):  # which scores them together
         added.append(f"{PARTS}={max(1, PART // (val.n if val.do_sample else 1))}")
     if policy.checkpoint is not None:
-        added += ["trainer.resume_mode=resume_path", f"trainer.resume_from_path='{policy.checkpoint}'"]
+        added += ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={written(str(policy.checkpoint))}"]
     paths = {key: value_at(config, key) for key, leaf in LEAVES.items() if leaf.info.is_path}
     used = {key: list(value) if isinstance(value, tuple) else [value] for key, value in paths.items() if value}
     for place, part in enumerate(config.custom_reward_function.parts):
         used[f"custom_reward_function.parts[{place}]"] = [each for each in (part.path, part.template) if each]
     if policy.checkpoint is not None:
         used[MODEL_KEY] = [policy.checkpoint / MANIFEST]  # it has digests of all files
-    known = {"overrides": [*overrides, *added], "files": {key: _files(map(Path, names)) for key, names in used.items()}}
+    files = {key: _files(names) for key, names in used.items()}
+    known: dict[str, Any] = {"rlx": __version__, "overrides": [*overrides, *added], "files": files}
     text = json.dumps(known, indent=1)
     digest = hashlib.blake2b(text.encode(), digest_size=5).hexdigest()
     base = policy.checkpoint.parent.parent if policy.checkpoint else Path.cwd() / "outputs"
     folder = base / "evaluations" / digest
     with storing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / EVALUATION).write_text(text)
-    return folder, [*Policy(folder, None, overrides).with_given(added), f"trainer.validation_data_dir='{folder}'"]
+        known["overrides"] = [override_without_secrets(each) for each in known["overrides"]]
+        (folder / EVALUATION).write_text(json.dumps(known, indent=1))
+    return folder, [
+        *Policy(folder, None, overrides).with_given(added),
+        f"trainer.validation_data_dir={written(str(folder))}",
+    ]
 
 
-def _files(paths: Iterable[Path]) -> dict[str, Any]:
-    """Return size and time of files by name, and of those in folders."""
-    paths = [path.expanduser() for path in paths]
+def _files(names: Iterable[str | Path]) -> dict[str, Any]:
+    """Return size and time of files by name, and of those in folders and behind patterns."""
+    found = [Path(name).expanduser() for name in names]
+    paths = [
+        Path(each) for path in found for each in ([path] if path.exists() else glob.glob(str(path), recursive=True))
+    ]
     files = [each for path in paths for each in (sorted(path.glob("*")) if path.is_dir() else [path]) if each.is_file()]
     return {str(each): [each.stat().st_size, each.stat().st_mtime_ns] for each in files}
 
 
 def _validate(overrides: Sequence[str]) -> int:
-    """Run a driver and return its exit code; a signal of the terminal reaches it too."""
+    """Run a driver and return its exit code; signals reach it too."""
     with subprocess.Popen([sys.executable, "-m", "rlx.driver", *overrides]) as driver:
-        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        before = {signal.SIGINT: signal.signal(signal.SIGINT, signal.SIG_IGN)}
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            before[number] = signal.signal(number, lambda number, _: driver.send_signal(number))
         try:
             return driver.wait()
         finally:
-            signal.signal(signal.SIGINT, before)
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
 
 def table(found: Sequence[dict[str, Any]]) -> Table:
     """Return a row for each policy and data source, and a column for each number; none for scores that are accuracies."""
-    different = any(one["metrics"]["val/accuracy"] != one["metrics"]["val/reward"] for one in found)
+    different = any(
+        not math.isclose(one["metrics"]["val/accuracy"], one["metrics"]["val/reward"], rel_tol=1e-6) for one in found
+    )
     names = dict.fromkeys(row["name"] for one in found for row in one["rows"])
     columns = [name for name in names if different or not name.startswith("reward ")]
     drawn = Table(box=box.SIMPLE)

@@ -88,7 +88,7 @@ def policies_at(source: str, every: bool = False) -> list[Policy]:
         )
     if not (folder / "config.json").is_file():
         raise ResumeError(f"{source}: got a folder with {_some(folder)}, {expected}; correct the path")
-    return [Policy(folder, None, [f"{MODEL_KEY}={_written(str(folder))}"])]
+    return [Policy(folder, None, [f"{MODEL_KEY}={written(str(folder))}"])]
 
 
 def _of_run(checkpoint: Path) -> Policy:
@@ -103,10 +103,10 @@ def _of_run(checkpoint: Path) -> Policy:
     changed = {key: value for key, value in values.items() if value != default.get(key, ...) or key in CHOSEN}
     own = {key: value for key, value in changed.items() if not key.startswith(TRAINING) or key in KEPT}
     hidden = tuple(key for key, value in own.items() if HIDDEN in str(value))
-    return Policy(checkpoint, checkpoint, [f"{k}={_written(v)}" for k, v in own.items() if k not in hidden], hidden)
+    return Policy(checkpoint, checkpoint, [f"{k}={written(v)}" for k, v in own.items() if k not in hidden], hidden)
 
 
-def _written(value: Any) -> str:
+def written(value: Any) -> str:
     """Return a value as Hydra reads it in an override."""
     match value:
         case None:
@@ -115,9 +115,9 @@ def _written(value: Any) -> str:
             text = re.sub(r"(\\*)('|$)", lambda found: found[1] * 2 + ("\\'" if found[2] else ""), value)
             return value if re.fullmatch(r"[A-Za-z_/][\w./:-]*", value) and value.lower() not in WORDS else f"'{text}'"
         case list():
-            return f"[{','.join(map(_written, value))}]"
+            return f"[{','.join(map(written, value))}]"
         case dict():
-            return f"{{{','.join(f'{key}:{_written(each)}' for key, each in value.items())}}}"
+            return f"{{{','.join(f'{key}:{written(each)}' for key, each in value.items())}}}"
     return str(value)
 
 

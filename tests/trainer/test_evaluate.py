@@ -8,7 +8,7 @@ from run_tools import make
 from rlx.config.compose.command_line import compose
 from rlx.export import main as export
 from rlx.trainer.checkpoints import ResumeError
-from rlx.trainer.evaluate import main
+from rlx.trainer.evaluate import command_of, main
 from rlx.trainer.finished import Policy, policies_at
 from rlx.trainer.run_lock import RunLock
 
@@ -80,6 +80,10 @@ def test_every_setting_of_a_run_becomes_an_override(tmp_path):
     assert "data.max_prompt_length=77" not in policy.with_given(["data.max_prompt_length=5"])
     with pytest.raises(ResumeError, match=r"reward_model\.key: .* secret"):
         Policy(run, None, [], ("reward_model.key",)).with_given(["a=1"])
+    secret = "custom_reward_function.reward_kwargs={api_key:hidden-text}"
+    folder, overrides = command_of(policy, [f"data.val_files={tmp_path}/r*/config.yaml", secret])
+    told = (folder / "settings.json").read_text()
+    assert "hidden-text" not in told and "/run/config.yaml" in told and secret in overrides
 
 
 def test_other_paths_are_rejected_with_what_is_there(tmp_path, capsys):

@@ -1,5 +1,6 @@
 """The command `rlx serve`: the policy of a run or of a Hugging Face folder, for any client of OpenAI's API."""
 
+import os
 import re
 import shutil
 import signal
@@ -7,6 +8,8 @@ import socket
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from urllib.error import HTTPError
+from urllib.request import urlopen
 
 import openai
 import psutil
@@ -43,11 +46,17 @@ def test_a_served_policy_answers_clients_and_ends_by_ctrl_c(train, tmp_path, sam
     command = [sys.executable, "-m", "rlx.serve", str(run), "--port", "0", "--name", "ours"]
     command += [f"actor_rollout_ref.rollout.name={sampler}", "trainer.device=cpu"]
     # What a shell starts in the background ignores the signal.
-    options = {"text": True, "preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)}
+    options = {
+        "text": True,
+        "env": os.environ | {"RLX_API_KEY": ""},
+        "preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    }
     with subprocess.Popen(command, stdout=subprocess.PIPE, **options) as server:
         try:
             last = next(line for line in server.stdout if line.startswith("export"))
             url, key = (word.partition("=")[2] for word in last.split()[1:])
+            with pytest.raises(HTTPError, match="401"):  # an empty key is none
+                urlopen(f"{url}/models")
             client = openai.OpenAI(base_url=url, api_key=key)
             chat = client.chat.completions.create
             assert [model.id for model in client.models.list()] == ["ours"]

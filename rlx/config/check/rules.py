@@ -135,7 +135,7 @@ METRICS = ("acc", "score", "seq_reward", "seq_final_reward")
 
 def critic_is_used(s: CheckContext) -> Faults:
     keys = [key for key in s.changed_keys if key.startswith("critic.")]
-    if keys and not roles.has_critic(s.config):
+    if keys and not s.config.trainer.val_only and not roles.has_critic(s.config):
         remedy = f"remove {'it' if len(keys) == 1 else 'them'}, or set algorithm.adv_estimator=gae"
         yield s.fault(f"{s.config.algorithm.adv_estimator} has no critic", "no key below critic", remedy, *keys)
 

@@ -113,7 +113,9 @@ class PartialConfig:
         needs("a stop string may lie across two rounds", f"{ROLLOUT}.stop", (), expected="=[]", example="[]"),
         needs("experts of kept tokens are lost", f"{ROLLOUT}.enable_rollout_routing_replay", False),
         needs("the calls of agents cannot be kept", "environment.name")._replace(
-            met=lambda name: name != "endpoint", expected=" other than endpoint", example="null"
+            met=lambda name: name not in ("endpoint", "verifiers"),
+            expected=" other than endpoint or verifiers",
+            example="null",
         ),
         minimum=0,
     )

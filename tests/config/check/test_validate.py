@@ -74,6 +74,7 @@ def test_every_rule_and_every_declared_need_has_a_case(cpu_machine: Machine):
         f"{ACTOR}.strategy=fsdp {ACTOR}.fsdp_config.fsdp_size=2 trainer.n_gpus_per_node=4",
         f"experiment=arithmetic {MODEL}.path=Qwen/Qwen2.5-0.5B-Instruct",
         "trainer.val_only=True trainer.resume_mode=auto",
+        f"trainer.val_only=True trainer.resume_mode=auto {GAE} critic.optim.lr=1e-4",
         f"{CORRECTION}.rollout_is=token {CORRECTION}.rollout_is_threshold=0.5_5.0",
         f"{CORRECTION}.rollout_is=sequence {CORRECTION}.rollout_rs=[seq_sum_k1,token_k1] "
         f"{CORRECTION}.rollout_rs_threshold=2.0 {CORRECTION}.rollout_token_veto_threshold=1e-4",
