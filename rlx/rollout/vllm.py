@@ -551,15 +551,20 @@ class VLLMRollout(Rollout):
         self._waiting[number] = None
 
     def _advance(self, requests: Mapping[int, Request]) -> list[tuple[int, Completion]]:
-        self._admit(requests)
-        return self.engine.step(requests)
+        try:
+            self._admit(requests)
+            return self.engine.step(requests)
+        except EngineError:
+            self._waiting.clear()
+            raise
 
     def _admit(self, requests: Mapping[int, Request]) -> None:
         """Hand waiting requests to the engine, several at once: see `ADMIT_STEPS`."""
         inside = len(requests) - len(self._waiting)
         most = min(len(self._waiting), self.max_num_seqs - inside)
         self._steps += 1
-        if most and (not inside or self._steps >= ADMIT_STEPS or most >= ADMIT_SHARE * self.max_num_seqs):
+        is_due = not inside or self._steps >= ADMIT_STEPS or most >= ADMIT_SHARE * self.max_num_seqs
+        if most and (is_due or self._device.type == "cpu"):
             self._steps = 0
             for number in list(itertools.islice(self._waiting, most)):
                 del self._waiting[number]

@@ -119,7 +119,9 @@ def _cuda(name: str, *arguments: Any) -> None:
     """Call CUDA's driver, which uses the device that torch uses in this thread."""
     code = getattr(ctypes.CDLL("libcuda.so.1"), name)(*arguments)
     if code:
-        raise RuntimeError(f"{name}: CUDA error {code}")
+        raise RuntimeError(
+            f"{name}: CUDA error {code}; if processes cannot share this GPU, set actor_rollout_ref.rollout.engines_per_gpu=1"
+        )
 
 
 def _bucket_at(address: ctypes.c_uint64, device: torch.device) -> Tensor:

@@ -222,13 +222,31 @@ def require_parts(config: PPOConfig, checkpoint: Path) -> None:
                 f"its {role.name} has {have}, but {role.model_key}.lora_rank={role.model.lora_rank}: set it as in the run that "
                 "wrote it"
             )
-    saved, control = read_driver_state(checkpoint).kl_controller.get("type"), config.algorithm.kl_ctrl.type
+    state, control = read_driver_state(checkpoint), config.algorithm.kl_ctrl.type
+    saved = state.kl_controller.get("type")
+    if state.queue and (missing := _settings_for_queue(config)):
+        faults.append(
+            "it has samples that go on from tokens of older weights, also with partial.max_staleness=0; set "
+            + ", ".join(missing)
+        )
     if saved is not None and saved != control:
         faults.append(
             f"it was written with algorithm.kl_ctrl.type={saved!r}, this run has {control!r}: set it as before"
         )
     if faults:
         raise ResumeError(f"cannot resume from {checkpoint}: {'; '.join(faults)}")
+
+
+def _settings_for_queue(config: PPOConfig) -> list[str]:
+    """Return the settings that are missing for samples of a checkpoint that have not ended to go on."""
+    rollout, environment = config.actor_rollout_ref.rollout, config.environment.name
+    needed = {
+        "algorithm.rollout_correction.rollout_is=token": config.algorithm.rollout_correction.rollout_is,
+        "actor_rollout_ref.rollout.stop=[]": not rollout.stop,
+        "actor_rollout_ref.rollout.enable_rollout_routing_replay=False": not rollout.enable_rollout_routing_replay,
+        "environment.name as before": environment not in ("endpoint", "verifiers"),
+    }
+    return [] if config.trainer.val_only else [setting for setting, is_met in needed.items() if not is_met]
 
 
 def order_of(run: str) -> tuple[str, int]:

@@ -8,7 +8,6 @@ Nothing here depends on time: prompts, seeds and budgets follow from the configu
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Any
 
 import torch
@@ -83,8 +82,8 @@ def phase_rows(draws: Sequence[Draw], budget: int, shares: int) -> tuple[Batch, 
     """
     places = [(number, row) for number, draw in enumerate(draws) for row in draw.open_rows]
     if len(draws) > 1 and shares > 1:
-        groups = [[*group] for _, group in groupby(places, lambda place: (place[0], _group(draws, place)))]
-        places = [place for share in range(shares) for group in groups[share::shares] for place in group]
+        # A prompt stays in its process, where its environments are.
+        places.sort(key=lambda place: _group(draws, place) % shares)
     widest = max(draw.rows["prompt_ids"].shape[1] for draw in draws)
     parts = [_wide(draw.rows, widest) for draw in draws]
     starts = [0]

@@ -99,21 +99,11 @@ def changes(folder: Path, step: int, text: str, knows_rows: bool = False) -> lis
 def changes_since(config: PPOConfig, checkpoint: Path, yaml: str) -> list[ChangedKey]:
     """Return what a resume from this checkpoint changes. A validation writes no checkpoint, so it may have any settings.
 
-    Raises ResumeError as `changes`, or if samples of the checkpoint have not ended and cannot go on with these settings.
+    Raises ResumeError as `changes`.
     """
     if config.trainer.val_only or not yaml:
         return []
-    state, rollout = read_driver_state(checkpoint), config.actor_rollout_ref.rollout
-    needed = {
-        "algorithm.rollout_correction.rollout_is=token": config.algorithm.rollout_correction.rollout_is,
-        "actor_rollout_ref.rollout.stop=[]": not rollout.stop,
-        "actor_rollout_ref.rollout.enable_rollout_routing_replay=False": not rollout.enable_rollout_routing_replay,
-    }
-    if state.queue and (missing := [setting for setting, is_met in needed.items() if not is_met]):
-        raise ResumeError(
-            f"cannot resume {checkpoint}: it has samples that go on from tokens of older weights, also with "
-            f"partial.max_staleness=0; set {', '.join(missing)}"
-        )
+    state = read_driver_state(checkpoint)
     return changes(checkpoint.parent.parent, require_step(checkpoint), yaml, "rows" in state.sampler)
 
 

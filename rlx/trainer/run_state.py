@@ -82,14 +82,14 @@ class Run:
         state = read_driver_state(whole)
         for role in trained_roles(self.config):
             self.workers.call(role.name, "load", str(whole / role.name), not trainer.val_only)
-        if not trainer.val_only:
+        if not trainer.val_only:  # it trains on nothing, and may have other rows
             self.sampler.load_state_dict(state.sampler)
+            self.has_stale_tokens |= bool(state.queue)
+            self.queue = [from_data(each, self.config, self.train, state.seed) for each in state.queue]
         self.kl_controller.load_state_dict(state.kl_controller)
         self.finished_steps, self.seed = state.step, state.seed
         self.policy_version, self.skipped_steps = state.policy_version, state.skipped_steps
         self.first_validation = state.first_validation
-        self.has_stale_tokens |= bool(state.queue)
-        self.queue = [from_data(each, self.config, self.train, self.seed) for each in state.queue]
         if state.seed != trainer.seed:
             notice(f"trainer.seed={trainer.seed} has no effect: the resumed run keeps its seed {state.seed}")
         if self.finished_steps >= self.last_step and not trainer.val_only:

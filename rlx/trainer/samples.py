@@ -134,6 +134,7 @@ class SampleSource:
         with run.progress.phase("rollout"):
             if run.queue or self._config.actor_rollout_ref.rollout.partial.max_staleness:
                 return self._from_queue(step, first)
+            self._unfinished = {}
             prompts = run.train.batch(run.sampler.next())
             batch = self.responses(prompts, self._config.actor_rollout_ref.rollout.n, "train", step, first)
             if "greedy_scores" not in ESTIMATORS[self._config.algorithm.adv_estimator].reads:
@@ -151,7 +152,7 @@ class SampleSource:
             rows = spread(run.train.batch(prompts), rollout.n, run.seed, "train", label, place)
             draws.append(Draw(label, place, epoch, prompts, rows, [not_begun(config) for _ in range(len(rows))]))
         budget, shares = prompt_queue.round_tokens(config), run.workers.mesh("rollout").shares
-        rows, places = prompt_queue.phase_rows(draws, budget, shares)
+        rows, places = prompt_queue.phase_rows(draws[: prompt_queue.room(config, step)], budget, shares)
         went_on = sum(map(prompt_queue.token_count, rows.info["kept"]))
         if places:
             sent = rows.select("prompt_ids", "prompt_mask", "seed", "budget")

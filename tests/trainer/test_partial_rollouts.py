@@ -23,6 +23,7 @@ from rlx.data.batch import Batch
 from rlx.data.prompts import PromptSampler
 from rlx.rewards.manager import Scores
 from rlx.rollout.protocol import Completion
+from rlx.trainer.evaluate import main as evaluate
 from rlx.trainer.loop import Trainer
 from rlx.trainer.progress import Progress
 from rlx.trainer.prompt_queue import as_data, from_data
@@ -110,6 +111,8 @@ def test_a_stopped_run_goes_on_with_its_unfinished_samples_and_repeats_to_the_bi
         if not name.startswith(("partial/", "staleness/", "mismatch/gap_"))
     }
     assert own == results(synchronous[1]), "the first step has its own prompts to their end"
+    told = folder.parent / "evaluation.json"
+    assert evaluate([str(folder / "checkpoints/global_step_2"), "--out", str(told)]) == 0, "its queue is of other rows"
 
 
 @pytest.mark.e2e

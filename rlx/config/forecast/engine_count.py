@@ -19,6 +19,10 @@ NUMBERS = (1, 2, 4)  # eight were no faster
 GAIN = 4 / 3  # twice as many must be so much faster, as each takes memory
 CORES = 2  # of an engine: its scheduler and its kernels' launches
 CACHE_SHARE = 0.8  # of one engine's cache must remain, unless it holds all sequences
+OF_ONE_ENGINE = {
+    *("kv_cache_memory_bytes", "num_gpu_blocks_override", "cpu_offload_gb", "kv_offloading_size"),
+    *("kv_transfer_config", "speculative_config"),
+}
 # Of vLLM 0.26 on an H100's host
 PYTHON_S, PYTHON_S_PER_REQUEST = 3.5e-3, 28e-6
 KERNELS_S = 80e-6  # of a layer, even if it has nothing to do; with the change from one process to another
@@ -42,6 +46,8 @@ def engine_count(config: PPOConfig, machine: Machine, actor: Decoder | str | Non
         (not on_accelerator(config, machine), "on a CPU engines share the cores"),
         (model.sends_adapters, "each engine would keep a copy of the base on the host"),
         (rollout.tensor_model_parallel_size > 1, "an engine has several GPUs"),
+        (config.trainer.nnodes > 1, "the machines may differ"),
+        (bool(OF_ONE_ENGINE & rollout.engine_kwargs.vllm.keys()), "engine_kwargs.vllm has sizes of one engine"),
     ):
         if is_single:
             return EngineCount(1, reason)

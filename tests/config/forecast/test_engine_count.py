@@ -38,6 +38,12 @@ def forecast_of(folder: Path, shape: str, options: str, machine: Machine) -> Mem
         ("smollm2-135m", f"{ROLLOUT}.n=1", 1, "2 would be 1.1 times as fast"),
         ("smollm2-135m", f"{MODEL}.lora_rank=8", 1, "each engine would keep a copy of the base on the host"),
         ("smollm2-135m", f"{ROLLOUT}.tensor_model_parallel_size=2", 1, "an engine has several GPUs"),
+        (
+            "smollm2-135m",
+            f"{ROLLOUT}.engine_kwargs.vllm.kv_cache_memory_bytes=30000000000",
+            1,
+            "engine_kwargs.vllm has",
+        ),
         ("smollm2-135m", f"{ROLLOUT}.engines_per_gpu=3", 3, "as configured"),
         ("smollm2-135m", f"{ROLLOUT}.name=hf", 1, "hf decodes in the worker"),
         ("smollm2-135m", "trainer.device=cpu", 1, "on a CPU engines share the cores"),
