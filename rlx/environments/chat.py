@@ -82,10 +82,12 @@ class Chat:
 
     Attributes:
         forks: whether it is `fork`.
+        vocabulary: number of tokens that a prompt may have.
     """
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", on_rewritten: str = "refuse"):
         self._tokenizer, self._keeps, self.forks = tokenizer, on_rewritten == "keep", on_rewritten == "fork"
+        self.vocabulary = len(tokenizer)
         listed = sorted(filter(None, tokenizer.get_added_vocab()), key=len, reverse=True)
         self._marker = re.compile("|".join(map(re.escape, [*listed, HIDDEN])))
         # SentencePiece writes a space before each text; behind a line break it does not.

@@ -251,7 +251,7 @@ class AgentRun(Run):
     def _reject(self, call: Call, reason: str, text: str) -> None:
         sample = self._samples[call.key]
         code = "context_length_exceeded" if reason == "length" else reason
-        if reason != TEMPLATE_REASON:
+        if reason not in (TEMPLATE_REASON, "invalid_value"):
             sample.limit, sample.told = reason, text
         self._to_pool("reply", call.key, "reject", call.number, text, code)
 
@@ -285,6 +285,9 @@ class AgentRun(Run):
             node.prompt = self._chat.plain_ids(node.said_before, behind=node.parent is not None)
         else:
             node.parent, node.prompt = _longest(sample.nodes.values(), content["ids"])
+            most = self._chat.vocabulary - 1
+            if (wrong := next((each for each in node.prompt if not 0 <= each <= most), None)) is not None:
+                raise Rejected("invalid_value", f"prompt: got the token id {wrong}, expected 0 to {most}")
         count, first = len(node.prompt), next(iter(sample.nodes.values()), None)
         if node.parent is not None and not node.is_history:
             node.row_prompt, node.memory = node.parent.row_prompt, node.parent.memory

@@ -427,6 +427,9 @@ async def run(row, client):
         answers.append(await raw(client, f"{key}Content-Length: {len(forged)}", forged))
         assert all(each == "HTTP/1.1 401 Un" for each in answers), answers
         answers = await asyncio.gather(*(raw(client, f"{key}Content-Length: {len(each)}", each) for each in [*bodies()] * 4))
+        wrong = [b'{"prompt": [%d]}' % each for each in (-1, 10**9, 2**70)]
+        answers += await asyncio.gather(*(
+            raw(client, f"{key}Content-Length: {len(each)}", each, path="/v1/completions") for each in wrong))
         assert all(each == "HTTP/1.1 400 Ba" for each in answers), answers
         sent, large = sent + len(answers), b"a" * 2**20
         for _ in range(4):

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from urllib.error import HTTPError
 from urllib.request import urlopen
 
@@ -76,6 +77,9 @@ def test_a_served_policy_answers_clients_and_ends_by_ctrl_c(train, tmp_path, sam
             )
             assert text.usage.completion_tokens == 3 and text.model == "ours"
             assert rejected(lambda: chat(**own, top_p=2)) == (400, "invalid_value")
+            for ids in ([-1], [3, 10**9]):
+                asked = partial(client.completions.create, model="", prompt=ids)
+                assert rejected(asked) == (400, "invalid_value")
             assert rejected(lambda: chat(model="", messages=[{"role": "user", "content": "a" * 9999}])) == (
                 400,
                 "context_length_exceeded",
