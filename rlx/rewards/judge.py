@@ -15,7 +15,11 @@ from rlx.user_code import UserCodeError
 PLACES = ("prompt", "response", "ground_truth", "data_source")
 """What a template may name in braces."""
 PLACE = re.compile(r"\{(\w+)\}")
-SCORE = re.compile(r"\bscore\b[\"*\s]*[:=][\"*\s]*(-?\d+(?:\.\d+)?)(?![\w.,]*\d)", re.IGNORECASE)
+SCORE = re.compile(
+    r"\bscore\b[\"*\s]*[:=][\"*\s]*(-?\d+(?:\.\d+)?)(?![\w.,]*\d|[\"* \t]*(?:[-\u2013\u2014]|to)[\"* \t]*\d)",
+    re.IGNORECASE,
+)
+"""A range such as 0-10 is none."""
 RETRIES = 5
 """Of a request that the server refuses for now, with pauses up to 8 s; `reward.timeout_s` limits them together."""
 
@@ -63,6 +67,10 @@ async def compute_score(
         what = f"{model} gave no answer ({type(fault).__name__}: {fault})"
         raise JudgeError(what.replace(api_key, "***") if variable else what) from None
     text = (answer.choices[0].message.content if answer.choices else None) or ""
+    if answer.choices and answer.choices[0].finish_reason == "length":
+        raise JudgeError(
+            f"{model} was cut after {shown.repr(text)}, expected a whole answer; raise max_tokens in request"
+        )
     found = SCORE.findall(text)
     if not found or not 0 <= float(found[-1]) <= scale:
         raise JudgeError(

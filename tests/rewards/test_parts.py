@@ -90,7 +90,8 @@ def test_a_part_that_fails_fails_its_sample(parts, make_batch, tmp_path, caplog)
     assert hanging.usage()["reward/processes"] == 4, "the other part's answers give no hope"
 
 
-ANSWERS = {"good": "**Score: 7/10**, not Score (0-10)", "none": "fine", "much": "Score: 11", "cut": "Score: 8,5"}
+ANSWERS = {"good": "**Score: 7/10**, not Score: 0-10", "none": "fine", "much": "Score: 11", "cut": "Score: 8,5"}
+ANSWERS |= {"range": "Score: 0 \u2013 10: 8", "ended": "Score: 1"}
 
 
 @pytest.fixture
@@ -107,6 +108,7 @@ def judge(parts, tmp_path, monkeypatch):
             answer = {"error": {"message": "k3y is known"}}
             if body["model"] == "q":
                 answer = {"choices": [{"index": 0, "message": {"role": "assistant", "content": text}}]}
+                answer["choices"][0]["finish_reason"] = "length" if text == ANSWERS["ended"] else "stop"
             self.send_response(429 if busy else 200 if body["model"] == "q" else 404)
             self.end_headers()
             self.wfile.write(json.dumps(answer).encode())
@@ -151,6 +153,8 @@ def test_a_judge_is_asked_again_while_it_is_busy_and_its_number_is_the_score(jud
         ("none", "answered 'fine', expected `Score: `"),
         ("much", "a number from 0 to 10"),
         ("cut", "8,5"),
+        ("range", "answered 'Score: 0 \u2013 10: 8', expected"),
+        ("ended", "q was cut after 'Score: 1', expected a whole answer; raise max_tokens in request"),
     ]:
         with pytest.raises(
             RewardError, match=rf"the judge of custom_reward_function.parts\[0\] raised JudgeError.*{what}"
