@@ -10,7 +10,7 @@ import shlex
 import shutil
 import signal
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from pathlib import Path
@@ -113,16 +113,22 @@ def _connections() -> Any:
     return Shared(timeout=None, trust_env=False)
 
 
+def past_proxies(url: str, *hosts: str) -> dict[str, str]:
+    """Return environment variables with which HTTP clients call an address and hosts without a proxy."""
+    names = ("NO_PROXY", "no_proxy")
+    known = [each.strip() for name in names for each in os.environ.get(name, "").split(",")]
+    # Programs read "*" only alone
+    different: Iterable[str | None] = ["*"] if "*" in known else dict.fromkeys([*known, *hosts, urlsplit(url).hostname])
+    return dict.fromkeys(names, ",".join(filter(None, different)))
+
+
 async def _run_command(command: list[str], row: dict[str, Any], url: str, token: str) -> Any:
     """Run a command with the row in the file RLX_ROW; it may write its result into the file RLX_RESULT."""
     with tempfile.TemporaryDirectory(prefix="rlx-agent-") as folder:
         given, result = Path(folder) / "row.json", Path(folder) / "result.json"
         given.write_text(json.dumps(row))
         own = {"OPENAI_BASE_URL": url, "OPENAI_API_KEY": token, "RLX_ROW": str(given), "RLX_RESULT": str(result)}
-        own |= {
-            name: ",".join(filter(None, (os.environ.get(name), urlsplit(url).hostname)))
-            for name in ("NO_PROXY", "no_proxy")
-        }
+        own |= past_proxies(url)
         pipe, none = asyncio.subprocess.PIPE, asyncio.subprocess.DEVNULL
         process = await asyncio.create_subprocess_exec(
             *command,

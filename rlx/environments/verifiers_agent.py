@@ -18,11 +18,11 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from rlx.environments.agent import Agent, require
+from rlx.environments.agent import Agent, past_proxies, require
 from rlx.user_code import UserCodeError, load_module
 
 RANGE = "verifiers>=0.4,<0.5"
-KEY = "RLX_API_KEY"
+KEY = "RLX_POLICY_TOKEN"
 """The variable with the key of the process's client, which all its samples share: their own tokens are the names of their models."""
 
 
@@ -67,11 +67,12 @@ class Episodes:
     async def __call__(self, row: dict[str, Any], url: str, token: str) -> dict[str, float]:
         """Run a row's task once; return its reward and metrics. Raises EpisodeFailed."""
         if self._task is None:
+            os.environ.update(past_proxies(url, "127.0.0.1"))  # the package's own servers are there
             self._are_up = asyncio.get_running_loop().create_future()
             self._task = asyncio.ensure_future(self._serve())
         await asyncio.shield(self._are_up)
         vf = importlib.import_module("verifiers.v1")
-        os.environ.setdefault(KEY, token)
+        os.environ[KEY] = token
         client = vf.EvalClientConfig(base_url=url, api_key_var=KEY)  # the same for all: verifiers keeps each one open
         (slot,) = self._environment.slots(task_of(self._environment, row))
         return result_of(await self._environment.run_slot(slot, vf.ModelContext(token, client)), client)

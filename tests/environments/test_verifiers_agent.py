@@ -28,7 +28,11 @@ def played(path, answers, *kwargs):
 
 @needs_it
 @pytest.mark.slow
-def test_attempts_that_are_scored_against_each_other_are_rows_of_one_sample():
+def test_attempts_that_are_scored_against_each_other_are_rows_of_one_sample(monkeypatch):
+    for name in ("NO_PROXY", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {"RLX_API_KEY": "of rlx serve", "http_proxy": "http://127.0.0.1:9"}.items():
+        monkeypatch.setenv(name, value)
     found = played(SUMS, ["no", "no", "7", "7"], "id=best-of-n", "n=2")
     (own,) = found.info["conversation"]
     assert own["reason"] == "done", own["reason"] + own["traceback"]
