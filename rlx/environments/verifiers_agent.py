@@ -7,6 +7,7 @@ tasks as a data set.
 
 import asyncio
 import importlib
+import importlib.util
 import json
 import os
 import sys
@@ -44,8 +45,12 @@ def load(path: str | None, kwargs: dict[str, Any]) -> Any:
         raise UserCodeError(f"environment.name=verifiers needs {RANGE} ({fault}); pip install '{RANGE}'") from fault
     block = json.loads(json.dumps(kwargs))  # a copy of its own, which verifiers changes
     if path is not None:
-        name = Path(path).stem
-        sys.modules[name] = load_module(path, "environment")
+        name, module = Path(path).stem, load_module(path, "environment")
+        if other := _other_module(name, str(module.__file__)):
+            raise UserCodeError(
+                f"environment.path: {path} has the name of the module {name} ({other}); rename the file"
+            )
+        sys.modules[name] = module
         block["taskset"] = {"id": name, **block.get("taskset", {})}
     try:
         return vf.load_environment(vf.resolve_env_config(block))
@@ -54,6 +59,19 @@ def load(path: str | None, kwargs: dict[str, Any]) -> Any:
             f"environment.kwargs: verifiers cannot load {kwargs} ({type(fault).__name__}: {fault}); expected its `env` block, such as "
             "taskset.id, agent.harness.id and agent.runtime.type, and the packages that it names"
         ) from fault
+
+
+def _other_module(name: str, file: str) -> str | None:
+    """Return where the module of this name is that a file would hide; None if there is none."""
+    try:
+        spec = importlib.util.find_spec(name)
+    except ImportError:  # of what a dotted name is in
+        return None
+    except ValueError:  # it is loaded and has no spec
+        return "loaded"
+    if spec is None or spec.origin is None or spec.name.startswith("rlx_user_"):
+        return None
+    return None if Path(spec.origin).resolve() == Path(file).resolve() else spec.origin
 
 
 class Episodes:

@@ -1,6 +1,9 @@
 """Environments of verifiers: their episodes become samples, with the rewards and metrics that the package gives."""
 
 import importlib.util
+import math
+import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -47,6 +50,19 @@ def test_an_agent_that_is_not_to_be_trained_may_not_call_the_policy(tmp_path):
     path.write_text(SUMS.read_text().replace("IS_FROZEN = False", "IS_FROZEN = True"))
     (own,) = played(path, "78").info["conversation"]
     assert own["failed"] and "the agent 'agent' is not to be trained and calls the policy" in own["reason"]
+
+
+@needs_it
+@pytest.mark.slow
+def test_a_file_with_the_name_of_a_module_is_rejected(tmp_path, monkeypatch):
+    for name in ("math.py", "sums.py"):
+        shutil.copy(SUMS, tmp_path / name)
+    with pytest.raises(UserCodeError, match=r"math\.py has the name of the module math \(.*\); rename the file"):
+        EnvironmentSpec("verifiers", str(tmp_path / "math.py")).load()
+    assert sys.modules["math"] is math
+    monkeypatch.syspath_prepend(tmp_path)  # as that of a script in the same folder
+    for _ in range(2):
+        EnvironmentSpec("verifiers", str(tmp_path / "sums.py")).load()
 
 
 @pytest.mark.slow
