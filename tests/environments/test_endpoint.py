@@ -1,6 +1,7 @@
 """Agents that call the policy at an address: the same rows as built-in environments, and nothing trained on that was not sampled."""
 
 import json
+import os
 import random
 import sys
 from functools import partial
@@ -366,7 +367,8 @@ open(os.environ["RLX_RESULT"], "w").write({"0": '{"reward": 0.5, "acc": 1}', "1"
 
 
 def test_a_command_is_an_agent(sampler_of, tiny, tmp_path):
-    (tmp_path / "agent.py").write_text(COMMAND)
+    seconds = f"1017.{os.getpid()}"  # no other run of this test sleeps so long
+    (tmp_path / "agent.py").write_text(COMMAND.replace("1017", seconds))
     words = f"environment.kwargs.command=[{sys.executable},{tmp_path}/agent.py]"
     sampler = sampler_of(None, "environment.name=endpoint", "environment.address=node", words)
     batch = batch_of(tiny, "0123")
@@ -376,7 +378,7 @@ def test_a_command_is_an_agent(sampler_of, tiny, tmp_path):
     assert [each["reward"] for each in own] == [0.5, 0.0, 2.0, 0.0] and own[0]["info"] == {"acc": 1.0}
     assert own[1]["reason"].startswith("error: raised CommandFailed: RLX_RESULT is no JSON")
     assert own[3]["reason"] == "error: raised CommandFailed: the command ended with exit code 4: I said 3"
-    orphans = [each for each in psutil.process_iter(["cmdline"]) if each.info["cmdline"] == ["sleep", "1017"]]
+    orphans = [each for each in psutil.process_iter(["cmdline"]) if each.info["cmdline"] == ["sleep", seconds]]
     assert not orphans
 
 

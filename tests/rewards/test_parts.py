@@ -81,7 +81,7 @@ def test_a_part_that_fails_fails_its_sample(parts, make_batch, tmp_path, caplog)
         RewardError, match=r"other parts give the sum 9.*, expected a finite number.*lower their weights"
     ):
         parts({"name": "huge"}, {"name": "huge", "metric": "more", "weight": 2.0}).score(batch.rows([0]), tmp_path)
-    hanging = parts({}, WORDS, {"name": "huge", "weight": 1e-38}, timeout_s=0.2)
+    hanging = parts({}, WORDS, {"name": "huge", "weight": 1e-38}, timeout_s=2)
     scores = hanging.score(batch, tmp_path)
     assert scores.scores.tolist() == pytest.approx([0.125 + 3, 0]) and math.isnan(scores.extra["rule"][1])
     assert hanging.usage()["reward/timeouts"] == 1 and "1 of 2 samples score 0: words in" in caplog.messages[-1]
@@ -102,8 +102,9 @@ def judge(parts, tmp_path, monkeypatch):
     class Server(BaseHTTPRequestHandler):
         def do_POST(self):
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            asked.append((self.headers["Authorization"], body))
-            busy = len(asked) == 1
+            entry = (self.headers["Authorization"], body)
+            asked.append(entry)
+            busy = asked[0] is entry
             text = ANSWERS[body["messages"][0]["content"].split("|")[1]]
             answer = {"error": {"message": "k3y is known"}}
             if body["model"] == "q":
@@ -118,6 +119,8 @@ def judge(parts, tmp_path, monkeypatch):
     server = ThreadingHTTPServer(("127.0.0.1", 0), Server)
     threading.Thread(target=server.serve_forever).start()
     monkeypatch.setenv("JUDGE_KEY", "k3y")
+    for name in ("NO_PROXY", "no_proxy"):
+        monkeypatch.setenv(name, "127.0.0.1")
 
     def make(template="{prompt}|{response}|{ground_truth}|{x}", model="q", api_key_var="JUDGE_KEY"):
         (tmp_path / "template.txt").write_text(template)
