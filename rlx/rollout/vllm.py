@@ -548,7 +548,10 @@ class VLLMRollout(Rollout):
         self._wake("weights", "kv_cache")
         if not self.running:
             self.engine.seed(request.seed)
-        self._waiting[number] = None
+        if self._device.type == "cpu":
+            self.engine.add(number, request, self.has_seeds, self.version)
+        else:
+            self._waiting[number] = None
 
     def _advance(self, requests: Mapping[int, Request]) -> list[tuple[int, Completion]]:
         try:
@@ -564,7 +567,7 @@ class VLLMRollout(Rollout):
         most = min(len(self._waiting), self.max_num_seqs - inside)
         self._steps += 1
         is_due = not inside or self._steps >= ADMIT_STEPS or most >= ADMIT_SHARE * self.max_num_seqs
-        if most and (is_due or self._device.type == "cpu"):
+        if most > 0 and is_due:
             self._steps = 0
             for number in list(itertools.islice(self._waiting, most)):
                 del self._waiting[number]

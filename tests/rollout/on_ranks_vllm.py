@@ -374,7 +374,6 @@ def parameters(samplings, seeds):
     rollout, taken = NOW[-1].vllm, NOW[-1].vllm.engine._client.engine_core.scheduler.requests
     for sampling, seed in zip(samplings, seeds, strict=True):
         rollout.add_request(Request((5, 6), seed, sampling))
-    assert rollout.step() == []
     rollout.abort(
         [rollout.add_request(Request((5, 6), 7, samplings[0]))]
     )  # while it waits for others to enter beside it

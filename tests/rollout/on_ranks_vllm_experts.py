@@ -46,14 +46,14 @@ class Watched:
     def capture(self, layer_id, topk_ids):
         self.steps.setdefault(layer_id, []).append(topk_ids.clone())
 
-    def generate(self, requests):
+    def generate(self, requests, done=None):
         return [self._one(request) for request in requests]
 
     def _one(self, request):
         self.steps.clear()
         # vLLM's answer has no experts here.
         plain = replace(request, sampling=replace(request.sampling, with_experts=False))
-        self.engine.add(0, plain, seeded=True)
+        self.engine.add(0, plain, True, self.version)
         while not (stopped := self.engine.step({0: plain})):
             pass
         ((_, found),) = stopped
