@@ -268,15 +268,14 @@ def command_of(process):
 
 
 def test_processes_end_with_the_pool(make_pool, answers):
+    own = psutil.Process(os.getpid())
+    others = own.children()  # of pools in tests before this one
     pool = make_pool("Table", ENVIRONMENT, processes=2)
     begin(pool, answers, range(3))
     pool.step(0, Turn("stubborn", 0))
     assert pool.poll() == []
-    mine = [
-        each
-        for each in psutil.Process(os.getpid()).children()
-        if "rlx.environments.environment_process" in command_of(each)
-    ]
+    named = (each for each in own.children() if "rlx.environments.environment_process" in command_of(each))
+    mine = [each for each in named if each not in others]
     assert len(mine) == 2
     pool.close()
     assert not any(each.is_running() for each in mine)
