@@ -14,6 +14,7 @@ import json
 import math
 import os
 import random
+import statistics
 import sys
 import tempfile
 import time
@@ -117,8 +118,11 @@ def measure(folder: str, device: torch.device, count: int, options: argparse.Nam
             }
             print(json.dumps({**said, "staleness": staleness}), file=sys.stderr, flush=True)
         steady = rounds[max(staleness, len(rounds) > 1) : len(rounds) - staleness]
-        seconds, sampled = (sum(each) for each in zip(*steady, strict=True))
-        figures |= {"staleness": staleness, "generate_s": seconds / len(steady), "tokens_per_s": sampled / seconds}
+        figures |= {
+            "staleness": staleness,
+            "generate_s": statistics.median(seconds for seconds, _ in steady),
+            "tokens_per_s": statistics.median(tokens / seconds for seconds, tokens in steady),
+        }
         figures["awake_gb"] = used_gb(device) - before
         sampler.sleep()
         figures["asleep_gb"] = used_gb(device) - before

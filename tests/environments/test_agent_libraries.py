@@ -7,43 +7,38 @@ from in_this_process import VLLM, Recording, batch_of, conversations, rows_of, s
 
 from rlx.models.tiny import make_tiny_tokenizer
 
-OPENAI_AGENTS = """
+CALC = """
+def calc(expression: str) -> str:
+    \"\"\"Return the value of a sum.
+
+    Args:
+        expression: such as 1+2.
+    \"\"\"
+    return str(sum(map(int, expression.split("+"))))
+"""
+OPENAI_AGENTS = f"""
 from agents import Agent, OpenAIChatCompletionsModel, Runner, function_tool, set_tracing_disabled
 
 set_tracing_disabled(True)
 
-@function_tool
-def calc(expression: str) -> str:
-    \"\"\"Return the value of a sum.
-
-    Args:
-        expression: such as 1+2.
-    \"\"\"
-    return str(sum(map(int, expression.split("+"))))
+{CALC}
 
 async def run(row, client):
     model = OpenAIChatCompletionsModel(model="policy", openai_client=client)
-    agent = Agent(name="sums", instructions="Use calc.", model=model, tools=[calc])
+    agent = Agent(name="sums", instructions="Use calc.", model=model, tools=[function_tool(calc)])
     found = await Runner.run(agent, row["prompt"][0]["content"])
     return float(found.final_output == row["ground_truth"])
 """
-SMOLAGENTS = """
+SMOLAGENTS = f"""
 import asyncio
 
 from smolagents import OpenAIModel, ToolCallingAgent, tool
 
-@tool
-def calc(expression: str) -> str:
-    \"\"\"Return the value of a sum.
-
-    Args:
-        expression: such as 1+2.
-    \"\"\"
-    return str(sum(map(int, expression.split("+"))))
+{CALC}
 
 async def run(row, client):
     model = OpenAIModel("policy", api_base=str(client.base_url), api_key=client.api_key, tool_choice="auto")
-    agent = ToolCallingAgent([calc], model, instructions="Use calc.", verbosity_level=0)
+    agent = ToolCallingAgent([tool(calc)], model, instructions="Use calc.", verbosity_level=0)
     found = await asyncio.to_thread(agent.run, row["prompt"][0]["content"], max_steps=3)
     return float(found == row["ground_truth"])
 """

@@ -19,6 +19,47 @@ PAGE = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
 PATTERNS = re.findall(r"^\| `([^`]+/[^`]+)` \|", PAGE, re.MULTILINE)
 MACHINE = ("timing_s/", "perf/", "memory/", "time")
 """Numbers of a step that do not say what was computed, but how long it took and what it used."""
+OWN = """
+from rlx.environments.protocol import Observation
+
+def varied(data_source, solution_str, ground_truth, extra_info=None):
+    return len(set(solution_str)) / 16
+
+class Once:
+    def reset(self, row):
+        return row["prompt"]
+
+    def step(self, turn):
+        return Observation([], done=True)
+
+class Echo:
+    def reset(self, row):
+        self.seed = row["seed"]
+        return row["prompt"]
+
+    def step(self, turn):
+        if turn.index == 1 and self.seed % 7 == 0:
+            raise ValueError("unlucky")
+        reward = len(set(turn.text)) / 16 * (turn.index + 1)
+        return Observation([{"role": "user", "content": str(self.seed % 10)}], reward, turn.index == 2, {"last": turn.index})
+
+class Last:
+    def reset(self, row):
+        self.seed = row["seed"]
+        return row["prompt"]
+
+    def step(self, turn):
+        reward = len(set(turn.text)) / 16 if turn.index == 2 else None
+        return Observation([{"role": "user", "content": str(self.seed % 10)}], reward, turn.index == 2, {"last": turn.index})
+
+async def run(row, client):
+    messages = list(row["prompt"])
+    for index in range(3):
+        answer = await client.chat.completions.create(model="any", messages=messages)
+        message = answer.choices[0].message
+        messages += [message, {"role": "user", "content": str(row["seed"] % 10)}]
+    return {"reward": len(set(message.content)) / 16, "last": index}
+"""
 STATE = ck.DriverState(
     step=3,
     seed=1,

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from run_tools import results, resume_from
+from run_tools import OWN, results, resume_from
 
 from rlx.cluster.placement import Mesh
 from rlx.config.schema import (
@@ -36,23 +36,6 @@ STALE = [
     "trainer.save_freq=2",
     "trainer.transcripts=True",
 ]
-OWN = """
-from rlx.environments.protocol import Observation
-
-def varied(data_source, solution_str, ground_truth, extra_info=None):
-    return len(set(solution_str)) / 16
-
-class Echo:
-    def reset(self, row):
-        self.seed = row["seed"]
-        return row["prompt"]
-
-    def step(self, turn):
-        if turn.index == 1 and self.seed % 7 == 0:
-            raise ValueError("unlucky")
-        reward = len(set(turn.text)) / 16
-        return Observation([{"role": "user", "content": str(self.seed % 10)}], reward, turn.index == 2)
-"""
 
 
 @pytest.fixture

@@ -9,55 +9,13 @@ from collections import defaultdict
 from pathlib import Path
 
 import pytest
-from run_tools import results, resume_from
+from run_tools import OWN, results, resume_from
 from transformers import AutoTokenizer
 
 from rlx.cluster.errors import WorkerFailure, end_of
 from rlx.errors import ExplainedError
 
 pytestmark = pytest.mark.e2e
-
-OWN = """
-from rlx.environments.protocol import Observation
-
-def varied(data_source, solution_str, ground_truth, extra_info=None):
-    return len(set(solution_str)) / 16
-
-class Once:
-    def reset(self, row):
-        return row["prompt"]
-
-    def step(self, turn):
-        return Observation([], done=True)
-
-class Echo:
-    def reset(self, row):
-        self.seed = row["seed"]
-        return row["prompt"]
-
-    def step(self, turn):
-        if turn.index == 1 and self.seed % 7 == 0:
-            raise ValueError("unlucky")
-        reward = len(set(turn.text)) / 16 * (turn.index + 1)
-        return Observation([{"role": "user", "content": str(self.seed % 10)}], reward, turn.index == 2, {"last": turn.index})
-
-class Last:
-    def reset(self, row):
-        self.seed = row["seed"]
-        return row["prompt"]
-
-    def step(self, turn):
-        reward = len(set(turn.text)) / 16 if turn.index == 2 else None
-        return Observation([{"role": "user", "content": str(self.seed % 10)}], reward, turn.index == 2, {"last": turn.index})
-
-async def run(row, client):
-    messages = list(row["prompt"])
-    for index in range(3):
-        answer = await client.chat.completions.create(model="any", messages=messages)
-        message = answer.choices[0].message
-        messages += [message, {"role": "user", "content": str(row["seed"] % 10)}]
-    return {"reward": len(set(message.content)) / 16, "last": index}
-"""
 
 RAISES = 1 + OWN.splitlines().index('            raise ValueError("unlucky")')
 UNLUCKY = f"error: raised ValueError (own.py:{RAISES}): unlucky"

@@ -13,18 +13,22 @@ def varied(data_source, solution_str, ground_truth, extra_info=None):
 """
 
 
+@pytest.fixture
+def varied(tmp_path):
+    (tmp_path / "reward.py").write_text(REWARD)
+    return [f"custom_reward_function.path={tmp_path / 'reward.py'}", "custom_reward_function.name=varied"]
+
+
 @pytest.mark.slow
-def test_two_processes_sample_with_one_engine_and_a_resumed_run_equals_an_unbroken_one(train, tmp_path):
-    reward = tmp_path / "reward.py"
-    reward.write_text(REWARD)
+def test_two_processes_sample_with_one_engine_and_a_resumed_run_equals_an_unbroken_one(train, varied):
     options = [
+        *varied,
         *("actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.rollout.tensor_model_parallel_size=2"),
         "actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_memory_bytes=16777216",
         *("actor_rollout_ref.rollout.temperature=0.8", "actor_rollout_ref.rollout.val_kwargs.do_sample=True"),
         "actor_rollout_ref.rollout.val_kwargs.temperature=0.5",
         *("actor_rollout_ref.model.activation_offload.min_bytes=0", "actor_rollout_ref.actor.optim.lr=1e-2"),
-        *(f"custom_reward_function.path={reward}", "custom_reward_function.name=varied", "trainer.n_gpus_per_node=2"),
-        *("trainer.total_training_steps=2", "trainer.save_freq=1", "trainer.test_freq=2"),
+        *("trainer.n_gpus_per_node=2", "trainer.total_training_steps=2", "trainer.save_freq=1", "trainer.test_freq=2"),
     ]
     folder, steps = train(*options)
     assert set(steps) == {1, 2}
@@ -41,15 +45,12 @@ def test_two_processes_sample_with_one_engine_and_a_resumed_run_equals_an_unbrok
 
 
 @pytest.mark.nightly
-def test_samples_that_go_on_in_later_steps_are_those_of_hf_on_two_engines_too(train, tmp_path):
-    reward = tmp_path / "reward.py"
-    reward.write_text(REWARD)
+def test_samples_that_go_on_in_later_steps_are_those_of_hf_on_two_engines_too(train, varied):
     options = [
+        *varied,
         "actor_rollout_ref.rollout.partial.max_staleness=2",
         "actor_rollout_ref.rollout.top_p=0.95",
         "algorithm.rollout_correction.rollout_is=token",
-        f"custom_reward_function.path={reward}",
-        "custom_reward_function.name=varied",
         "trainer.total_training_steps=4",
         "trainer.transcripts=True",
     ]

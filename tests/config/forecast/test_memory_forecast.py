@@ -1,6 +1,8 @@
 """What a run is predicted to hold in each phase, summed by hand for a small decoder."""
 
 import json
+import re
+import shlex
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,12 +10,14 @@ import pytest
 
 from rlx.config.check.rules_memory import remedies
 from rlx.config.compose.command_line import compose
-from rlx.config.forecast.forecast_text import long_text, role_checkpoints, short_text
+from rlx.config.forecast.forecast_text import PARTS, long_text, role_checkpoints, short_text
 from rlx.config.forecast.memory_forecast import MemoryForecast
 from rlx.config.machine import Cluster, Machine
+from rlx.driver import main
 from rlx.offload.plan.run_memory import NO_LIMIT, Phase
 from rlx.offload.plan.shapes import SHAPES
 
+DOCS = Path(__file__).parents[3] / "docs"
 SMALL = {
     **{"model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2},
     **{"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 100},
@@ -537,3 +541,22 @@ SAVES = ("trainer.save_freq=1", f"{ACTOR}.fsdp_config.model_dtype=bf16", f"{ACTO
 def test_a_checkpoint_takes_disk_and_its_staging_host_memory(forecast, overrides, nbytes, staged):
     (actor,) = role_checkpoints(forecast(*SAVES, *overrides)).values()
     assert actor[:2] == (nbytes * N, staged * N), "bytes a weight: bf16, fp32 masters and moments"
+
+
+def test_the_pages_on_memory_explain_all_columns_and_show_what_is_rejected(tmp_path: Path, monkeypatch, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(SHAPES["qwen2-7b"]))
+    (tmp_path / "mine.jsonl").write_text('{"prompt": "What is 7 + 5?", "answer": "12"}\n' * 300)
+    (tmp_path / "reward.py").write_text("def compute_score(*_, **__):\n    return 1.0\n")
+    monkeypatch.chdir(tmp_path)
+    config = compose(["experiment=gsm8k_grpo_8gpu", f"{MODEL}.path=."]).config
+    heads = [
+        line
+        for line in long_text(MemoryForecast.of(config, machine(8, 80.0, 2000.0))).splitlines()
+        if " in GB " in line
+    ]
+    rows = re.findall(r"^\| (`.*?) \|", (DOCS / "planning.md").read_text(), re.M)
+    columns = {column for head in heads for column in re.split("  +", head)[1:]}
+    assert len(heads) == 2 and columns | {*PARTS} <= {name for row in rows for name in re.findall("`([^`]+)`", row)}
+    (command,) = re.findall(r"^rlx check (.*)$", (DOCS / "out_of_memory.md").read_text(), re.M)
+    assert main(["--check", *shlex.split(command.replace("Qwen/Qwen2.5-7B-Instruct", "."))]) == 2
+    assert "1. the run does not fit into" in capsys.readouterr().err
