@@ -49,10 +49,11 @@ class Pool:
 
     def __init__(self, make, tools=()):
         self._make, self._tools, self._answers = make, list(tools), deque()
-        self.open = {}
+        self.open, self.most = {}, 0
 
     def reset(self, key, row):
         self.open[key] = self._make()
+        self.most = max(self.most, len(self.open))
         self._answer(key, lambda: Reset(self.open[key].reset(row), self._tools))
 
     def step(self, key, turn):

@@ -44,6 +44,8 @@ class Game:
             time.sleep(60)
         if self.how == "nonsense":
             return "nonsense"
+        if self.how == "nothing":
+            return {"messages": []}
         if self.how == "refused":
             return {"messages": [{"role": "wizard", "content": "x"}]}
         if self.how.startswith("line"):
@@ -73,7 +75,7 @@ def play(make_pool, tokenizer):
             ConversationRow({"prompt": PROMPT, "how": how, "seed": seed}, seed, [7]) for seed, how in enumerate(hows)
         ]
         sampling = Sampling(100, stop_token_ids=(1,))
-        limits = ConversationBounds(prompt_tokens=20, response_tokens=100, turns=1, **bounds)
+        limits = ConversationBounds(prompt_tokens=20, response_tokens=100, **{"turns": 1} | bounds)
         options = ConversationOptions(Chat(tokenizer), sampling, limits)
         ran = run_conversations(Sampler(tokenizer, lambda request: (say, True)), pool, rows, options)
         return batch_of(ran, rows, 0, 100, 1, True)
@@ -130,9 +132,29 @@ def test_a_failure_at_another_line_each_time_shows_few_tracebacks(play, failed, 
     assert len(screen.remarks) == MOST_SHOWN
 
 
-def test_equal_tracebacks_of_a_batch_are_one_object(play):
-    first, second, _ = (record["traceback"] for record in play("misspelt", "misspelt", "fine").info["conversation"])
-    assert "randon" in first and first is second
+KINDS = {  # the turns of the model, and the reason
+    "misspelt": (0, "error: raised NameError"),
+    "step": (1, "error: raised KeyError"),
+    "nothing": (1, "nonsense: step returned no messages"),
+    "refused": (1, "template: "),
+    "template": (0, "template: "),
+    "long": (0, "template: the first prompt has 101 tokens, expected 1 to 20"),
+}
+
+
+def test_a_failure_ends_its_row_alone(play):
+    *failed, fine = play(*KINDS, "fine", turns=2, failure_reward=-2.0).info["conversation"]
+    for record, (turns, reason) in zip(failed, KINDS.values(), strict=True):
+        assert record["failed"] and record["reason"].startswith(reason) and record["reward"] == -2.0
+        assert [turn["role"] for turn in record["turns"]] == ["assistant"] * turns
+    assert (fine["failed"], fine["reason"], fine["reward"]) == (False, "done", 1.0)
+
+
+def test_a_template_that_stops_every_conversation_ends_the_run(play):
+    with pytest.raises(EnvironmentFailed, match=r"no conversation could continue: TemplateError: .*wizard"):
+        play("refused", "refused", turns=2)
+    with pytest.raises(EnvironmentFailed, match=r"template: .*wizard.*on_failure=end_row"):
+        play("refused", "fine", turns=2, ends_run=True)
 
 
 def test_a_run_that_is_to_end_at_a_failure_names_the_users_lines(play):

@@ -1,6 +1,5 @@
 """The running of conversations: bounds, failures, seeds, order."""
 
-import gc
 import random
 import re
 import time
@@ -13,12 +12,9 @@ from rlx.data.seeding import seed_for
 from rlx.environments.chat import Chat
 from rlx.environments.protocol import Observation
 from rlx.environments.running import (
-    YOUNG_OBJECTS,
     ConversationBounds,
     ConversationOptions,
     ConversationRow,
-    EnvironmentFailed,
-    rare_collections,
     run_conversations,
 )
 from rlx.rollout.protocol import EngineError, Sampling
@@ -96,62 +92,6 @@ def test_a_turn_that_its_own_limit_cuts_is_closed_and_the_conversation_goes_on(r
     assert conversation.token_ids[3] == tokenizer.eos_token_id and not conversation.sampled[3]
 
 
-class Failing(Echo):
-    """Fails in the way that its name tells."""
-
-    def __init__(self, how):
-        super().__init__(turns=3)
-        self._how = how
-
-    def reset(self, row):
-        if self._how == "reset":
-            raise ValueError("no")
-        return [
-            {"role": {"template": "wizard"}.get(self._how, "user"), "content": "x" * (99 if self._how == "long" else 2)}
-        ]
-
-    def step(self, turn):
-        if self._how == "step" and turn.index == 1:
-            raise ValueError("no")
-        if self._how == "empty":
-            return Observation([])
-        if self._how == "role":
-            return Observation([{"role": "wizard", "content": "x"}])
-        return super().step(turn)
-
-
-@pytest.mark.parametrize(
-    ("how", "turns", "reason"),
-    [
-        ("reset", 0, "error: no"),
-        ("step", 2, "error: no"),
-        ("empty", 1, "nonsense: it gave no message"),
-        ("role", 1, "template: .*wizard"),
-        ("template", 0, "template: .*wizard"),
-        ("long", 0, "template: the first prompt has 101 tokens, expected 1 to 20"),
-    ],
-)
-def test_a_failure_ends_its_row_alone_unless_asked(run, how, turns, reason):
-    made = iter([Failing(how), Echo()] * 2)
-    bounds = replace(BOUNDS, failure_reward=-2.0)
-    (failed, whole), _, _ = run(lambda: next(made), bounds=bounds, rows=2)
-    assert whole.reason == "done" and not whole.failed
-    assert (
-        failed.failed
-        and failed.reason.startswith(reason.partition(".*")[0])
-        and reason.rpartition(".*")[2] in failed.reason
-    )
-    assert len(failed.own_turns) == turns
-    assert failed.reward == -2.0
-    with pytest.raises(EnvironmentFailed, match=rf"{reason[:5]}.*on_failure=end_row"):
-        run(lambda: next(made), bounds=replace(bounds, ends_run=True), rows=2)
-
-
-def test_a_template_that_stops_every_conversation_ends_the_run(run):
-    with pytest.raises(EnvironmentFailed, match=r"no conversation could continue: TemplateError: .*wizard"):
-        run(lambda: Failing("role"), rows=2)
-
-
 class Hostile:
     """Says anything, fails in any way, and raises if a turn is another conversation's."""
 
@@ -206,23 +146,8 @@ def test_long_outputs_of_tools_are_cut(run, tokenizer, side, kept):
 
 
 def test_no_more_conversations_are_open_than_allowed(run):
-    open_now, most = 0, 0
-
-    class Counting(Echo):
-        def reset(self, row):
-            nonlocal open_now, most
-            open_now += 1
-            most = max(most, open_now)
-            return super().reset(row)
-
-        def step(self, turn):
-            nonlocal open_now
-            observation = super().step(turn)
-            open_now -= observation.done
-            return observation
-
-    found, _, _ = run(Counting, bounds=replace(BOUNDS, open=3), rows=10)
-    assert most == 3 and [conversation.reason for conversation in found] == ["done"] * 10
+    found, _, pool = run(bounds=replace(BOUNDS, open=3), rows=10)
+    assert pool.most == 3 and [conversation.reason for conversation in found] == ["done"] * 10
 
 
 ECHO = """
@@ -332,16 +257,3 @@ def test_a_turn_that_a_stop_string_ended_keeps_its_tokens_and_shows_its_text_wit
         text = f"<|user|>go<|assistant|>hi!</s><|user|>{shown}<|assistant|>hi!"
         assert tokenizer.decode(conversation.prompt_ids + conversation.token_ids) == text
         assert told[-2:] == [shown, shown] and sum(conversation.sampled) == 6
-
-
-@pytest.mark.parametrize(("before", "inside"), [(700, YOUNG_OBJECTS), (10**6, 10**6), (0, 0)])
-def test_collections_are_rare_for_a_while(before, inside):
-    usual = gc.get_threshold()
-    gc.set_threshold(before, 10, 10)
-    try:
-        with pytest.raises(ValueError, match="fails"), rare_collections():
-            assert gc.get_threshold() == (inside, 10, 10)
-            raise ValueError("fails")
-        assert gc.get_threshold() == (before, 10, 10)
-    finally:
-        gc.set_threshold(*usual)
