@@ -1,4 +1,4 @@
-"""Model types compared with transformers alone: three in the quick half, five drawn ones in all tests, all of them nightly."""
+"""Model types compared with transformers alone: three in all tests, five drawn ones nightly."""
 
 import random
 from pathlib import Path
@@ -32,7 +32,7 @@ def test_no_outcome_of_these_is_wrong(row):
     assert wrong(row, [*FEATURES, "fsdp2"]) == {}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_no_outcome_of_five_drawn_types_is_wrong():
     drawn = random.Random(DRAW).sample(rows(), 5)
     assert {row: found for row in drawn if (found := wrong(row, FEATURES))} == {}

@@ -1,7 +1,8 @@
-"""A run on one machine cannot be reached from another one, and its folders not by other users."""
+"""A run on one machine cannot be reached from another one, its folders not by other users, and Ctrl-C leaves nothing of it."""
 
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -41,7 +42,9 @@ def name_of(process: psutil.Process) -> str:
 
 @pytest.mark.slow
 @pytest.mark.e2e
-def test_every_socket_of_a_run_is_on_loopback_and_its_folder_private(untrained: str, tmp_path: Path):
+def test_every_socket_of_a_run_is_on_loopback_and_its_folder_private_and_ctrl_c_ends_it_cleanly(
+    untrained: str, tmp_path: Path
+):
     environment = {name: value for name, value in os.environ.items() if name not in ("RAY_ADDRESS", "RAY_TMPDIR")}
     options = (f"actor_rollout_ref.model.path={untrained}", f"trainer.default_local_dir={tmp_path}/runs")
     driver = subprocess.Popen(
@@ -50,6 +53,8 @@ def test_every_socket_of_a_run_is_on_loopback_and_its_folder_private(untrained: 
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
+        # What a shell starts in the background ignores the signal, and so would this run.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     family: list[psutil.Process] = []
     try:
@@ -67,7 +72,8 @@ def test_every_socket_of_a_run_is_on_loopback_and_its_folder_private(untrained: 
         private = sockets.parents[2]
         assert private.name.startswith("rlx_") and private.stat().st_mode & 0o777 == 0o700
     finally:
-        driver.terminate()
-        driver.communicate(timeout=60)
+        driver.send_signal(signal.SIGINT)
+        _, errors = driver.communicate(timeout=60)
         assert not [process for process in family if not is_dead(process.pid) and process.is_running()]
+    assert driver.returncode == 130 and "Traceback" not in errors, errors
     assert not private.exists()

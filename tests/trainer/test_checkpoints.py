@@ -7,7 +7,7 @@ import shutil
 from dataclasses import replace
 
 import pytest
-from run_tools import STATE, make
+from run_tools import make
 
 from rlx.checkpoint.manifest import seal
 from rlx.config.schema import AlgorithmConfig, PPOConfig, TrainerConfig
@@ -19,10 +19,6 @@ from rlx.trainer.run import continued
 def config_in(folder, **trainer):
     base = PPOConfig()
     return replace(base, trainer=replace(base.trainer, default_local_dir=str(folder), **trainer))
-
-
-def test_state_comes_back_as_written(tmp_path):
-    assert ck.read_driver_state(make(tmp_path, 3, "actor")) == STATE
 
 
 def test_each_run_gets_a_folder_of_its_own_and_resuming_is_asked_for(tmp_path):

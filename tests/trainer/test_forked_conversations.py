@@ -136,15 +136,6 @@ def test_equal_scores_teach_nothing_whatever_their_parts(forks, estimator):
     assert with_advantages(batch, algorithm)["outcomes"].tolist() == batch["scores"].tolist()
 
 
-def test_rewards_to_go_pass_from_row_to_row():
-    """gamma = 0.5 over tokens: the five of the third conversation have rewards 0, 0.25, 0, 0, 2.75."""
-    batch = all_rows(a_batch(THREE, TWO)).with_(values=torch.zeros(5, 16))
-    returns = on_turns(with_advantages(batch, AlgorithmConfig(gamma=0.5)), "returns")
-    assert returns[0] == [0.296875, 0.59375, 0.6875, 1.375, 2.75]
-    by_turn = on_turns(with_advantages(batch, AlgorithmConfig(gamma=0.5, time_step="turn")), "returns")
-    assert by_turn[0] == [0.46875, 0.9375, 1.375, 2.75, 2.75] and by_turn[1] == [1.25, 1.25, 1.5]
-
-
 @pytest.mark.parametrize("time_step", ["token", "turn"])
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_every_estimator_has_the_numbers_of_the_same_turns_in_one_row(estimator, time_step):

@@ -31,7 +31,7 @@ from rlx.trainer.loop import Trainer
 from rlx.trainer.progress import Progress
 from rlx.trainer.run import with_models, with_steps
 from rlx.trainer.run_state import Run
-from rlx.trainer.samples import Samples, SelectionError, spread
+from rlx.trainer.samples import SelectionError, spread
 from rlx.trainer.step_metrics import zero_advantage_share
 
 
@@ -232,13 +232,6 @@ def test_what_the_loss_needs_of_a_correction_is_sent_and_nothing_where_all_is_re
     empty = batch.with_(advantages=torch.ones(4, 3), loss_mask=nothing, response_mask=nothing)
     assert trainer.learner.update(empty, step=9)[1] == {"actor/skipped": 0.0}
     assert not workers.sent and "step 9: no response has any token in 4 of 4 mini-batches" in stream.getvalue()
-
-
-def test_samples_with_log_probs_get_no_pass_and_bypass_gives_them_the_samplers(tmp_path):
-    workers, trainer = correcting(tmp_path, io.StringIO(), bypass_mode=True)
-    batch, metrics = trainer.samples.score(1, Samples(sampled(), Scores(torch.zeros(4), {}), {"train/epoch": 0.0}))
-    assert batch["old_log_probs"].equal(batch["rollout_log_probs"]) and metrics["reward/accuracy"] == 0
-    assert trainer.learner.log_probs(batch, step=1) is batch and not workers.calls
 
 
 def drawing(tmp_path, monkeypatch, scores, **algorithm):

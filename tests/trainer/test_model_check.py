@@ -91,12 +91,6 @@ def test_hub_names_and_the_built_in_model_are_not_judged():
     assert faults("org/name") == faults("builtin:tiny") == ()
 
 
-def test_the_command_lists_them(folder, capsys):
-    cut(folder / "a.safetensors")
-    assert main(["--check", f"{KEY}={folder}"]) == 2
-    assert "the model's weights cannot be read" in capsys.readouterr().err
-
-
 @pytest.fixture
 def model(tmp_path, untrained) -> Path:
     """A folder of the built-in model that a test may change."""

@@ -138,16 +138,6 @@ def test_a_pipe_gets_plain_lines_with_a_header_every_few_rows(monkeypatch: pytes
     assert any(line.startswith("elapsed ") and line.endswith(" left") for line in lines)
 
 
-def test_step_yields_the_seconds_of_its_own_phases():
-    progress, _ = plain()
-    with progress.phase("validate"), progress.step(1) as first, progress.phase("rollout"):
-        pass
-    with progress.step(2) as second, progress.phase("update_actor"), progress.phase("update_actor"):
-        pass
-    assert set(first) == {"timing_s/rollout", "timing_s/step"} and first["timing_s/step"] >= first["timing_s/rollout"]
-    assert set(second) == {"timing_s/update_actor", "timing_s/step"}
-
-
 def test_a_failure_names_the_step_and_the_innermost_phase_and_goes_on():
     progress, stream = plain()
     with pytest.raises(RuntimeError, match="boom"), progress, progress.step(7), progress.phase("update_actor"):

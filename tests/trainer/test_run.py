@@ -4,10 +4,6 @@ import json
 import os
 import re
 import shutil
-import signal
-import subprocess
-import sys
-import time
 
 import psutil
 import pytest
@@ -224,22 +220,6 @@ def test_remax_with_dynamic_sampling_a_reward_model_and_an_own_loss(train, custo
         assert whole[step]["reward/mean"] < mean, "long responses lose some of their score"
 
 
-@pytest.mark.slow
-def test_one_update_a_batch_needs_no_pass_and_has_the_numbers_of_one(train, custom):
-    """The veto rejects nothing, but needs the old log-probs first."""
-    options = [*custom("varied"), "actor_rollout_ref.actor.ppo_mini_batch_size=8", "trainer.total_training_steps=1"]
-    folder, steps = train(*options, "trainer.transcripts=True")
-    found, veto = steps[1], "algorithm.rollout_correction.rollout_token_veto_threshold"
-    expected = train(*options, f"{veto}=1e-30")[1][1]
-    assert "timing_s/old_log_prob" not in found and "timing_s/old_log_prob" in expected
-    assert found["timing_s/update_actor"] > 0 < found["memory/update_actor_after_gb"] and found["actor/ppo_kl"] == 0
-    wanted = {name: value for name, value in results(expected).items() if not name.startswith("correction/")}
-    assert results(found) == {name: pytest.approx(value, rel=1e-4, abs=1e-6) for name, value in wanted.items()}
-    lines = [json.loads(line) for line in (folder / "transcripts/step_000001.jsonl").read_text().splitlines()]
-    gaps = [abs(gap) for line in lines for gap in line["log_prob_gap"] if gap is not None]
-    assert len(lines) == 32 and len(gaps) == sum(sum(line["loss_mask"]) for line in lines) and max(gaps) < 1e-4
-
-
 def words_of(process):
     """The command line of a process, empty if it has ended."""
     try:
@@ -310,27 +290,3 @@ def test_replayed_experts_travel_to_the_updates_of_two_processes_and_their_load_
     for step in (steps[1], steps[2]):
         assert step["mismatch/differing_experts"] > 0 == step["mismatch/differing_experts_used"]
         assert step["actor/router_aux_loss"] > 1 and step["actor/grad_norm"] > 0
-
-
-@pytest.mark.slow
-def test_ctrl_c_ends_a_run_cleanly(short_run, tmp_path):
-    command = [sys.executable, "-m", "rlx.main_ppo", *short_run, "trainer.total_training_steps=1000"]
-    process = subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        # What a shell starts in the background ignores the signal, and so would this run.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
-    deadline = time.monotonic() + 120
-    while not any(tmp_path.glob("runs/*/metrics.jsonl")) and time.monotonic() < deadline:
-        assert process.poll() is None, process.stdout.read()
-        time.sleep(0.5)
-    children = psutil.Process(process.pid).children(recursive=True)
-    process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=60)
-    assert process.returncode == 130, output
-    assert "Traceback" not in output, output
-    _, alive = psutil.wait_procs(children, timeout=20)
-    assert not alive, [p.cmdline() for p in alive]

@@ -82,22 +82,6 @@ def test_every_test_must_be_passed(batch):
     assert metrics == {"correction/rejected_token_share": pytest.approx(0.4), "correction/rejected_sequence_share": 0.5}
 
 
-def test_equal_policies_are_left_alone(batch):
-    equal = batch.with_(old_log_probs=batch["rollout_log_probs"])
-    strict = RolloutCorrectionConfig(
-        rollout_is="sequence",
-        rollout_is_threshold="1.0",
-        rollout_is_batch_normalize=True,
-        rollout_rs=("token_k1", "seq_sum_k1", "seq_mean_k1"),
-        rollout_rs_threshold=("1.0",),
-        rollout_token_veto_threshold=1.0,
-    )
-    corrected, metrics = correct(equal, strict)
-    assert corrected["rollout_is_weights"].equal(batch["response_mask"].float())
-    assert corrected["loss_mask"].equal(batch["response_mask"])
-    assert metrics["correction/rejected_token_share"] == 0
-
-
 def test_of_updates_with_bypass_the_first_one_tells(batch):
     sums, largest = mismatch_sums(batch["old_log_probs"], batch["rollout_log_probs"], batch["response_mask"])
     seen = {f"actor/mismatch/{name}": total.item() for name, total in (sums | {"largest": largest}).items()}

@@ -117,7 +117,7 @@ def test_a_share_without_rows_comes_back_as_one(ranks, shares, samples):
     assert len(second) == 0 and second.response_length == samples[1].response_length
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_several_engines_give_the_same_samples_and_one_that_is_killed_is_started_again(
     ranks, with_vllm, shares, samples
 ):
