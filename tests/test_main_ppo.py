@@ -64,11 +64,6 @@ def python(*arguments: str, folder: Path, **environment: str) -> subprocess.Comp
 # What it prints
 
 
-def test_help(capsys: pytest.CaptureFixture[str]):
-    assert main(["trainer.nonsense=1", "--help"]) == 0
-    assert "experiment=arithmetic" in capsys.readouterr().out
-
-
 def test_check_prints_the_tree_and_the_memory(capsys: pytest.CaptureFixture[str], run_is):
     run_is(fails(AssertionError("--check must not run")))
     assert main(["--check", "--tree", "trainer.device=cpu"]) == 0
@@ -329,20 +324,7 @@ def test_a_failed_worker_ends_with_the_first_cause(capsys: pytest.CaptureFixture
     assert printed.count("Traceback") == 1, "the driver's own says nothing"
 
 
-def test_ctrl_c_exits_with_130(capsys: pytest.CaptureFixture[str], run_is):
-    run_is(fails(KeyboardInterrupt()))
-    assert main(["trainer.device=cpu"]) == 130
-    assert "Traceback" not in capsys.readouterr().err
-
-
 # As a command
-
-
-def test_a_fault_ends_the_process_with_2_and_no_traceback(tmp_path: Path):
-    done = started("--check", "trainer.sed=1", folder=tmp_path)
-    assert done.returncode == 2
-    assert "Traceback" not in done.stderr
-    assert os.listdir(tmp_path) == []
 
 
 def test_help_and_check_load_neither_torch_nor_ray(tmp_path: Path):

@@ -206,10 +206,3 @@ def test_an_unknown_architecture_is_never_refused(predict: Predict, tmp_path: Pa
 def test_beside_a_value_that_cannot_be_read_nothing_is_predicted(predict: Predict):
     faults = predict(f"{ACTOR}.fsdp_config.model_dtype=fp12").faults
     assert UNFIT not in [fault.what for fault in faults] and faults
-
-
-def test_a_device_of_which_nothing_is_known_refuses_nothing(tmp_path: Path):
-    (tmp_path / "config.json").write_text(json.dumps(SHAPES["qwen2-7b"]))
-    command = [f"{MODEL}.path={tmp_path}", f"{ACTOR}.ppo_micro_batch_size_per_gpu=1", "trainer.n_gpus_per_node=1"]
-    verdict = check(compose(command), Machine(1, 4, frozenset(), vllm="0.26.0"))
-    assert verdict.faults == () and about_memory(verdict) == []

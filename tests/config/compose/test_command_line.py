@@ -1,6 +1,4 @@
-import os
 from dataclasses import asdict, replace
-from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
@@ -229,13 +227,6 @@ def test_all_faults_are_listed_at_once_and_the_config_is_not_given_out():
     with pytest.raises(ConfigError) as error:
         _ = composed.config
     assert all(number in str(error.value) for number in ("5 fault(s)", "1. ", "5. ", "trainer.seed"))
-
-
-def test_works_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    before = compose([])
-    monkeypatch.chdir(tmp_path)
-    assert compose([]) == before
-    assert os.listdir(tmp_path) == []
 
 
 @pytest.mark.parametrize(

@@ -40,11 +40,12 @@ def test_a_write_through_a_view_of_what_a_layer_computed_raises(toys, enable):
     views.clear()  # they hold graphs
 
 
-def test_a_write_to_a_tensor_that_a_layer_reads_without_its_graph_raises(toys, enable):
+@pytest.mark.parametrize("read", [lambda table: table, torch.Tensor.detach], ids=["as it is", "detached"])
+def test_a_write_to_a_tensor_that_a_layer_closes_over_raises(toys, enable, read):
     """Nobody else holds what was saved; but recomputation reads the tensor anew."""
     table = torch.full((8,), 2.0)
 
-    raises_as_plain(toys, enable, lambda block, x: block.lin(x) * table.detach(), lambda outputs: table.mul_(3))
+    raises_as_plain(toys, enable, lambda block, x: block.lin(x) * read(table), lambda outputs: table.mul_(3))
 
 
 @pytest.mark.parametrize("min_bytes", [0, 1 << 20])
