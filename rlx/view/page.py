@@ -59,13 +59,13 @@ def write_page(
     packed = _Packed(most_bytes)
     for done, file in enumerate(chosen.values(), 1):
         packed.begin_step(most_bytes * done // len(chosen))
-        for sample in samples_of(file):
+        for number, sample in enumerate(samples_of(file), 1):
             try:
                 packed.add(sample, file.name)
-            except RecursionError:
+            except (TypeError, ValueError, LookupError, AttributeError, OverflowError, RecursionError) as error:
                 raise ViewError(
-                    f"{file}: step {sample['step']}, group {sample['group']}, sample {sample['sample']} is nested too deep; delete its "
-                    "line, or leave the step out with --steps"
+                    f"{file}, line {number}: is no sample that rlx wrote ({type(error).__name__}: {str(error)[:200]}); delete the line, "
+                    "or leave the step out with --steps"
                 ) from None
     packed.finish()
     metrics = read_metrics(run / METRICS_FILE) if os.path.lexists(run / METRICS_FILE) else {}
