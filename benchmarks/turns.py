@@ -71,9 +71,6 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--sampler", choices=["hf", "vllm"], default="vllm", help="default vllm")
     parser.add_argument("--processes", type=int, default=2, help="of tools (default 2)")
     parser.add_argument(
-        "--listen-every", type=int, default=1, help="steps from one look at the tools' answers to the next (default 1)"
-    )
-    parser.add_argument(
         "--unseeded", action="store_true", help="vLLM: no random generator per request, which is faster"
     )
     parser.add_argument("--endpoint", action="store_true", help="compare an environment and an agent")
@@ -239,7 +236,7 @@ def one_way(
         kwargs = {"turns": options.turns, "longest_s": longest_s}
         path = benchmarks.waiting_tool.__file__
         bounds = ConversationBounds(2 * PROMPT_WORDS, options.turns * (longest_turn(options) + ANSWER_TOKENS))
-        asked = ConversationOptions(Chat(tokenizer), sampling, bounds, listen_every=options.listen_every)
+        asked = ConversationOptions(Chat(tokenizer), sampling, bounds)
         sampler: Any = (UnequalTurns if options.endpoint else StoppedTurns)(rollout)
         if name == "endpoint":
             made: EnvironmentPool = AgentPool(

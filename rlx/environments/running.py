@@ -5,7 +5,6 @@ The sampler continues other conversations while environments work. Only when not
 
 import contextlib
 import gc
-import itertools
 import time
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
@@ -76,7 +75,6 @@ class ConversationOptions:
     # Sample only when no environment works. Then requests that are sampled together, and with them rounding, do not
     # depend on the speed of environments.
     in_waves: bool = False
-    listen_every: int = 1  # steps of the sampler from one look at the environments' answers to the next
 
 
 def run_conversations(
@@ -139,16 +137,13 @@ class Run:
         return RanConversations([self.ended[row] for row in range(len(self._rows))], self.waited_s)
 
     def _all(self) -> None:
-        for step in itertools.count():
-            if not self._waiting and not self._open:
-                break
+        while self._waiting or self._open:
             while self._waiting and len(self._open) < (self._bounds.open or len(self._rows)):
                 self._begin(self._waiting.popleft())
             self._to_pool("flush")  # environments work, or close, while the sampler does
             if self._sampled:
                 self._take_turns(self._rollout.step())
-            is_due = not (self._options.in_waves or step % self._options.listen_every)
-            if self._some_are_away() and (is_due or not self._sampled):
+            if self._some_are_away() and not (self._options.in_waves and self._sampled):
                 self._listen()
         if self._hopeless and all(each.reason.startswith(TEMPLATE_REASON) for each in self.ended.values()):
             raise EnvironmentFailed(f"no conversation could continue: {self._hopeless}")

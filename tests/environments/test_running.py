@@ -124,7 +124,7 @@ def test_hundreds_of_hostile_conversations_neither_end_the_run_nor_cross(tokeniz
 
     rows = [ConversationRow({"name": f"#{row}#"}, row, [7]) for row in range(300)]
     bounds, sampling = ConversationBounds(60, 400, 40, 6), Sampling(400, stop_token_ids=(1,))
-    options = ConversationOptions(Chat(tokenizer), sampling, bounds, listen_every=3)
+    options = ConversationOptions(Chat(tokenizer), sampling, bounds)
     found = run_conversations(Sampler(tokenizer, say), pool, rows, options).conversations
     for row, conversation in enumerate(found):
         text = tokenizer.decode(conversation.prompt_ids + conversation.token_ids)
