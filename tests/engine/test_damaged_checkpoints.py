@@ -277,18 +277,6 @@ FORGED = {
             ("a validation of texts", "first_validation", {"val/accuracy": "1"}, "first_validation.val/accuracy='1'"),
         )
     },
-    **{
-        f"description with {name}": (edited("actor/checkpoint.json", **{key: value}), f"rlx wrote: wrong {said}")
-        for name, key, value, said in (
-            ("contents that are a text", "contents", "model", "contents"),
-            ("unknown contents", "contents", ["model", "pickle"], "contents"),
-            ("updates below 0", "updates", -1, "updates"),
-            ("more steps than updates", "steps", 99, "99 steps of 2 updates"),
-            ("a head that is a list", "head", [], "head"),
-            ("adapters without bound", "adapters", {"x": [math.inf, False]}, "adapters of x"),
-            ("adapters of experts below 0", "adapters", {"x": [1.0, False, False, "weight", -1]}, "adapters of x"),
-        )
-    },
 }
 
 
