@@ -30,7 +30,7 @@ from rlx.environments.chat import Chat
 from rlx.environments.endpoint_pool import AgentPool
 from rlx.environments.endpoint_run import AgentRun
 from rlx.environments.environment_pool import EnvironmentPool
-from rlx.environments.running import ConversationBounds, ConversationOptions, ConversationRow, run_conversations
+from rlx.environments.running import ConversationBounds, ConversationOptions, ConversationRow, Run
 from rlx.environments.spec import EnvironmentSpec
 from rlx.models.loading import load_model
 from rlx.offload.plan.shapes import SHAPES
@@ -244,14 +244,14 @@ def one_way(
             )
         else:
             made = EnvironmentPool(EnvironmentSpec("Waiting", path, kwargs), options.processes, None)
-        kind = AgentRun if name == "endpoint" else None
+        kind = AgentRun if name == "endpoint" else Run
         with made as pool:
             few = rows[: options.processes]
-            run_conversations(sampler, pool, few, asked, kind)  # the processes have started
+            kind(sampler, pool, few, asked).to_the_end()  # the processes have started
             rollout.take_load()
             start = time.perf_counter()
             with CountedSteps(rollout) as counted:
-                ran = run_conversations(sampler, pool, rows, asked, kind)
+                ran = kind(sampler, pool, rows, asked).to_the_end()
             seconds, waited = time.perf_counter() - start, ran.waited_s
         require_whole(ran.conversations, options)
         tokens = sum(sum(conversation.sampled) for conversation in ran.conversations)

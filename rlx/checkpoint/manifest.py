@@ -28,8 +28,6 @@ SMALL_BYTES = 16 << 20
 """Files up to this size are read in full by the quick check: JSON and tokenizers, but hardly any weights."""
 THREADS = 4
 MOST_MISSING = 100
-MOST_DEEP = 4
-"""Manifests below manifests; rlx writes 2: of a checkpoint and of its roles."""
 
 
 class CheckpointError(ExplainedError, ValueError):
@@ -166,7 +164,7 @@ def require_keys(path: Path, found: Mapping[str, Any], expected: Iterable[str]) 
         )
 
 
-def _listed(folder: Path, faults: list[str], depth: int = 0) -> Iterator[tuple[Path, str, FileEntry]]:
+def _listed(folder: Path, faults: list[str]) -> Iterator[tuple[Path, str, FileEntry]]:
     """Yield (folder, name, entry) of all files that the folder's manifests list; append what is wrong with the lists."""
     try:
         files = _read_manifest(folder)
@@ -186,10 +184,8 @@ def _listed(folder: Path, faults: list[str], depth: int = 0) -> Iterator[tuple[P
             faults.append(f"{inner}: is missing, what has its name is no file")
         else:
             yield folder, name, files[name]
-            if inner.name == MANIFEST and depth < MOST_DEEP:
-                yield from _listed(inner.parent, faults, depth + 1)
-            elif inner.name == MANIFEST:
-                faults.append(f"{inner}: is {depth} folders of manifests deep, expected at most {MOST_DEEP}")
+            if inner.name == MANIFEST:
+                yield from _listed(inner.parent, faults)
 
 
 def _read_manifest(folder: Path) -> dict[str, FileEntry]:

@@ -41,7 +41,6 @@ SAFETENSORS_DTYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-MOST_NAMED = 3
 MASTER_ENDING = ".master"  # ends the names of fp32 copies of weights
 
 
@@ -208,7 +207,7 @@ def _opened(folder: Path) -> tuple[dcp.StorageReader, Metadata]:
         raise CheckpointError(f"{folder}: cannot be read ({type(error).__name__}: {error})") from None
     # The reader takes the type of one piece for that of all, and would convert the others' bits.
     if mixed := [f"{name}: got pieces of {' and '.join(sorted(own))}" for name, own in types.items() if len(own) > 1]:
-        raise CheckpointError(f"{folder}: {few(mixed, MOST_NAMED)}; expected one type")
+        raise CheckpointError(f"{folder}: {few(mixed)}; expected one type")
     return reader, metadata
 
 
@@ -239,7 +238,7 @@ def _require_same(state: Mapping[str, Tensor], metadata: Metadata, folder: Path,
         elif any(offset < 0 for chunk in chunks for offset in chunk.offsets):
             faults.append(f"{name}: a piece lies outside of it")
     if faults:
-        raise CheckpointError(f"{folder} does not fit: {few(faults, MOST_NAMED)}")
+        raise CheckpointError(f"{folder} does not fit: {few(faults)}")
 
 
 def _beside(one: ChunkStorageMetadata, later: Sequence[ChunkStorageMetadata]) -> Iterator[ChunkStorageMetadata]:

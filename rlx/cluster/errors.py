@@ -54,23 +54,16 @@ class WorkerLocation:
 
 @dataclass(frozen=True)
 class RankFault:
-    """One rank's failure.
-
-    Args:
-        kind: `error`: an exception of its own; `died`: its process ended; `memory`: it was killed for memory; `collective`: an
-            exception of torch.distributed, which usually follows from another rank's failure; `hung`: no progress.
-        summary: one line.
-        detail: traceback or Ray's report; may be empty.
-        time_s: wall-clock time at which it was noticed [s].
-        curable: whether a restart may help.
-    """
+    """One rank's failure."""
 
     rank: int
+    # error: an exception of its own; died: its process ended; memory: it was killed for memory; collective: an exception of
+    # torch.distributed, which usually follows from another rank's failure; hung: no progress
     kind: Kind
-    summary: str
-    detail: str = ""
-    time_s: float = field(default_factory=time.time)
-    curable: bool = True
+    summary: str  # one line
+    detail: str = ""  # traceback or Ray's report; may be empty
+    time_s: float = field(default_factory=time.time)  # wall-clock time at which it was noticed
+    curable: bool = True  # whether a restart may help
 
 
 def fault_of(rank: int, error: BaseException) -> RankFault:

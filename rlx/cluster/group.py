@@ -77,9 +77,9 @@ class WorkerGroup:
 
     Args:
         placement: the slots; the group releases it when it closes.
-        worker_class: importable class of the workers, or `module:Class`, which this process need not import.
-        meshes: role -> distribution of batches over the ranks; without one each rank gets a share of its own.
-        hang_timeout_s: seconds without progress on any rank after which a call counts as failed [s].
+        worker_class: of the workers, or `module:Class`, which this process need not import.
+        meshes: by role; without one each rank gets a share of its own.
+        hang_timeout_s: seconds without progress on any rank after which a call counts as failed.
     """
 
     def __init__(
@@ -107,11 +107,7 @@ class WorkerGroup:
 
     def load(self) -> None:
         """Wait until the processes have started, tell each its rank and the address at which rank 0 will listen, and let them
-        import the worker class in the background.
-
-        Raises:
-            WorkerFailure: a process did not start.
-        """
+        import the worker class in the background. Raises WorkerFailure."""
         located = self._collect([p.location.remote() for p in self._processes], "worker", "start")
         self._locations = dict(enumerate(located))
         several_nodes = len({location.node_id for location in located}) > 1
@@ -132,11 +128,7 @@ class WorkerGroup:
             self._loading.append(process.load.remote(self._worker_class, {**common, **own}, several_nodes))
 
     def build(self, *arguments: Any) -> "WorkerGroup":
-        """Make a worker in each process, with the same arguments on all ranks, and return the group.
-
-        Raises:
-            WorkerFailure: a process did not start, the worker class cannot be imported, or its constructor raised.
-        """
+        """Make a worker in each process, with the same arguments on all ranks, and return the group. Raises WorkerFailure."""
         if not self._loading:
             self.load()
         self._collect(self._loading, "worker", "import")
@@ -151,7 +143,6 @@ class WorkerGroup:
         self.close()
 
     def mesh(self, role: str) -> Mesh:
-        """Return the distribution of batches over the ranks for this role."""
         return self._meshes.get(role, self._default_mesh)
 
     def call(

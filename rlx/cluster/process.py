@@ -57,18 +57,6 @@ class Standing(NamedTuple):
         return f"{self.place}, inside {self.inside}" if self.inside else self.place
 
 
-def standing_of(thread: int, beats: int) -> Standing:
-    """Return where a thread of this process stands."""
-    frame = sys._current_frames().get(thread)
-    if frame is None:
-        return Standing(beats, "between two calls", "", False, "")
-    stack = traceback.extract_stack(frame)
-    own = next((each for each in reversed(stack) if each.filename.startswith(PACKAGE)), stack[-1])
-    inside = "" if own is stack[-1] else _named(stack[-1])
-    text = "".join(traceback.format_list(stack)).rstrip()
-    return Standing(beats, _named(own), inside, _is_collective(frame), text)
-
-
 def _named(frame: traceback.FrameSummary) -> str:
     return f"{'/'.join(Path(frame.filename).parts[-3:])}:{frame.lineno} {frame.name}"
 
@@ -121,10 +109,9 @@ class WorkerProcess:
     def load(self, worker_class: type | str, environment: dict[str, str], several_nodes: bool) -> WorkerReply:
         """Set environment variables, then import the worker's class, if it is given as `module:Class`.
 
-        Unless the node's environment names the network interface of gloo and NCCL, it is chosen here. By default both would
-        listen on one that other machines reach, and gloo on that of the host's name, which other nodes often do not reach. So
-        a group on one node gets the loopback interface. On several nodes gloo gets that of the node's address, and NCCL
-        chooses its own.
+        By default gloo and NCCL would listen on an interface that other machines reach, and gloo on that of the host's name, which
+        other nodes often do not reach. So, unless the environment names one, a group on one node gets the loopback interface. On
+        several nodes gloo gets that of the node's address, and NCCL chooses its own.
         """
         try:
             os.environ.update(environment)
@@ -167,7 +154,14 @@ class WorkerProcess:
     @ray.method(concurrency_group=WATCH)
     def standing(self) -> Standing:
         """Return where the call that runs stands, also when it is stuck."""
-        return standing_of(self._thread, beats() - self._beats_before)
+        done, frame = beats() - self._beats_before, sys._current_frames().get(self._thread)
+        if frame is None:
+            return Standing(done, "between two calls", "", False, "")
+        stack = traceback.extract_stack(frame)
+        own = next((each for each in reversed(stack) if each.filename.startswith(PACKAGE)), stack[-1])
+        inside = "" if own is stack[-1] else _named(stack[-1])
+        text = "".join(traceback.format_list(stack)).rstrip()
+        return Standing(done, _named(own), inside, _is_collective(frame), text)
 
     @ray.method(concurrency_group=WATCH)
     def finished(self, role: str) -> list[Any]:

@@ -22,8 +22,6 @@ from rlx.errors import ExplainedError, did_you_mean, storing
 from rlx.supervisor.link import tell
 
 _PROBE_S = 10.0
-_SOCKET_BYTES = 107  # the longest path of a unix socket
-_BELOW_FOLDER = "rlx_12345678/ray/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store"
 logger = logging.getLogger(__name__)
 
 
@@ -33,11 +31,7 @@ def session(config: PPOConfig) -> Iterator[None]:
 
     It joins the cluster at `RAY_ADDRESS` (or `ray_kwargs.ray_init.address`) if there is one, else it starts Ray on this machine
     only. If the process has already started Ray, that is used and left running. At the end, also after an exception, Ctrl-C or
-    SIGTERM, all processes that were started here have ended. Ray started here listens on the loopback interface only if
-    `rlx.cluster.stay_on_this_machine` was called before anything imported Ray, as `rlx.driver` does.
-
-    Raises:
-        ClusterError: nothing answers at the address, or its form is not supported.
+    SIGTERM, all processes that were started here have ended. Raises ClusterError if nothing answers at the address.
     """
     if ray.is_initialized():
         yield
@@ -98,13 +92,6 @@ def _private_folder(parent: str | None) -> Path:
     has at most 107 bytes.
     """
     chosen = Path(parent or os.environ.get("RAY_TMPDIR") or "/tmp").expanduser()
-    most = _SOCKET_BYTES - len(_BELOW_FOLDER) - 1
-    if (count := len(os.fsencode(chosen.absolute()))) > most:
-        key = "ray_kwargs.ray_init._temp_dir" if parent else "RAY_TMPDIR"
-        raise ClusterError(
-            f"{key}: got a path of {count} bytes, expected at most {most}, because Ray's sockets lie below it and a socket's path has "
-            f"at most {_SOCKET_BYTES}; name a shorter folder or unset it: {chosen}"
-        )
     with storing(chosen):
         chosen.mkdir(parents=True, exist_ok=True)
         return Path(tempfile.mkdtemp(prefix="rlx_", dir=chosen))

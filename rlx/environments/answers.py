@@ -80,13 +80,10 @@ def _messages(value: Any, what: str) -> list[Message]:
         raise Nonsense(
             f"{what} returned {_shown.repr(message)} as a message, expected a dict with `role` and `content`"
         )
-    return [{"content": "", **message, **_readable(message)} for message in value]
-
-
-def _readable(message: Message) -> Message:
-    """Return its texts without lone surrogates, which no tokenizer reads."""
-    texts = {name: message.get(name) for name in ("role", "content")}
-    return {name: text.encode("utf-8", "replace").decode() for name, text in texts.items() if isinstance(text, str)}
+    # Without lone surrogates, which no tokenizer reads
+    texts = [{name: x for name in ("role", "content") if isinstance(x := each.get(name), str)} for each in value]
+    readable = [{name: text.encode("utf-8", "replace").decode() for name, text in each.items()} for each in texts]
+    return [{"content": "", **message, **own} for message, own in zip(value, readable, strict=True)]
 
 
 def plain(value: Any) -> Any:

@@ -91,9 +91,7 @@ def program_limits(kwargs: dict[str, Any]) -> SandboxLimits:
 class PythonTool(ToolEnvironment):
     """A conversation with the tool `python`, which runs a program and returns what it prints. Each call starts a new process.
 
-    Args:
-        tool_format: see ToolEnvironment.
-        limits: of `rlx.environments.sandbox.SandboxLimits`, by name.
+    `limits` are those of `rlx.environments.sandbox.SandboxLimits`, by name.
     """
 
     def __init__(self, tool_format: str = "tags", **limits: Any):

@@ -74,15 +74,9 @@ class Gap(NamedTuple):
 class Chat:
     """Writes messages in tokens, by the tokenizer's chat template; without one, one content after the other.
 
-    Args:
-        tokenizer: of the policy.
-        on_rewritten: when the template would write earlier turns in another way than before, such as without their thinking:
-            `refuse` lets `between` return RewrittenHistory; `keep` keeps their tokens and adds the new messages' alone; `fork`
-            rewrites the whole conversation.
-
-    Attributes:
-        forks: whether it is `fork`.
-        vocabulary: number of tokens that a prompt may have.
+    `on_rewritten` says what follows when the template would write earlier turns in another way than before, such as without their
+    thinking: `refuse` lets `between` return RewrittenHistory; `keep` keeps their tokens and adds the new messages' alone; `fork`
+    rewrites the whole conversation.
     """
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", on_rewritten: str = "refuse"):

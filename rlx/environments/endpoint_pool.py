@@ -64,12 +64,7 @@ Event = Asked | Cancelled | Restarted | Finished
 
 
 class AgentPool(EnvironmentPool):
-    """Samples' agents; `poll` returns their `Event`s by key.
-
-    Args:
-        spec, processes, memory_limit_gb: see EnvironmentPool.
-        on_rewritten_history: see `rlx.environments.openai_calls.History`.
-    """
+    """Samples' agents; `poll` returns their `Event`s by key. For the last argument see `rlx.environments.openai_calls.History`."""
 
     def __init__(self, spec: EnvironmentSpec, processes: int, memory_limit_gb: float | None, on_rewritten_history: str):
         super().__init__(spec, processes, memory_limit_gb)

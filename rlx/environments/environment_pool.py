@@ -47,13 +47,7 @@ class PooledConversation:
 
 
 class EnvironmentPool(WorkerPool):
-    """Conversations' environments. Processes start when they are needed and live as long as the pool.
-
-    Args:
-        spec: of the environments.
-        processes: largest number of processes.
-        memory_limit_gb: memory that each process may allocate [10^9 bytes]; None: no limit.
-    """
+    """Conversations' environments. At most `processes` start when they are needed, and live as long as the pool."""
 
     def __init__(self, spec: EnvironmentSpec, processes: int, memory_limit_gb: float | None = None):
         module, memory_key = "rlx.environments.environment_process", "environment.memory_limit_gb"

@@ -11,10 +11,6 @@ class Guessing:
 
     The number comes from a row's `ground_truth`, any whole number, modulo `largest`. So all samples of a group guess the same one. The
     reward comes at the end: 1 for the number, else 0. A turn without a number counts as a wrong guess.
-
-    Args:
-        largest: largest number.
-        turns: number of guesses.
     """
 
     def __init__(self, largest: int = 63, turns: int = 6):

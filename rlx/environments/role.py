@@ -18,7 +18,7 @@ from rlx.environments.running import (
     ConversationOptions,
     ConversationRow,
     RanConversations,
-    run_conversations,
+    Run,
 )
 from rlx.environments.spec import environment_spec
 from rlx.rollout.protocol import FirstRank, PrefixMemory, Rollout, Sampling
@@ -73,7 +73,7 @@ class ConversationSampler:
         self._chat = Chat(tokenizer, rollout.multi_turn.on_rewritten_history)
         # Calls of the calculator are demonstrated to the tiny model, whose template shows no tools.
         self._may_hide_tools = own.path is not None or own.name != "calculator"
-        self._pool, spec, self._kind = None, environment_spec(config), None
+        self._pool, spec, self._kind = None, environment_spec(config), Run
         limits = (spec, own.processes, own.memory_limit_gb)
         if spec.has_agents:
             from rlx.environments.endpoint_pool import AgentPool
@@ -94,13 +94,13 @@ class ConversationSampler:
     def generate(
         self, rollout: Rollout, batch: Batch, sampling: Sampling, done: dict[int, Conversation] | None = None
     ) -> Batch:
-        """Run a conversation for each of `rows_of(batch)` and return `batch_of` them. Raises as `run_conversations`.
+        """Run a conversation for each of `rows_of(batch)` and return `batch_of` them. Raises as `Run`.
 
         A batch with info `kept`, conversations, has a budget of each; return seed and `kept` then.
         """
         rows = rows_of(batch)
         options = self._options(sampling=sampling)
-        ran = run_conversations(rollout, self._pool, rows, options, self._kind, done)
+        ran = self._kind(rollout, self._pool, rows, options, done).to_the_end()
         self._tell_hidden_tools(ran.conversations)
         if "kept" in batch.info:
             for own in ran.conversations:
@@ -149,11 +149,9 @@ def batch_of(
     version: int | None,
     with_log_probs: bool,
 ) -> Batch:
-    """Return the conversations as a batch, a row for each: its last branch.
+    """Return the conversations as a batch, a row for each: its last branch; the others are in info earlier_rows.
 
-    Returns:
-        seed, input_ids, attention_mask, response_mask (True on sampled tokens alone), policy_versions, turn_rewards, with log-probs
-        rollout_log_probs; and info conversation and earlier_rows. A conversation without a prompt of its own has that of its row.
+    A conversation without a prompt of its own has that of its row.
     """
     shape = pad_token_id, response_length, version or 0, with_log_probs
     last, earlier = [], []
@@ -176,7 +174,10 @@ def _columns(
     rows: Sequence[_Row], pad_token_id: int, response_length: int, version: int, with_log_probs: bool
 ) -> Batch:
     def padded(values: Iterable[Sequence[float]], padding: float, dtype: torch.dtype) -> torch.Tensor:
-        return _right_padded([*values], response_length, padding, dtype)
+        column = torch.full((len(rows), response_length), padding, dtype=dtype)
+        for row, own in zip(column, values, strict=True):
+            row[: len(own)] = torch.tensor(own, dtype=dtype)
+        return column
 
     branches = [row.branch for row in rows]
     prompts = [own.prompt_ids for own in branches]
@@ -200,13 +201,6 @@ def _columns(
     if not with_log_probs:
         return batch
     return batch.with_(rollout_log_probs=padded((own.log_probs for own in branches), 0.0, torch.float32))
-
-
-def _right_padded(rows: Sequence[Sequence[float]], width: int, padding: float, dtype: torch.dtype) -> torch.Tensor:
-    padded = torch.full((len(rows), width), padding, dtype=dtype)
-    for row, values in zip(padded, rows, strict=True):
-        row[: len(values)] = torch.tensor(values, dtype=dtype)
-    return padded
 
 
 def _rewards(conversation: Conversation) -> list[list[float]]:

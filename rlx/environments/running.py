@@ -77,31 +77,14 @@ class ConversationOptions:
     in_waves: bool = False
 
 
-def run_conversations(
-    rollout: Rollout,
-    pool: EnvironmentPool | None,
-    rows: Sequence[ConversationRow],
-    options: ConversationOptions,
-    kind: "type[Run] | None" = None,
-    done: dict[int, Conversation] | None = None,
-) -> RanConversations:
-    """Run a conversation for each row to its end, or until its budget is spent.
+class Run:
+    """A conversation for each row, to its end or until its budget is spent.
 
     Args:
         rollout: with weights, and without requests in flight.
         pool: of environments; None on ranks that do not decide, see `FirstRank`.
-        kind: of run; None: conversations whose environments answer turns.
         done: conversations by row, which are not run again; see `Rollout.generate`.
-
-    Raises:
-        EnvironmentFailed: an environment failed and `bounds.ends_run`; or the chat template stopped every conversation.
-        EngineError: the sampler failed.
     """
-    return (kind or Run)(rollout, pool, rows, options, done).to_the_end()
-
-
-class Run:
-    """See `run_conversations`."""
 
     def __init__(
         self,
@@ -124,7 +107,11 @@ class Run:
         self._hopeless = ""  # why the template stopped a conversation, if no text of the model is the cause
 
     def to_the_end(self) -> RanConversations:
-        """Run all conversations."""
+        """Run all conversations.
+
+        Raises EnvironmentFailed if an environment failed and `bounds.ends_run`, or the chat template stopped every conversation;
+        EngineError if the sampler failed.
+        """
         if any(row.kept is not None for row in self._rows):
             self._to_pool("release", {row.seed for row in self._rows})
         try:
@@ -149,7 +136,6 @@ class Run:
             raise EnvironmentFailed(f"no conversation could continue: {self._hopeless}")
 
     def _some_are_away(self) -> bool:
-        """Return whether something may come from environments."""
         return len(self._sampled) < len(self._open)
 
     def _to_pool(self, method: str, *arguments: Any) -> None:

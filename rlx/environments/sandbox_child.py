@@ -42,14 +42,7 @@ def checked(result: int) -> int:
 
 
 def launch(settings: "dict[str, object]", bubblewrap: str, paths: "list[str]", own: "list[str]") -> None:
-    """Become bubblewrap, which runs `own` inside. Raises OSError if the system refuses.
-
-    Args:
-        settings: see `main`.
-        bubblewrap: its program.
-        paths: that may be read inside, at the same place.
-        own: the command to run inside.
-    """
+    """Become bubblewrap, which runs the command `own` inside, where `paths` can be read. Raises OSError if the system refuses."""
     libc = ctypes.CDLL(None, use_errno=True)
     is_root = os.geteuid() == 0 and may_become_others()
     user, group = os.geteuid(), os.getegid()

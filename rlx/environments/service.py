@@ -35,12 +35,7 @@ OFF = {"temperature": (0,), "top_k": (0, -1)}
 
 
 class ServedAddress:
-    """The process that serves the address; a context that ends it.
-
-    Args:
-        host: to listen on.
-        settings: port, key and name, see `endpoint_server`.
-    """
+    """The process that serves the address, with settings as in `endpoint_server`; a context that ends it."""
 
     def __init__(self, host: str, settings: dict[str, Any], tool_format: str):
         self._pool = WorkerPool("rlx.environments.endpoint_server", None, "", math.inf, lambda message, _: (0, message))

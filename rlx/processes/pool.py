@@ -57,14 +57,7 @@ class Lost(NamedTuple):
 
 
 class IsolatedProcess:
-    """One process.
-
-    Attributes:
-        open: what was asked, by the numbers of requests without a reply.
-        loading: code that is being imported, by its number.
-        unsent: lines that wait for `flush`.
-        guests: what the pool keeps in this process.
-    """
+    """One process."""
 
     def __init__(self, pool: "WorkerPool"):
         self.connection, theirs = socket.socketpair()
@@ -84,13 +77,14 @@ class IsolatedProcess:
                 pass_fds=inherited,
                 start_new_session=True,  # the owner handles Ctrl-C, and processes that it starts can be killed too
             )
-        self._lines, self.unsent = Lines(self.connection.fileno()), bytearray()
+        self._lines = Lines(self.connection.fileno())
+        self.unsent = bytearray()  # lines that wait for `flush`
         self._limit_s, self._heard = math.inf, time.monotonic()
         self._codes: dict[Loadable, int] = {}
         self._pool = pool
-        self.open: dict[int, Any] = {}
-        self.loading: dict[int, Loadable] = {}
-        self.guests: set[Any] = set()
+        self.open: dict[int, Any] = {}  # what was asked, by the numbers of requests without a reply
+        self.loading: dict[int, Loadable] = {}  # code that is being imported, by its number
+        self.guests: set[Any] = set()  # what the pool keeps in this process
 
     @property
     def deadline(self) -> float:
@@ -171,15 +165,13 @@ class IsolatedProcess:
 
 
 class WorkerPool:
-    """Processes that serve one kind of requests. A context that ends them.
-
-    They end with the thread that starts them, too, so one thread uses the pool.
+    """Processes that serve one kind of requests. They end with the thread that starts them, too, so one thread uses the pool.
 
     Args:
         module: its `serve` handles requests, see `rlx.processes.main`.
         memory_limit_gb: memory that each process may allocate [10^9 bytes]; None: no limit.
         memory_key: key of the configuration that limits memory, for messages.
-        slack_s: a process replies at most this long after a call's limit, also on a busy machine [s].
+        slack_s: a process replies at most this long after a call's limit, also on a busy machine.
         decode: returns number and content of a reply, given what was asked by number. Raises BadAnswer.
         arguments: further whole numbers for `serve`.
     """
@@ -216,9 +208,7 @@ class WorkerPool:
     def exchange(self, wait_s: float = math.inf) -> list[tuple[IsolatedProcess, Any, Any]]:
         """Write and read what can be; wait for the first message or a deadline at most this long.
 
-        Returns:
-            Per event its process, what was asked, and the reply; or None, and `Loaded` or `Lost`. Nothing comes from a lost
-            process after that.
+        For each event return its process, what was asked, and the reply; or None, and `Loaded` or `Lost`.
         """
         self.flush()
         earliest = min((worker.deadline for worker in self.workers), default=math.inf) - time.monotonic()

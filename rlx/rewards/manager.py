@@ -79,9 +79,8 @@ class ConversationError(ExplainedError, ValueError):
 class Conversations:
     """Turns samples into the sequences of a reward model.
 
-    If policy and judge have the same vocabulary and chat template, the sequences are the policy's own tokens. Otherwise the
-    reward model's chat template formats the prompt's messages and the response's text, without special tokens. A prompt of
-    plain text needs no template: the response follows it directly.
+    If policy and judge have the same vocabulary and chat template, these are the policy's own tokens. Otherwise the judge's
+    template formats the prompt's messages and the response's text; behind a prompt of plain text the response follows directly.
     """
 
     def __init__(self, policy: "PreTrainedTokenizerBase", judge: "PreTrainedTokenizerBase"):
@@ -89,10 +88,7 @@ class Conversations:
         self.same = policy.get_vocab() == judge.get_vocab() and policy.chat_template == judge.chat_template
 
     def of(self, batch: Batch) -> Batch:
-        """Return the columns SEQUENCE to score, row by row, of a batch with them and with info raw_prompt and response_text.
-
-        Raises ConversationError if the reward model's tokenizer refuses a chat, or if a user's data set gives no raw_prompt.
-        """
+        """Return the columns SEQUENCE to score, row by row, of a batch with them and with info raw_prompt and response_text."""
         if self.same:
             return batch.select(*SEQUENCE)
         if "raw_prompt" not in batch.info:
@@ -142,14 +138,8 @@ Report = Numbers | RewardFailure
 class RewardManager:
     """Scores samples with the reward function of each data source. A context that ends the reward processes.
 
-    Args:
-        reward: options of the built-in functions and of the processes.
-        custom: if it is set, its function or parts score every sample, or those of its `data_sources`.
-        model: a model that scores, too.
-        sampler_cores: cores of this machine that the sampler takes.
-
-    Raises:
-        UserCodeError: the user's function cannot be loaded.
+    If `custom` is set, its function or parts score every sample, or those of its `data_sources`. `model` scores, too. The sampler
+    takes `sampler_cores` of this machine. Raises UserCodeError if the user's function cannot be loaded.
     """
 
     def __init__(
@@ -274,21 +264,11 @@ class RewardManager:
         return self._model.conversations.of(batch)
 
     def score(self, batch: Batch, dump_dir: str | Path, model_scores: Tensor | None = None) -> Scores:
-        """Score every sample, in order.
+        """Score every sample, in order, of a batch with info response_text, data_source, ground_truth and extra_info.
 
-        Args:
-            batch: with info response_text, data_source, ground_truth, extra_info.
-            dump_dir: folder for a copy of a sample whose reward function failed; made when needed.
-            model_scores: (B,) of the reward model, if there is one.
-
-        Returns:
-            The functions' scores. With a model: model + rule_weight * function, with both numbers in `extra`, and `acc` from the
-            function's score alone.
-
-        Raises:
-            RewardError: a model's score is not finite; a data source is unknown; or a function failed, and `reward.on_error` or
-                `reward.on_crash` says stop or it failed for all samples. Then the message names the sample, the function and
-                the file with a copy of the sample.
+        With `model_scores` (B,): model + rule_weight * function, with both numbers in `extra`, and `acc` from the function's score
+        alone. Raises RewardError if a model's score is not finite, a data source is unknown, or a function failed and
+        `reward.on_error` or `reward.on_crash` says stop or it failed for all samples. Then a copy of the sample is in `dump_dir`.
         """
         if model_scores is None or self._model is None:
             return self._by_function(batch, Path(dump_dir))
@@ -327,11 +307,8 @@ class RewardManager:
         return Scores(torch.tensor([report["score"] for report in numbers], dtype=torch.float32), extra)
 
     def usage(self) -> dict[str, float]:
-        """Return the cost of scoring since the last call.
-
-        Figures are reward/errors, reward/timeouts, reward/crashes (samples that scored 0 because their call raised, took too
-        long or ended its process), reward/retries (calls sent again) and reward/processes (processes that ended in a call).
-        """
+        """Return the cost of scoring since the last call: samples that scored 0 because their call raised, took too long or ended
+        its process, calls sent again, and processes that ended in a call."""
         taken, self._taken = self._taken, Counter()
         return {f"reward/{name}": float(taken[name]) for name in POOL_FIGURES}
 

@@ -50,12 +50,9 @@ class Counts(NamedTuple):
 
 
 class ScoringPool(WorkerPool):
-    """Calls reward functions in processes, which start when they are needed and are reused.
+    """Calls reward functions in at most `size` processes, which start when they are needed and are reused.
 
-    Args:
-        size: largest number of processes.
-        memory_limit_gb: memory that each may allocate [10^9 bytes]; None: no limit.
-        at_once: calls of an async function that each process runs concurrently.
+    Each runs `at_once` calls of an async function concurrently, and may allocate `memory_limit_gb` [10^9 bytes; None: any].
     """
 
     def __init__(self, size: int, memory_limit_gb: float | None, at_once: int):

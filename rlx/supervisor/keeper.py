@@ -23,20 +23,13 @@ from rlx.supervisor import family, link
 
 
 class End(NamedTuple):
-    """The end of a driver that had not finished.
+    """The end of a driver that had not finished."""
 
-    Args:
-        reason: one line.
-        step: the step in which it ended; 0: before the first.
-        error: what is equal when the same error comes again, such as "OutOfMemoryError in actor.update"; empty if something
-            was lost: a process, a node, a connection.
-        curable: whether another attempt may end otherwise; False for a mistake in the user's code or data.
-    """
-
-    reason: str
-    step: int
+    reason: str  # one line
+    step: int  # in which it ended; 0: before the first
+    # Equal when the same error comes again, such as "OutOfMemoryError in actor.update"; empty if a process or connection was lost
     error: str = ""
-    curable: bool = True
+    curable: bool = True  # whether another attempt may end otherwise; False for a mistake in the user's code or data
 
     def __str__(self) -> str:
         return f"step {self.step}: {self.reason}" if self.step else self.reason
@@ -68,13 +61,7 @@ PROBE_EVERY_S, PROBES = 5.0, 4  # the head of a cluster that does not answer so 
 
 
 class Driver:
-    """One driver process and what it has told.
-
-    Args:
-        command: starts it.
-        folder: of the run that it continues, if there is one.
-        restarts: why the drivers before it ended.
-    """
+    """One driver process and what it has told; `folder` is that of the run that it continues, `restarts` why others ended."""
 
     def __init__(self, command: Sequence[str], folder: str | None, restarts: Sequence[str]) -> None:
         self._pipe, inherited = os.pipe()
@@ -187,11 +174,7 @@ class Keeper:
         family.adopt_orphans()
 
     def keep(self) -> int:
-        """Run to the end and return the exit code.
-
-        0: done. 1: the run failed. 2: the configuration has faults. 128 + N: ended by signal N, so 130 after Ctrl-C. A signal that
-        comes before all processes of the run have ended counts; a later one changes nothing.
-        """
+        """Run to the end and return the exit code: DONE, FAILED, FAULTY, or 128 + N if signal N came before all processes ended."""
         folder = None
         while True:
             driver = Driver(self._command, folder, [end.reason for end in self._ends])
@@ -288,10 +271,7 @@ def _interrupted(number: int, facts: dict[str, Any]) -> str:
 def what_is_left(overrides: Sequence[str], folder: str | None, step: int) -> str | None:
     """Return which steps of an interrupted run are saved, and in a line of its own the command that continues it.
 
-    Args:
-        overrides: of the command line, without secrets.
-        folder: of the run.
-        step: the one that had begun; 0: none, for which None is returned without a checkpoint.
+    `step` had begun; 0: none, for which None is returned without a checkpoint.
     """
     saved = steps_in(Path(folder, "checkpoints")) if folder else {}
     newest = max(saved, default=0)

@@ -58,9 +58,6 @@ class Stopping:
 
     Ctrl-C, and SIGTERM with `save_s` of 0, raise at once. Otherwise SIGTERM leaves `left_s` seconds for the end of the step and
     a checkpoint. A second signal raises in any case. Outside the main thread, where Python takes no signals, it does nothing.
-
-    Args:
-        save_s: `trainer.save_on_sigterm_s` [s].
     """
 
     def __init__(self, save_s: float) -> None:

@@ -42,17 +42,10 @@ class Page(NamedTuple):
 def write_page(
     run: Path, out: Path, first: int | None = None, last: int | None = None, most_bytes: int = 1 << 26
 ) -> Page:
-    """Write the page of a run.
+    """Write the page of a run's folder, with the steps from `first` to `last`, both included.
 
-    Args:
-        run: the run's folder.
-        out: the page, which is replaced if it exists.
-        first, last: steps to show, both included; None: from the first, to the last.
-        most_bytes: of all samples' tokens in the page. Each step has an equal share of it. Samples beyond it are listed without
-            their tokens, and the page says so.
-
-    Raises ViewError: there is nothing to show, or a line of a transcript cannot be read. TrackingError: a line of the metrics, or
-    the timeline, cannot be read.
+    All samples' tokens have `most_bytes`, of which each step has an equal share. Samples beyond it are listed without their tokens,
+    and the page says so. Raises ViewError or TrackingError if there is nothing to show, or a line cannot be read.
     """
     timeline = read_timeline(run / TIMELINE_FILE)
     chosen = transcript_files(run, first, last, may_lack=bool(timeline))

@@ -14,6 +14,9 @@ import pytest
 
 from rlx.cluster.errors import ClusterError
 from rlx.cluster.runtime import check_options
+from rlx.config.check.validate import check
+from rlx.config.compose.command_line import compose
+from rlx.config.machine import inspect_machine
 from rlx.config.schema import PPOConfig, RayConfig
 
 ROOT = Path(__file__).parents[2]
@@ -236,13 +239,10 @@ def test_an_address_that_cannot_be_joined_is_told_at_once(address, refusing_port
     assert address in done.stdout, done.stderr
 
 
-def test_a_folder_too_long_for_sockets_is_told_before_ray_starts():
-    folder = f"/tmp/{'x' * 130}"
-    assert (
-        "RAY_TMPDIR: got a path of 135 bytes"
-        in run(JOIN.replace("OPTIONS", ""), RAY_ADDRESS="", RAY_TMPDIR=folder).stdout
-    )
-    assert not Path(folder).exists()
+def test_a_folder_too_long_for_sockets_is_told_before_ray_starts(monkeypatch):
+    monkeypatch.setenv("RAY_TMPDIR", f"/tmp/{'x' * 130}")
+    faults = check(compose([]), inspect_machine()).faults
+    assert [fault.got for fault in faults if "Ray's folder" in fault.what] == ["RAY_TMPDIR of 135 bytes"]
 
 
 def test_options_that_ray_does_not_know_are_named_before_it_starts():

@@ -15,7 +15,7 @@ from rlx.environments.running import (
     ConversationOptions,
     ConversationRow,
     EnvironmentFailed,
-    run_conversations,
+    Run,
 )
 from rlx.environments.tools import ToolEnvironment, Tools
 from rlx.errors import shown
@@ -77,7 +77,7 @@ def play(make_pool, tokenizer):
         sampling = Sampling(100, stop_token_ids=(1,))
         limits = ConversationBounds(prompt_tokens=20, response_tokens=100, **{"turns": 1} | bounds)
         options = ConversationOptions(Chat(tokenizer), sampling, limits)
-        ran = run_conversations(Sampler(tokenizer, lambda request: (say, True)), pool, rows, options)
+        ran = Run(Sampler(tokenizer, lambda request: (say, True)), pool, rows, options).to_the_end()
         return batch_of(ran, rows, 0, 100, 1, True)
 
     return start

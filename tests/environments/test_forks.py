@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from rlx.environments.chat import Chat
 from rlx.environments.protocol import Observation
 from rlx.environments.role import batch_of
-from rlx.environments.running import ConversationBounds, ConversationOptions, ConversationRow, run_conversations
+from rlx.environments.running import ConversationBounds, ConversationOptions, ConversationRow, Run
 from rlx.environments.tools import ToolEnvironment, Tools
 from rlx.rollout.protocol import Completion, Sampling
 from rlx.trainer.environment_rows import all_rows
@@ -81,7 +81,7 @@ def run(tokenizer, turns, answers, mode="fork", bounds=BOUNDS, make=None, prompt
     sampler, pool = Numbered(tokenizer, lambda request: (next(left), True)), Pool(make or (lambda: Scripted(*answers)))
     sampling = Sampling(bounds.response_tokens, stop_token_ids=(tokenizer.eos_token_id,))
     row = ConversationRow({"prompt": prompt}, 5, [7])
-    ran = run_conversations(sampler, pool, [row], ConversationOptions(Chat(tokenizer, mode), sampling, bounds))
+    ran = Run(sampler, pool, [row], ConversationOptions(Chat(tokenizer, mode), sampling, bounds)).to_the_end()
     batch = batch_of(ran, [row], tokenizer.pad_token_id, bounds.response_tokens, 3, True)
     batch = batch.with_({**batch.info, "sample": [0]}, group_id=batch["seed"])
     return ran.conversations[0], [list(request.prompt_ids) for request in sampler.requests], all_rows(batch)

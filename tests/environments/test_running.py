@@ -15,7 +15,7 @@ from rlx.environments.running import (
     ConversationBounds,
     ConversationOptions,
     ConversationRow,
-    run_conversations,
+    Run,
 )
 from rlx.rollout.protocol import EngineError, Sampling
 
@@ -31,9 +31,8 @@ def run(tokenizer):
         sampler, pool = Sampler(tokenizer, say), Pool(make)
         sampling = Sampling(bounds.response_tokens, stop_token_ids=(1,))
         data = [ConversationRow({"prompt": PROMPT}, seed, [7, 8]) for seed in range(rows)]
-        ran = run_conversations(
-            sampler, pool, data, ConversationOptions(Chat(tokenizer), sampling, bounds, in_waves=in_waves)
-        )
+        options = ConversationOptions(Chat(tokenizer), sampling, bounds, in_waves=in_waves)
+        ran = Run(sampler, pool, data, options).to_the_end()
         assert not pool.open and not sampler.running
         return ran.conversations, sampler.requests, pool
 
@@ -125,7 +124,7 @@ def test_hundreds_of_hostile_conversations_neither_end_the_run_nor_cross(tokeniz
     rows = [ConversationRow({"name": f"#{row}#"}, row, [7]) for row in range(300)]
     bounds, sampling = ConversationBounds(60, 400, 40, 6), Sampling(400, stop_token_ids=(1,))
     options = ConversationOptions(Chat(tokenizer), sampling, bounds)
-    found = run_conversations(Sampler(tokenizer, say), pool, rows, options).conversations
+    found = Run(Sampler(tokenizer, say), pool, rows, options).to_the_end().conversations
     for row, conversation in enumerate(found):
         text = tokenizer.decode(conversation.prompt_ids + conversation.token_ids)
         assert set(re.findall(r"#\d+#", text)) == ({f"#{row}#"} if text else set()), "a row is one conversation's"
@@ -193,7 +192,7 @@ def test_environments_work_while_the_sampler_goes_on_with_a_wave(tokenizer, make
 
     rows = [ConversationRow({"prompt": PROMPT}, seed, [7, 8]) for seed in range(2)]
     options = ConversationOptions(Chat(tokenizer), Sampling(30, stop_token_ids=(1,)), BOUNDS, in_waves=True)
-    run_conversations(Waits(tokenizer, lambda request: ("hi", True)), make_pool("Writes", WRITES), rows, options)
+    Run(Waits(tokenizer, lambda request: ("hi", True)), make_pool("Writes", WRITES), rows, options).to_the_end()
     assert seen == [False, True]
 
 
@@ -217,7 +216,7 @@ def test_conversations_begin_again_in_the_same_environments_after_the_sampler_fa
 
     def run(sampler, done=None):
         options = ConversationOptions(chat, sampling, replace(BOUNDS, open=2), in_waves=in_waves)
-        ran = run_conversations(sampler, pool, rows, options, done=done)
+        ran = Run(sampler, pool, rows, options, done=done).to_the_end()
         return [(own.prompt_ids, own.token_ids, own.reward, own.reason) for own in ran.conversations]
 
     def say(request):
@@ -253,7 +252,7 @@ def test_a_turn_that_a_stop_string_ended_keeps_its_tokens_and_shows_its_text_wit
         sampling = Sampling(30, stop_token_ids=(1,), stop=("!",), include_stop_str_in_output=keep)
         row = ConversationRow({"prompt": PROMPT}, 0, [7, 8])
         options = ConversationOptions(Chat(tokenizer), sampling, BOUNDS, in_waves=True)
-        (conversation,) = run_conversations(sampler, pool, [row], options).conversations
+        (conversation,) = Run(sampler, pool, [row], options).to_the_end().conversations
         text = f"<|user|>go<|assistant|>hi!</s><|user|>{shown}<|assistant|>hi!"
         assert tokenizer.decode(conversation.prompt_ids + conversation.token_ids) == text
         assert told[-2:] == [shown, shown] and sum(conversation.sampled) == 6
