@@ -218,7 +218,7 @@ def with_nodes(composed: Composed, machine: Machine) -> Composed:
         return composed
     from rlx.cluster.placement import nodes_to_take
 
-    nodes = nodes_to_take(trainer.nnodes, least, 0 if trainer.device == "cpu" else trainer.n_gpus_per_node)
+    nodes = nodes_to_take(trainer.nnodes, least, 0 if trainer.device == "cpu" else trainer.processes_per_node)
     if nodes == trainer.nnodes:
         return composed
     print(f"warning: the run takes {nodes} of {trainer.nnodes} nodes, because others stay away", file=sys.stderr)

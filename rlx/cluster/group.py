@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Mapping
 from math import inf
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import ray
 from ray.exceptions import OutOfMemoryError, RayActorError, RayError
@@ -68,8 +68,18 @@ class HangWatch:
         ]
 
 
+class Call(NamedTuple):
+    """A call that has begun, see `WorkerGroup.begin`."""
+
+    role: str
+    method: str
+    ranks: Mapping[Any, int]  # of each process's part of it
+    answering: tuple[int, ...]  # the ranks whose results are used
+    rows: int  # that were sent
+
+
 class WorkerGroup:
-    """Worker processes in the slots of a placement, one rank each.
+    """Worker processes in the slots of a placement, one rank each. Each pool of the placement is a process group of torch.
 
     The processes start in the background; `load` waits for them, and `build` makes a worker in each. Its `at_work(role, method)`
     is a context whose value is the function to call. If a call fails anywhere, the whole group ends and `WorkerFailure` names
@@ -80,6 +90,7 @@ class WorkerGroup:
         worker_class: of the workers, or `module:Class`, which this process need not import.
         meshes: by role; without one each rank gets a share of its own.
         hang_timeout_s: seconds without progress on any rank after which a call counts as failed.
+        pool_of: the number of the pool that hosts a role; other roles, such as `process`, are in all ranks.
     """
 
     def __init__(
@@ -88,11 +99,11 @@ class WorkerGroup:
         worker_class: type | str,
         meshes: Mapping[str, Mesh] | None = None,
         hang_timeout_s: float = inf,
+        pool_of: Mapping[str, int] | None = None,
     ) -> None:
         self.world_size = len(placement.slots)
         self._placement = placement
-        self._meshes = dict(meshes or {})
-        self._default_mesh = Mesh.of(self.world_size)
+        self._meshes, self._pool_of = dict(meshes or {}), dict(pool_of or {})
         self._hang_timeout_s = hang_timeout_s
         self._locations: dict[int, WorkerLocation] = {}
         self._open = True
@@ -108,17 +119,20 @@ class WorkerGroup:
     def load(self) -> None:
         """Wait until the processes have started, tell each its rank and the address at which rank 0 will listen, and let them
         import the worker class in the background. Raises WorkerFailure."""
-        located = self._collect([p.location.remote() for p in self._processes], "worker", "start")
-        self._locations = dict(enumerate(located))
+        self._locations = self._collect(self._of_all("location"), "worker", "start")
+        located = [*self._locations.values()]
         several_nodes = len({location.node_id for location in located}) > 1
         address = located[0].node_ip if several_nodes else LOOPBACK
         port = ray.get(self._processes[0].reserve_port.remote(address))
-        common = {"WORLD_SIZE": str(self.world_size), "MASTER_ADDR": address, "MASTER_PORT": str(port)}
+        common = {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
         cores = {node["NodeID"]: int(node["Resources"].get("CPU", 1)) for node in ray.nodes()}
         for rank, (process, slot) in enumerate(zip(self._processes, self._placement.slots, strict=True)):
             threads = max(1, cores[located[rank].node_id] // self._placement.processes_per_node)
+            number, pool = next((n, each) for n, each in enumerate(self._placement.pools) if rank in each)
             own = {
-                "RANK": str(rank),
+                "RLX_POOL": str(number),
+                "RANK": str(rank - pool.start),
+                "WORLD_SIZE": str(len(pool)),
                 # Ray shows a process with a GPU only that GPU, as device 0.
                 "LOCAL_RANK": "0" if self._placement.gpu else str(slot.local_rank),
                 "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),
@@ -131,9 +145,8 @@ class WorkerGroup:
         """Make a worker in each process, with the same arguments on all ranks, and return the group. Raises WorkerFailure."""
         if not self._loading:
             self.load()
-        self._collect(self._loading, "worker", "import")
-        shared = ray.put(arguments)
-        self._collect([p.build.remote(shared) for p in self._processes], "worker", "__init__")
+        self._collect({call: rank for rank, call in enumerate(self._loading)}, "worker", "import")
+        self._collect(self._of_all("build", ray.put(arguments)), "worker", "__init__")
         return self
 
     def __enter__(self) -> "WorkerGroup":
@@ -143,41 +156,63 @@ class WorkerGroup:
         self.close()
 
     def mesh(self, role: str) -> Mesh:
-        return self._meshes.get(role, self._default_mesh)
+        return self._meshes.get(role) or Mesh.of(len(self._ranks(role)))
+
+    def _ranks(self, role: str) -> range:
+        number = self._pool_of.get(role)
+        return range(self.world_size) if number is None else self._placement.pools[number]
+
+    def _of_all(self, method: str, *args: Any) -> dict[Any, int]:
+        return {getattr(each, method).remote(*args): rank for rank, each in enumerate(self._processes)}
 
     def call(
         self, role: str, method: str, *args: Any, batch: "Batch | None" = None, meanwhile: Meanwhile | None = None
     ) -> list[Any]:
-        """Call all ranks with the same arguments and return their results in the order of ranks.
+        """Call all ranks of a role with the same arguments and return their results in the order of ranks.
 
         With a batch each rank gets its share of the rows as the first argument, and there is one result per share. `meanwhile`
         gets what the worker's `finished(role)` returns while the ranks are at work.
         """
+        return self.results(self.begin(role, method, *args, batch=batch), meanwhile=meanwhile)
+
+    def begin(self, role: str, method: str, *args: Any, batch: "Batch | None" = None) -> Call:
+        """Begin what `call` does. Other pools can be called before `results`; calls of one process run in their order."""
         if not self._open:
             raise RuntimeError(f"{role}.{method} called on a worker group that is closed or has failed")
-        shared = [ray.put(arg) for arg in args]
-        sent = [shared] * self.world_size
-        answering = range(self.world_size) if batch is None else self.mesh(role).answering_ranks
+        shared, ranks = [ray.put(arg) for arg in args], self._ranks(role)
+        sent = [shared] * len(ranks)
+        answering = tuple(ranks)
         if batch is not None:
             mesh = self.mesh(role)
             shares = [ray.put(batch.rows(rows)) for rows in share_ranges(len(batch), mesh.shares)]
             sent = [[shares[share], *shared] for share in mesh.share_of_rank]
-        calls = [
-            process.call.remote(role, method, rank in answering, *sent[rank])
-            for rank, process in enumerate(self._processes)
-        ]
-        stream = meanwhile and _Stream([self._processes[rank] for rank in answering], role, meanwhile)
-        results = self._collect(calls, role, method, stream)
-        return [results[rank] for rank in answering]
+            answering = tuple(ranks[number] for number in mesh.answering_ranks)
+        calls = {
+            self._processes[rank].call.remote(role, method, rank in answering, *arguments): rank
+            for rank, arguments in zip(ranks, sent, strict=True)
+        }
+        return Call(role, method, calls, answering, 0 if batch is None else len(batch))
+
+    def results(self, call: Call, beside: Call | None = None, meanwhile: Meanwhile | None = None) -> list[Any]:
+        """Wait for a call that has begun, and for one `beside` it that it works with; return the results of the first."""
+        stream = meanwhile and _Stream([self._processes[rank] for rank in call.answering], call.role, meanwhile)
+        calls = {**call.ranks, **(beside.ranks if beside else {})}
+        results = self._collect(calls, call.role, call.method, stream)
+        return [results[rank] for rank in call.answering]
 
     def split(self, role: str, method: str, batch: "Batch", *args: Any, meanwhile: Meanwhile | None = None) -> "Batch":
         """Send each share of the rows to its ranks; join the results, one row per row sent, in order. See `call`."""
+        return self.joined(self.begin(role, method, *args, batch=batch), meanwhile)
+
+    def joined(self, call: Call, meanwhile: Meanwhile | None = None) -> "Batch":
+        """Wait for a call with a batch that has begun, and join its results as `split` does."""
         from rlx.data.batch import concat  # imports torch, and the workers start before this process has it
 
-        answers = self.call(role, method, *args, batch=batch, meanwhile=meanwhile)
-        for rows, answer in zip(share_ranges(len(batch), len(answers)), answers, strict=True):
+        answers = self.results(call, meanwhile=meanwhile)
+        for rows, answer in zip(share_ranges(call.rows, len(answers)), answers, strict=True):
             if len(answer) != len(rows):
-                raise ValueError(f"{role}.{method} answered {len(answer)} rows for {len(rows)}; expected one for each")
+                what = f"{call.role}.{call.method} answered {len(answer)} rows for {len(rows)}"
+                raise ValueError(f"{what}; expected one for each")
         return concat(answers)
 
     def close(self) -> None:
@@ -188,9 +223,11 @@ class WorkerGroup:
                 ray.kill(process)
             self._placement.release()
 
-    def _collect(self, calls: list[Any], role: str, method: str, stream: "_Stream | None" = None) -> list[Any]:
-        """Return the ranks' results. After a failure wait a little for its cause, end the group and raise that."""
-        rank_of = {call: rank for rank, call in enumerate(calls)}
+    def _collect(
+        self, calls: Mapping[Any, int], role: str, method: str, stream: "_Stream | None" = None
+    ) -> dict[int, Any]:
+        """Return the results by rank. After a failure wait a little for its cause, end the group and raise that."""
+        rank_of = dict(calls)
         results: dict[int, Any] = {}
         faults: list[RankFault] = []
         seen: set[tuple[int, str, str]] = set()
@@ -222,7 +259,7 @@ class WorkerGroup:
             if not done and not faults and (stuck := watch.faults(self._standings(rank_of.values()), time.monotonic())):
                 faults, give_up_s = stuck, 0.0
         if not faults:
-            return [results[rank] for rank in range(self.world_size)]
+            return {rank: results[rank] for rank in sorted(results)}
         self.close()
         cause = first_cause(faults)
         others = tuple(fault for fault in faults if fault is not cause)

@@ -2,9 +2,10 @@
 
 import logging
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, chain, pairwise
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
@@ -35,20 +36,24 @@ class Slot:
 
 @dataclass(frozen=True)
 class Placement:
-    """Reserved slots; ranks fill one node after the other."""
+    """Reserved slots; the ranks of a pool fill one node after the other."""
 
     group: PlacementGroup  # one bundle per node, each on a node of its own
     slots: tuple[Slot, ...]  # one per rank
     processes_per_node: int
     gpu: bool  # whether each process has one
+    pools: tuple[range, ...]  # the ranks of each process group
 
     @classmethod
-    def reserve(cls, nnodes: int, processes_per_node: int, device: str) -> "Placement":
+    def reserve(cls, nnodes: int, pools: int | Sequence[int], device: str) -> "Placement":
         """Reserve slots on so many different nodes, on `cuda` each with a GPU of its own, and wait until there is room.
+
+        `pools` are the processes of each pool on a node; a number is that of a single pool.
 
         Raises PlacementError, which names the request and the cluster's resources, if there is none in time.
         """
-        gpu = device != "cpu"
+        gpu, sizes = device != "cpu", [pools] if isinstance(pools, int) else pools
+        processes_per_node = sum(sizes)
         bundle = {"CPU": CPU_SHARE * processes_per_node} | ({"GPU": float(processes_per_node)} if gpu else {})
         group = placement_group([bundle] * nnodes, strategy="STRICT_SPREAD")
         try:
@@ -64,8 +69,10 @@ class Placement:
             remove_placement_group(group)
             raise
         order = _bundles_by_node(group)
-        slots = tuple(Slot(b, local_rank) for b in order for local_rank in range(processes_per_node))
-        return cls(group, slots, processes_per_node, gpu)
+        ends = [*accumulate(sizes, initial=0)]
+        own = [[Slot(bundle, at) for bundle in order for at in range(*ends_of)] for ends_of in pairwise(ends)]
+        ranks = tuple(range(nnodes * first, nnodes * end) for first, end in pairwise(ends))
+        return cls(group, tuple(chain(*own)), processes_per_node, gpu, ranks)
 
     def options(self, slot: Slot) -> dict[str, object]:
         strategy = PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=slot.bundle)

@@ -45,7 +45,8 @@ def chosen(arguments: Sequence[str], composed: Composed, machine: Machine, rows:
         return []
     if PROCESSES not in given:
         with_gpus = [count for count in machine.node_gpus if count]  # a cluster's head often has none
-        found[PROCESSES] = str(min(with_gpus, default=1) if on_accelerator(composed.partial, machine) else 1)
+        left = min(with_gpus, default=1) - composed.partial.trainer.n_rollout_gpus
+        found[PROCESSES] = str(max(1, left) if on_accelerator(composed.partial, machine) else 1)
     if not _of_algorithm(given):
         found |= {key: value for key, value in GRPO.items() if key not in given}
         most = most_prompts(composed, machine)

@@ -105,4 +105,5 @@ def on_accelerator(config: PPOConfig, machine: Machine) -> bool:
 
 
 def processes(config: PPOConfig) -> int:
+    """Return the number of processes that train."""
     return config.trainer.nnodes * config.trainer.n_gpus_per_node

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from rlx.cluster import without_collection
 from rlx.config.machine import processes
 from rlx.config.schema import PPOConfig
-from rlx.config.schema.roles import sharded_roles
+from rlx.config.schema.roles import pools_of_roles, sharded_roles
 
 if TYPE_CHECKING:
     from rlx.cluster.group import WorkerGroup
@@ -24,7 +24,9 @@ WORKERS = "rlx.workers.worker"
 def launch(config: PPOConfig, yaml: str) -> Path:
     """Train as configured and return the folder of the run; arguments and errors are those of `rlx.trainer.run.run`."""
     if "console" in config.trainer.logger:
-        print(f"starting Ray and {processes(config)} process(es)", flush=True)
+        own = config.trainer.nnodes * config.trainer.n_rollout_gpus
+        sampling = f", and {own} that sample(s)" if own else ""
+        print(f"starting Ray and {processes(config)} process(es){sampling}", flush=True)
     Thread(target=_import_ahead, daemon=True).start()
     from rlx.cluster.runtime import session
 
@@ -44,16 +46,21 @@ def _import_ahead() -> None:
 
 
 def start_workers(config: PPOConfig) -> "WorkerGroup":
-    """Start the processes of the run, each of which will host every role; they import their code in the background."""
+    """Start the processes of the run, which import their code in the background.
+
+    Each will host every role, but with `n_rollout_gpus` some only `rollout` and the others all but it.
+    """
     from rlx.cluster.group import WorkerGroup
     from rlx.cluster.placement import Mesh, Placement
     from rlx.cluster.runtime import accelerator
 
     trainer = config.trainer
     device = accelerator() if trainer.device == "auto" else trainer.device
-    placement = Placement.reserve(trainer.nnodes, trainer.n_gpus_per_node, device)
+    sizes = [trainer.n_gpus_per_node, *([trainer.n_rollout_gpus] if trainer.n_rollout_gpus else [])]
+    placement = Placement.reserve(trainer.nnodes, sizes, device)
+    pool_of = pools_of_roles(config)
     # A tensor-parallel group of processes generates the same samples, and a sequence-parallel one gets the same rows.
     together = {role.name: role.sequence_parallel_size for role in sharded_roles(config)}
     together["rollout"] = config.actor_rollout_ref.rollout.tensor_model_parallel_size
-    meshes = {role: Mesh.of(len(placement.slots), ranks) for role, ranks in together.items()}
-    return WorkerGroup(placement, f"{WORKERS}:Worker", meshes, hang_timeout_s=trainer.hang_timeout_s)
+    meshes = {role: Mesh.of(len(placement.pools[pool_of[role]]), ranks) for role, ranks in together.items()}
+    return WorkerGroup(placement, f"{WORKERS}:Worker", meshes, trainer.hang_timeout_s, pool_of)

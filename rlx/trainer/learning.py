@@ -180,8 +180,9 @@ class Learner:
 
     def send_weights(self, updates: int = 1) -> None:
         """Send the actor's weights to the sampler, `updates` after those that it has."""
-        version = self._run.policy_version + updates
-        self._workers.call("rollout", "sync", version)
+        version, workers = self._run.policy_version + updates, self._workers
+        sends = workers.begin("actor", "send") if self._config.trainer.n_rollout_gpus else None
+        workers.results(workers.begin("rollout", "sync", version), beside=sends)
         self._run.policy_version = version
 
     def account(self, step: int, batch: Batch, updated: Metrics) -> Metrics:

@@ -5,6 +5,7 @@ import time
 from contextlib import ExitStack
 from dataclasses import replace
 from importlib import import_module
+from itertools import chain
 from pathlib import Path
 from threading import Thread
 
@@ -180,7 +181,8 @@ def _resume(run: Run, saver: Saver, yaml: str, changed: list[ChangedKey], checkp
 def _long_start(workers: WorkerGroup) -> str:
     """Say what the start of the workers took its time for; empty if it was short."""
     each = workers.call("process", "start_s")
-    seconds = {name: max(of_rank[name] for of_rank in each) for name in each[0]}
+    names = dict.fromkeys(chain(*each))
+    seconds = {name: max(of_rank.get(name, 0.0) for of_rank in each) for name in names}
     if sum(seconds.values()) < LONG_START_S:
         return ""
     return f"ready: {', '.join(f'{name} in {taken:.1f} s' for name, taken in seconds.items())}"

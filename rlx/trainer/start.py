@@ -318,7 +318,7 @@ def _rewards(config: PPOConfig, policy: "PreTrainedTokenizerBase", has_judge: bo
         own = load_tokenizer(model.path or "", model.trust_remote_code)
         judge = RewardModel(Conversations(policy, own), config.reward_model.rule_weight)
     engines = config.actor_rollout_ref.rollout.engines_per_gpu
-    sampler_cores = CORES * config.trainer.n_gpus_per_node * (1 if engines == "auto" else int(engines))
+    sampler_cores = CORES * config.trainer.samplers_per_node * (1 if engines == "auto" else int(engines))
     return RewardManager(config.reward, config.custom_reward_function, judge, sampler_cores)
 
 

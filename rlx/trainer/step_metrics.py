@@ -5,6 +5,7 @@ Shape letters as in `rlx/data/batch.py`.
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 
 from torch import Tensor
 
@@ -38,18 +39,24 @@ def memory_of(usage: Sequence[Mapping[str, float]], phases: Iterable[str] = OF_S
         use on the device on CUDA, the process's resident size on CPU. On CUDA also memory/<phase>_before_allocated_gb and
         _after_allocated_gb, the bytes in torch's tensors, and _peak_allocated_gb, the most of them during the phase.
     """
-    found = {}
+    found, of = {}, _by_name(usage)
     for phase in phases:
-        noted = [call for call in PHASES[phase].calls if f"memory/{call}_after_gb" in usage[0]]
+        noted = [call for call in PHASES[phase].calls if f"memory/{call}_after_gb" in of]
         for moment, call in [("before", noted[0]), ("after", noted[-1])] if noted else []:
             for figure in MEMORY_FIGURES:
                 name = f"memory/{call}_{moment}_{figure}"
-                if name in usage[0]:
-                    found[f"memory/{phase}_{moment}_{figure}"] = max(each[name] for each in usage)
-        peaks = [name for call in noted if (name := f"memory/{call}_peak_allocated_gb") in usage[0]]
+                if name in of:
+                    found[f"memory/{phase}_{moment}_{figure}"] = max(of[name])
+        peaks = [max(of[name]) for call in noted if (name := f"memory/{call}_peak_allocated_gb") in of]
         if peaks:
-            found[f"memory/{phase}_peak_allocated_gb"] = max(each[name] for each in usage for name in peaks)
+            found[f"memory/{phase}_peak_allocated_gb"] = max(peaks)
     return found
+
+
+def _by_name(usage: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
+    """Return the figures of the processes that have them; those that only sample have others."""
+    names = dict.fromkeys(chain(*usage))
+    return {name: [each[name] for each in usage if name in each] for name in names}
 
 
 def zero_advantage_share(batch: Batch) -> float:
@@ -100,11 +107,10 @@ def resource_use(usage: Sequence[Mapping[str, float]]) -> dict[str, float]:
     perf/peak_memory_gb of the process with the highest peak; perf/rollout/<figure> of all samplers together, if one had a request;
     and of the largest process memory/<phase>..., see `memory_of`, and memory/host_<user>_gb and host_reserved_gb, offloaded bytes.
     """
-    found: dict[str, float] = {}
-    for name in usage[0]:
+    found, of = dict[str, float](), _by_name(usage)
+    for name, values in of.items():
         if "/" in name and not name.startswith(("memory/", "load/")):
-            total = sum(each[name] for each in usage)
-            found[f"perf/offload/{name}"] = total if name.endswith("_bytes") else total / len(usage)
+            found[f"perf/offload/{name}"] = sum(values) if name.endswith("_bytes") else sum(values) / len(values)
     moved, stalled = (
         sum(value for name, value in found.items() if name.endswith(end)) for end in ("/offloaded_bytes", "/stall_ms")
     )
@@ -112,8 +118,8 @@ def resource_use(usage: Sequence[Mapping[str, float]]) -> dict[str, float]:
     found["perf/peak_memory_gb"] = max(each["peak_memory_gb"] for each in usage)
     loads = [{name[5:]: value for name, value in each.items() if name.startswith("load/")} for each in usage]
     found |= {f"perf/rollout/{name}": value for name, value in joined_loads(loads).items()}
-    on_host = [name for name in usage[0] if name.startswith("memory/host_")]
-    return found | memory_of(usage) | {name: max(each[name] for each in usage) for name in on_host}
+    on_host = {name: max(values) for name, values in of.items() if name.startswith("memory/host_")}
+    return found | memory_of(usage) | on_host
 
 
 def rates(metrics: Mapping[str, float], timings: Mapping[str, float]) -> dict[str, float]:

@@ -33,6 +33,7 @@ from rlx.engine.objectives import Objective, PolicyObjective, ValueObjective
 from rlx.environments.role import ConversationSampler
 from rlx.errors import storing
 from rlx.identity import machine_identity
+from rlx.models.loading import generation_of, load_config
 from rlx.models.lora import adapters_off
 from rlx.rollout.engines import EngineProcess
 from rlx.rollout.protocol import EngineError, Sampling, joined_loads
@@ -45,9 +46,10 @@ from rlx.rollout.sampler import (
     stop_tokens,
 )
 from rlx.scratch import scratch_folder
+from rlx.workers.weight_link import WeightLink
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 ENGINE_SILENCE_SHARE = 0.8  # of `trainer.hang_timeout_s`: then a hung engine is restarted before the run counts as hung
 logger = logging.getLogger(__name__)
@@ -110,7 +112,13 @@ class TrainedRole(EngineRole):
 class ActorRole(TrainedRole):
     """The policy that is trained."""
 
-    def __init__(self, config: PPOConfig, device: torch.device, tokenizer: "PreTrainedTokenizerBase"):
+    def __init__(
+        self,
+        config: PPOConfig,
+        device: torch.device,
+        tokenizer: "PreTrainedTokenizerBase",
+        link: WeightLink | None = None,  # to samplers in other processes
+    ):
         policy, actor = config.actor_rollout_ref, config.actor_rollout_ref.actor
         engine = Engine(
             policy.model,
@@ -129,6 +137,7 @@ class ActorRole(TrainedRole):
             if asks_for_experts(policy)
             else None,
         )
+        self._link, self._sends_adapters = link, policy.model.sends_adapters
         self._temperature = policy.rollout.temperature
         self._log_prob_rule = MicroBatchRule(*log_prob_size(policy.rollout, actor))
         self._ref_rule = MicroBatchRule(*log_prob_size(policy.ref, actor))
@@ -136,6 +145,28 @@ class ActorRole(TrainedRole):
         objective = PolicyObjective(actor, self._temperature, longest, correction)
         super().__init__("actor", engine, actor.checkpoint, MicroBatchRule(*update_size(actor)), objective)
         self._of_first_update = objective.of_first_update()
+
+    @property
+    def generation(self) -> "GenerationConfig | None":
+        """The model's sampling defaults."""
+        return self.engine.weights.folder_parts.generation
+
+    def weights(self) -> Iterable[tuple[str, torch.Tensor]]:
+        """Return what the sampler takes: all weights, or the adapters."""
+        if not self._sends_adapters:
+            return self.engine.weights.full()
+        adapters = list(self.engine.weights.adapters())
+        self.rest()  # the device need not hold both bases
+        return adapters
+
+    def send(self) -> None:
+        """Send the weights to the samplers in other processes, which `sync` meanwhile."""
+        assert self._link is not None
+        if dist.get_rank() == 0:
+            self._link.send(self.weights())
+        else:
+            for _ in self.weights():  # it takes part in gathering them
+                pass
 
     def log_probs(self, batch: Batch) -> Batch:
         """Return old_log_probs and entropy of the rows, and differing_experts* if the rows have routed_experts."""
@@ -222,38 +253,56 @@ class CriticRole(TrainedRole):
         return Batch.of({"values": self.engine.values(batch, self._rule)})
 
 
+class LinkedWeights:
+    """The weights of an actor in other processes, for a sampler that has this process to itself."""
+
+    def __init__(self, config: PPOConfig, link: WeightLink):
+        from transformers import GenerationConfig
+
+        model = config.actor_rollout_ref.model
+        found, _ = generation_of(model.path)
+        self.generation, self._link = found or GenerationConfig.from_model_config(load_config(model)), link
+
+    def weights(self) -> Iterable[tuple[str, torch.Tensor]]:
+        return self._link.received()
+
+    def rest(self) -> None:
+        pass
+
+
 class RolloutRole:
-    """The sampler, which reads its weights from the actor of the same process."""
+    """The sampler, and where its weights come from: the actor of the same process, or one in others."""
 
     def __init__(
         self,
         config: PPOConfig,
         device: torch.device,
         tokenizer: "PreTrainedTokenizerBase",
-        actor: ActorRole,
+        source: ActorRole | LinkedWeights,
         engines: Sequence[EngineProcess] = (),  # that wait for it, see `build_rollout`
     ):
         settings = config.actor_rollout_ref.rollout
+        if config.trainer.n_rollout_gpus:
+            settings = replace(settings, free_cache_engine=False)
         self._length = config.data.max_response_length
         context_length = config.data.max_prompt_length + self._length
         model, seed = config.actor_rollout_ref.model, config.trainer.seed
-        if model.quantization is not None and model.sends_adapters:
-            self._base = DequantizedBase(actor.engine)
-            actor.rest()
+        if model.quantization is not None and model.sends_adapters and isinstance(source, ActorRole):
+            self._base = DequantizedBase(source.engine)
+            source.rest()
             model = replace(model, path=self._base.path)
         silence_s = ENGINE_SILENCE_SHARE * config.trainer.hang_timeout_s
         arguments = settings, model, device, context_length, seed, tokenizer
         self._build = partial(build_rollout, *arguments, silence_s=silence_s)
         self.sampler = self._build(engines=engines)
         self._sleeps, self._is_alone = settings.free_cache_engine, settings.tensor_model_parallel_size == 1
-        self._takes_adapters = model.sends_adapters
         self._changes = ChangeCheck(sampler_dtype(settings, device))
         self._loads: list[dict[str, float]] = []  # of calls for training since `take_load`
         self._sync_s: dict[str, float] = {}  # of the last sync
         self._synced: int | None = None  # version of the actor's weights at the last sync
-        self._actor = actor
+        self._source = source
         self._pad_token_id = int(tokenizer.pad_token_id)
-        stops = stop_tokens(tokenizer, actor.engine.weights.folder_parts.generation)
+        stops = stop_tokens(tokenizer, source.generation)
         self._conversations = ConversationSampler(config, tokenizer) if has_environment(config) else None
         self.sampling: dict[Purpose, Sampling] = {p: sampling_for(config, p, stops) for p in get_args(Purpose)}
 
@@ -311,20 +360,20 @@ class RolloutRole:
         return load | self._sync_s if load else {}
 
     def sync(self, version: int) -> None:
-        """Copy the actor's weights, or its adapters, to the sampler; `version` counts the updates.
+        """Copy the actor's weights, or its adapters, to the sampler; `version` counts the updates. An actor elsewhere must `send` them.
 
         Raises:
             StaleSamplerError: the actor's weights changed since the last sync and the sampler's did not.
         """
-        engine, started = self._actor.engine, time.monotonic()
-        weights: Iterable[tuple[str, torch.Tensor]] = engine.weights.full()
-        if self._takes_adapters:
-            weights = list(engine.weights.adapters())
-            self._actor.rest()  # the device need not hold both bases
+        started = time.monotonic()
+        weights = self._source.weights()
         gathered = time.monotonic()
         self.sampler.wake()
         awake = time.monotonic()
-        self.sampler.update_weights(self._changes.watched(weights), version)
+        watched = self._changes.watched(weights)
+        self.sampler.update_weights(watched, version)
+        for _ in watched:  # to the end, whatever the sampler takes
+            pass
         self._changes.require_change(self.sampler.probe(), version)
         self._sync_s = {
             "sync_gather_s": gathered - started,
@@ -332,7 +381,7 @@ class RolloutRole:
             "sync_send_s": time.monotonic() - awake,
         }
         self._synced = version
-        self._actor.rest()
+        self._source.rest()
 
     def _attempt(self, batch: Batch, purpose: Purpose, done: dict[int, Any]) -> tuple[Batch | None, EngineError | None]:
         sampling = self.sampling[purpose]

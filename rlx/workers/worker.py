@@ -18,11 +18,22 @@ import torch.distributed as dist
 from rlx.checkpoint.manifest import damaged_chunks
 from rlx.config.host_memory import host_memory
 from rlx.config.schema import PPOConfig
+from rlx.config.schema.roles import pools_of_roles, sampling_processes
 from rlx.engine.host_offload import HostRelief, host_use
 from rlx.heartbeat import at_beat
 from rlx.models.loading import load_tokenizer
 from rlx.rollout.engines import start_engines
-from rlx.workers.roles import ActorRole, CriticRole, EngineRole, RefRole, RewardRole, RolloutRole, TrainedRole
+from rlx.workers.roles import (
+    ActorRole,
+    CriticRole,
+    EngineRole,
+    LinkedWeights,
+    RefRole,
+    RewardRole,
+    RolloutRole,
+    TrainedRole,
+)
+from rlx.workers.weight_link import WeightLink
 
 Role = EngineRole | RolloutRole
 PROCESS = "process"
@@ -32,12 +43,13 @@ COLLECTIVE_EXTRA_S = 60.0  # so that the driver, which can name the place, notic
 class Worker:
     """Hosts roles. The role name `process` addresses the process as a whole.
 
-    RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT are set in the environment, and in that of rank 0 possibly
-    MASTER_LISTEN_FD, the descriptor of a socket that is bound to this address and port.
+    RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT are set in the environment, and in that of the first process possibly
+    MASTER_LISTEN_FD, the descriptor of a socket that is bound to this address and port. RLX_POOL is the number of its pool.
 
     Args:
         config: the tree; `trainer.total_training_steps` and the critic's nulls are set, model paths are folders or hub names.
-        roles: some of actor, rollout, ref, critic, reward, built in a fixed order; `rollout` reads the weights of `actor`.
+        roles: some of actor, rollout, ref, critic, reward, built in a fixed order; `rollout` reads the weights of `actor`. The process
+            hosts those of its pool.
 
     Attributes:
         roles: the hosted roles by name.
@@ -48,6 +60,8 @@ class Worker:
 
     def __init__(self, config: PPOConfig, roles: Sequence[str]):
         self._began, self._start_s = time.monotonic(), dict[str, float]()
+        pools, own = pools_of_roles(config), pool()
+        roles = [role for role in roles if pools[role] == own]
         self.device = join_process_group(config.trainer.device, config.trainer.hang_timeout_s + COLLECTIVE_EXTRA_S)
         self._note_start("device")
         self.roles: dict[str, Role] = {}
@@ -58,8 +72,14 @@ class Worker:
         # Now, because they import vLLM while the other roles are built
         engines = start_engines(rollout) if "rollout" in roles else []
         tokenizer = load_tokenizer(model.path, model.trust_remote_code)
+        link = None
+        if config.trainer.n_rollout_gpus:
+            samplers = sampling_processes(config)
+            rank = int(os.environ["RANK"]) + own
+            link = WeightLink(self.device, rank, 1 + samplers, config.trainer.hang_timeout_s + COLLECTIVE_EXTRA_S)
+        actor = None
         if "actor" in roles:
-            self._add("actor", actor := ActorRole(config, self.device, tokenizer))
+            self._add("actor", actor := ActorRole(config, self.device, tokenizer, link))
         if "ref" in roles:
             self._add("ref", RefRole(config, self.device))
         if "critic" in roles:
@@ -68,7 +88,8 @@ class Worker:
             self._add("reward", RewardRole(config, self.device))
         # Last, because vLLM takes a share of the memory that is free now.
         if "rollout" in roles:
-            self._add("rollout", RolloutRole(config, self.device, tokenizer, actor, engines))
+            source = actor or LinkedWeights(config, link)
+            self._add("rollout", RolloutRole(config, self.device, tokenizer, source, engines))
         self._readings = ReadingLog(self.device, self.roles.get("rollout"))
         at_beat(self._readings.look)
 
@@ -113,6 +134,8 @@ class Worker:
 
     def damage(self, checkpoint: str) -> list[str]:
         """Return the damaged parts of a checkpoint's files, among this process's share; raises as `damaged_chunks`."""
+        if pool():
+            return []  # those that train read all of them
         return damaged_chunks(Path(checkpoint), dist.get_rank(), dist.get_world_size())
 
     def usage(self) -> dict[str, Any]:
@@ -141,6 +164,11 @@ class Worker:
         return {**figures, "peak_memory_gb": self._memory.take_peak_gb(), "readings": self._readings.take()}
 
 
+def pool() -> int:
+    """Return the number of this process's pool, see `pools_of_roles`."""
+    return int(os.environ.get("RLX_POOL", "0"))
+
+
 def join_process_group(choice: str, timeout_s: float = 1800.0) -> torch.device:
     """Set up torch.distributed, including collectives of host tensors, and return this process's device.
 
@@ -161,17 +189,17 @@ def join_process_group(choice: str, timeout_s: float = 1800.0) -> torch.device:
             )
         backend, device = "cpu:gloo,cuda:nccl", torch.device(seen, int(os.environ["LOCAL_RANK"]))
         torch.accelerator.set_device_index(device.index)
-    # The store listens on the socket MASTER_LISTEN_FD of rank 0 if that is set, else on all interfaces.
+    # The store listens on the socket MASTER_LISTEN_FD of the first process if that is set, else on all interfaces. All pools share it.
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     listener = os.environ.get("MASTER_LISTEN_FD")
     store = dist.TCPStore(
         os.environ["MASTER_ADDR"],
         int(os.environ["MASTER_PORT"]),
-        world_size,
-        is_master=rank == 0,
+        is_master=rank == 0 and pool() == 0,
+        wait_for_workers=False,  # the process group waits for its own
         master_listen_fd=None if listener is None else int(listener),
     )
-    limit = timedelta(seconds=timeout_s)
+    store, limit = dist.PrefixStore(f"pool_{pool()}", store), timedelta(seconds=timeout_s)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
     return device
 

@@ -15,6 +15,8 @@ from rlx.offload.runtime.options import UNREAD_OPTIONS, OffloadOptions
 
 ACTOR, MODEL, OWN = "actor_rollout_ref.actor", "actor_rollout_ref.model", "custom_reward_function"
 PROCESSES = ("trainer.n_gpus_per_node", "trainer.nnodes")
+COUNTED = {"processes": PROCESSES, "sampling processes": PROCESSES}
+"""The keys of limits that are no keys; with `n_rollout_gpus` that of sampling processes."""
 
 
 Faults = Iterator[Fault]
@@ -189,18 +191,21 @@ def declared_limits_hold(s: CheckContext) -> Faults:
         value = s.value(key)
         if value in (None, -1) or not _is_judged(s, key):
             continue
-        if limit == "processes":
-            most, got = processes(s.config), f"{key}={value}, {processes(s.config)} process(es)"
-            remedy = f", or change {PROCESSES[0]}"
+        if keys := COUNTED.get(limit, ()):
+            most = processes(s.config) if limit == "processes" else roles.sampling_processes(s.config)
+            if limit != "processes" and s.config.trainer.n_rollout_gpus:
+                keys = ("trainer.n_rollout_gpus", "trainer.nnodes")
+            got, remedy = f"{key}={value}, {most} process(es)", f", or change {keys[0]}"
         else:
             most, got, remedy = s.value(limit), "", ""
         if LEAVES[key].info.at_most and value > most:
             yield s.fault(f"{key} is larger than {limit}", f"at most {most}", f"set {key}={most}, or less", key, limit)
         elif not LEAVES[key].info.at_most and (value == 0 or most % value):
-            others = PROCESSES if limit == "processes" else (limit,)
-            what = f"{key} does not divide {'the processes' if limit == 'processes' else limit}"
+            what = f"{key} does not divide {f'the {limit}' if keys else limit}"
             nearest = next((each for each in range(min(value, most), 0, -1) if most % each == 0), 1)
-            yield s.fault(what, f"a divisor of {most}", f"set {key}={nearest}{remedy}", key, *others, got=got)
+            yield s.fault(
+                what, f"a divisor of {most}", f"set {key}={nearest}{remedy}", key, *(keys or (limit,)), got=got
+            )
 
 
 def declared_needs_are_met(s: CheckContext) -> Faults:

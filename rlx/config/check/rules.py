@@ -324,6 +324,15 @@ def vllm_takes_the_options(s: CheckContext) -> Faults:
         yield s.fault(what, expected, remedy, KWARGS, got=got)
 
 
+def sampler_can_be_apart(s: CheckContext) -> Faults:
+    """A sampler in processes of its own reads its base from the model's folder, which a quantised actor's differs from."""
+    model = s.config.actor_rollout_ref.model
+    if s.config.trainer.n_rollout_gpus and model.quantization is not None and model.sends_adapters:
+        what, expected = "a sampler on GPUs of its own would lack the quantised base", "merged weights"
+        keys = "trainer.n_rollout_gpus", f"{MODEL}.quantization", f"{MODEL}.lora.merge"
+        yield s.fault(what, expected, f"set {MODEL}.lora.merge=True, or {keys[0]}=0", *keys)
+
+
 def responses_can_end(s: CheckContext) -> Faults:
     """Stop strings are texts, turns of a conversation end by themselves, and a bias has a token id and a number."""
     stop, eos, val = f"{ROLLOUT}.stop", f"{ROLLOUT}.ignore_eos", f"{ROLLOUT}.val_kwargs"
@@ -419,6 +428,6 @@ def reward_model_is_one(s: CheckContext) -> Faults:
 COMBINATION_RULES = (
     *(tokens_hold_the_longest_row, updates_survive_rounding, fsdp1_can_do_it, validation_can_run),
     *(critic_is_used, samples_can_be_compared, bounds_suit_the_tests, layers_can_stream, offload_options_agree),
-    *(vllm_is_there, vllm_can_run_the_model, vllm_takes_the_options, responses_can_end),
+    *(vllm_is_there, vllm_can_run_the_model, vllm_takes_the_options, sampler_can_be_apart, responses_can_end),
     *(form_is_an_expression, reward_parts_can_be_added, reward_model_is_one),
 )

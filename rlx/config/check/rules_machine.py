@@ -11,7 +11,8 @@ from rlx.program import program
 from rlx.row_files import DATA_KINDS, SAVED, data_kind, data_parts
 from rlx.step_folders import step_of
 
-GPUS, NODES, DEVICE = "trainer.n_gpus_per_node", "trainer.nnodes", "trainer.device"
+GPUS, SAMPLING = "trainer.n_gpus_per_node", "trainer.n_rollout_gpus"
+NODES, DEVICE = "trainer.nnodes", "trainer.device"
 MODEL = "actor_rollout_ref.model.path"
 FOR_GPUS = ("flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention")
 LONGEST_RAY_FOLDER = 26
@@ -35,7 +36,7 @@ def gpus_suffice(s: CheckContext) -> Faults:
     trainer, cluster = s.config.trainer, s.machine.cluster
     if not s.on_accelerator or (cluster is not None and cluster.error):
         return
-    per_node, offered = trainer.n_gpus_per_node, s.machine.node_gpus
+    per_node, offered, own = trainer.processes_per_node, s.machine.node_gpus, trainer.n_rollout_gpus
     # All machines are like one that is named; another rule reports a missing cluster.
     nodes = 1 if cluster is None else trainer.nnodes
     if sum(gpus >= per_node for gpus in offered) >= nodes:
@@ -43,13 +44,25 @@ def gpus_suffice(s: CheckContext) -> Faults:
     remedy = f"set {DEVICE}=cpu"
     if best := max(offered, default=0):
         remedy = f"set {GPUS}={best}" if nodes == 1 else f"lower {GPUS} or {NODES}, or {remedy}"
+        if own:
+            remedy = f"lower {GPUS} or {SAMPLING}, which add up"
     if s.machine.name is not None:
         kind = s.machine.name.partition("x")[2]  # of 4xh100: h100
         remedy += f", or plan for a machine with {per_node}: --on {per_node}x{kind}"
     found = " + ".join(map(str, offered)) or "0"  # per machine: 4 + 4 + 0
-    got = f"{GPUS}={per_node} on {nodes} machine(s); {s.machine.label} has {found} GPU(s)"
+    sampling = f" and {SAMPLING}={own}" * (own > 0)
+    got = f"{GPUS}={trainer.n_gpus_per_node}{sampling} on {nodes} machine(s); {s.machine.label} has {found} GPU(s)"
     expected = f"at least {per_node} GPU(s) on each of {nodes} machine(s)"
-    yield s.fault("more GPUs are requested than available", expected, remedy, GPUS, NODES, DEVICE, got=got)
+    yield s.fault(
+        "more GPUs are requested than available",
+        expected,
+        remedy,
+        GPUS,
+        *[SAMPLING] * (own > 0),
+        NODES,
+        DEVICE,
+        got=got,
+    )
 
 
 def ray_has_a_short_folder(s: CheckContext) -> Faults:

@@ -9,8 +9,9 @@ import math
 from itertools import pairwise
 from typing import NamedTuple
 
-from rlx.config.machine import Machine, on_accelerator, processes
+from rlx.config.machine import Machine, on_accelerator
 from rlx.config.schema import PPOConfig
+from rlx.config.schema.roles import sampling_processes
 from rlx.config.vllm_range import ENGINE_BYTES
 from rlx.offload.plan.decoder import Decoder
 from rlx.offload.plan.hardware import MATMUL_SHARE, MEMORY_SHARE, PROFILES, Hardware
@@ -53,7 +54,7 @@ def engine_count(config: PPOConfig, machine: Machine, actor: Decoder | str | Non
             return EngineCount(1, reason)
     if not isinstance(actor, Decoder) or machine.device_bytes is None:
         return EngineCount(1, "the model or the GPU is of unknown size here")
-    rows = -(-data.train_batch_size * rollout.n // processes(config))
+    rows = -(-data.train_batch_size * rollout.n // sampling_processes(config))
     places, tokens = min(rollout.max_num_seqs, rows), data.max_prompt_length + data.max_response_length // 2
     element = 4 if rollout.dtype == "fp32" else 2
     weights = actor.parameters * element
@@ -66,7 +67,7 @@ def engine_count(config: PPOConfig, machine: Machine, actor: Decoder | str | Non
     for count, more in pairwise(NUMBERS):
         if (gain := times[count] / times[more]) < GAIN:
             return EngineCount(count, f"{more} would be {gain:.1f} times as fast, too little for their memory")
-        if machine.cpus < more * CORES * config.trainer.n_gpus_per_node:
+        if machine.cpus < more * CORES * config.trainer.samplers_per_node:
             return EngineCount(count, f"{machine.cpus} cores are too few for more")
         if caches[more] < min(CACHE_SHARE * caches[1], places * sequence_bytes):
             return EngineCount(count, "copies of the weights would take too much of the cache")

@@ -72,7 +72,7 @@ class MemoryForecast:
     def host_bytes(self) -> float | None:
         """The host's memory divided by its processes [bytes]; None if not known."""
         whole = self.machine.host_bytes
-        return None if whole is None else whole / self.config.trainer.n_gpus_per_node
+        return None if whole is None else whole / self.config.trainer.processes_per_node
 
     @property
     def memory_bytes(self) -> float | None:
@@ -100,6 +100,7 @@ class MemoryForecast:
             host_bytes=self.host_bytes,
             hardware=self.machine.hardware or PROFILES["h200"],
             recorded_bytes=recorded,
+            is_apart=self.config.trainer.n_rollout_gpus > 0,
         )
 
     @cached_property
@@ -180,7 +181,7 @@ class MemoryForecast:
         role, longest = self.roles[self._role_of(name)], self.length if length is None else length
         own, policy, data = self.run.models[role.name], self.config.actor_rollout_ref, self.config.data
         if name == "rollout":
-            rows = -(-data.train_batch_size * policy.rollout.n // processes(self.config))
+            rows = -(-data.train_batch_size * policy.rollout.n // roles.sampling_processes(self.config))
             return self.run.rollout(longest, 1 if is_least else min(policy.rollout.max_num_seqs, rows))
         if name == "sync":
             return self.run.sync(own)

@@ -279,6 +279,11 @@ class TrainerConfig:
         None, "Machines that suffice if others stay away for 2 minutes; null: nnodes.", minimum=1, at_most="nnodes"
     )
     n_gpus_per_node: int = key(8, "Processes per machine, each with one GPU; on CPU the number is free.", minimum=1)
+    n_rollout_gpus: int = key(
+        0,
+        "Processes per machine beside n_gpus_per_node, each with one GPU, that only sample; 0: all train and sample.",
+        minimum=0,
+    )
     device: str = key("auto", "auto: an accelerator if there is one.", choices=("auto", "cpu", "cuda"))
     seed: int = key(1, "Seed of sampling and of fresh weights.", minimum=0, maximum=LARGEST_SEED)
     memory_check: str = key("refuse", "Action if memory will not suffice; off: predict nothing.", choices=MEMORY_CHECKS)
@@ -325,6 +330,15 @@ class TrainerConfig:
     max_critic_ckpt_to_keep: int | None = key(
         None, "Checkpoints kept; null: all.", in_state("no critic"), in_state("never saves"), minimum=1
     )
+
+    @property
+    def samplers_per_node(self) -> int:
+        """The processes per machine that sample."""
+        return self.n_rollout_gpus or self.n_gpus_per_node
+
+    @property
+    def processes_per_node(self) -> int:
+        return self.n_gpus_per_node + self.n_rollout_gpus
 
 
 @dataclass(frozen=True)

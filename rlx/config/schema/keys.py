@@ -85,7 +85,7 @@ class KeyInfo(NamedTuple):
     under: float | None = None
     length: int | None = None  # of a tuple
     at_most: str = ""  # the key that holds the largest value
-    divides: str = ""  # the key, or `processes`, that this one has to divide
+    divides: str = ""  # the key, or `processes` or `sampling processes`, that this one has to divide
     unused: tuple[Unused, ...] = ()
     needs: tuple[Need, ...] = ()
     package: str = ""  # of pip, that any other value than the default needs, or those of `package_for`

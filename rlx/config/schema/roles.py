@@ -88,6 +88,15 @@ def roles_of(config: PPOConfig) -> list[str]:
     return ["actor", "rollout", *(name for name, has in others.items() if has(config))]
 
 
+def pools_of_roles(config: PPOConfig) -> dict[str, int]:
+    """Return the pool of processes that hosts each role; the first one trains."""
+    return {role: int(role == "rollout" and config.trainer.n_rollout_gpus > 0) for role in roles_of(config)}
+
+
+def sampling_processes(config: PPOConfig) -> int:
+    return config.trainer.nnodes * config.trainer.samplers_per_node
+
+
 def is_tiny(config: PPOConfig) -> bool:
     return config.actor_rollout_ref.model.path == TINY
 

@@ -162,7 +162,7 @@ class RolloutConfig:
         "vLLM: processes that share a copy of the model.",
         needs("the hf sampler keeps the whole model in each process", "name", "vllm", when=is_above(1)),
         minimum=1,
-        divides="processes",
+        divides="sampling processes",
     )
     engines_per_gpu: int | str = key(
         "auto",
@@ -182,7 +182,12 @@ class RolloutConfig:
     )
     max_num_batched_tokens: int = key(8192, "vLLM: tokens per scheduling step.", while_is("name", "hf"), minimum=1)
     enforce_eager: bool = key(False, "vLLM: no CUDA graphs.", while_is("name", "hf"))
-    free_cache_engine: bool = key(True, "vLLM: give the KV cache back during updates.", while_is("name", "hf"))
+    free_cache_engine: bool = key(
+        True,
+        "vLLM: give the KV cache back during updates.",
+        while_is("name", "hf"),
+        Unused("with {key} the sampler shares no GPU", "trainer.n_rollout_gpus"),
+    )
     enable_chunked_prefill: bool = key(True, "vLLM: prefill in chunks.", while_is("name", "hf"))
     enable_prefix_caching: bool = key(
         True,

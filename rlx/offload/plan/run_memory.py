@@ -345,6 +345,7 @@ class RunMemory:
     host_bytes: float | None  # a process's part of the host's
     hardware: Hardware  # gives plans their rates
     recorded_bytes: float = 0.0  # a process's part of the experts that the sampler recorded
+    is_apart: bool = False  # whether the sampler has devices of its own
 
     def update(self, name: str, own: ModelMemory, load: Load) -> Phase:
         """Return the phase of an update."""
@@ -398,8 +399,10 @@ class RunMemory:
             needed = sampler + self.sampler.processes + cache
             sampler = self.sampler.share * self.memory_bytes
             limit, lacking = self.memory_bytes - CUDA_BYTES, max(0.0, needed - sampler)
-        parts = {"others": self._idle(), "sampler": sampler}
-        return self._phase("rollout", parts, self._on_host(), lacking=lacking)._replace(limit=limit)
+        parts, host = {"others": self._idle(), "sampler": sampler}, self._on_host()
+        if self.is_apart:
+            parts, host = {"sampler": sampler}, 0.0
+        return self._phase("rollout", parts, host, lacking=lacking)._replace(limit=limit)
 
     def sync(self, actor: ModelMemory) -> Phase:
         """Return the phase in which the sampler takes the policy's weights."""
@@ -409,7 +412,7 @@ class RunMemory:
             "weights": states.weights,
             "optimizer": actor.staying_state,
             "gathered": float(actor.stored * actor.decoder.vocabulary * actor.decoder.width),
-            "sampler": max(self.sampler.weights + self.sampler.processes, at_rest),
+            "sampler": 0.0 if self.is_apart else max(self.sampler.weights + self.sampler.processes, at_rest),
         }
         if self.sampler.takes_adapters:
             gathering = parts | {"gathered": 0.0, "sampler": at_rest}
@@ -428,6 +431,8 @@ class RunMemory:
     def _sampler_at_rest(self) -> float:
         """Bytes of the sampler on the device while a model works."""
         sampler = self.sampler
+        if self.is_apart:
+            return 0.0
         if not sampler.is_vllm:
             return sampler.weights
         if not self.on_device:
@@ -444,7 +449,13 @@ class RunMemory:
         idle += self.recorded_bytes * self.on_device
         if own is None:
             return idle
-        keeps_base = self.sampler.is_vllm and self.on_device and self.sampler.is_freed and self.sampler.takes_adapters
+        keeps_base = (
+            not self.is_apart
+            and self.sampler.is_vllm
+            and self.on_device
+            and self.sampler.is_freed
+            and self.sampler.takes_adapters
+        )
         return idle + own.host_at_work + PINNED_ROUNDING * self.sampler.weights * keeps_base
 
 
