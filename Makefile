@@ -31,7 +31,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .PHONY: run test chaos learns real docs setup
 
 run: $(STAMP)
-	$(PY) -m rlx.main_ppo $(ARGS)
+	$(VENV)/bin/rlx train $(ARGS)
 
 # All checks run even when one fails. What failed before the tests is said after them, where it is seen. Two tests run at a
 # time, each on one thread; PYTEST_ARGS=-n0 runs one after the other.

@@ -5,6 +5,8 @@ It imports the standard library only; a command imports its own part, and can al
 
 import os
 import runpy
+import shlex
+import shutil
 import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -106,11 +108,17 @@ def _main(arguments: Sequence[str] | None) -> int:
             f"rlx {name}: this installation lacks {', '.join(missing)}; {_installing(command.extra)}", file=sys.stderr
         )
         return 2
-    os.environ[CALLED_AS] = f"rlx {name}"
-    sys.argv = [f"rlx {name}", *command.arguments, *rest[:-1]]
+    os.environ[CALLED_AS] = f"{_program()} {name}"
+    sys.argv = [os.environ[CALLED_AS], *command.arguments, *rest[:-1]]
     sys.path.insert(0, folder)  # as python -m does, so that a user's own modules are found
     runpy.run_module(command.module, run_name="__main__", alter_sys=True)
     return 0
+
+
+def _program() -> str:
+    """Return `rlx`, or the path by which it was called where a shell does not find it by its name."""
+    path = sys.argv[0]
+    return shlex.quote(path) if Path(path).name == "rlx" and shutil.which("rlx") is None else "rlx"
 
 
 def _known() -> dict[str, Command]:

@@ -1,6 +1,7 @@
 """Convert a role's checkpoint to a Hugging Face folder in one process: `python -m rlx.export CHECKPOINT_DIR OUT_DIR`."""
 
 import argparse
+import json
 import shlex
 import sys
 import tempfile
@@ -107,7 +108,9 @@ def _trial(out: Path, trust_remote_code: bool) -> str:
     if "chat_template" in (out / "tokenizer_config.json").read_text() or (out / "chat_template.jinja").exists():
         question = [{"role": "user", "content": question}]
     options = ", trust_remote_code=True" * trust_remote_code
-    code = f"import transformers; print(transformers.pipeline('text-generation', {str(out)!r}{options})({question!r}))"
+    # In double quotes, which a shell leaves alone within single ones
+    pipeline = f'transformers.pipeline("text-generation", {json.dumps(str(out))}{options})'
+    code = f"import transformers; print({pipeline}({json.dumps(question)}))"
     return shlex.join(["python", "-c", code])
 
 

@@ -50,6 +50,11 @@ def test_messages_name_the_program_as_it_was_called():
         done = python(*called, "no_such_folder")
         assert done.returncode == 2
         assert done.stderr.startswith(f"{name or 'python -m rlx.trainer.report'}: no_such_folder: ")
+    program = Path(sys.executable).with_name("rlx")
+    for path, name in ((program.parent, "rlx"), ("/nowhere", program)):
+        environment = {**os.environ, "PATH": str(path)}
+        done = subprocess.run([program, "view", "no_such_folder"], capture_output=True, text=True, env=environment)
+        assert done.stderr.startswith(f"{name} view: no_such_folder: "), "by its path where no shell would find it"
     for command, more in (("view", []), ("export", ["out"])):
         done = python("-m", "rlx.cli", command, "no_such_folder", *more)
         assert done.returncode == 2

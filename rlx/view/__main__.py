@@ -46,6 +46,8 @@ def main(arguments: list[str]) -> int:
         print(f"{program('view')}: {error}", file=sys.stderr)
         return 2
     print(f"{printable(str(out))}: {page.samples} samples of {page.steps} steps, {out.stat().st_size / 1e6:.1f} MB")
+    if not page.samples:
+        print("the page shows timelines alone; a run with trainer.transcripts=True keeps its samples")
     if page.left_out:
         print(f"{page.left_out} samples are listed without tokens: raise --max-mb, or choose --steps")
     return 0

@@ -53,8 +53,9 @@ def long_text(forecast: MemoryForecast) -> str:
         lengths, others = _longest(forecast, phase), (_cell(phase.host), _cell(phase.disk), phase.where or "-")
         peaks.append((phase.name, gb(phase.peak), _limit(phase), *lengths, *others))
     old, size = log_prob_pass(forecast.config), forecast.config.data.train_batch_size
-    told = f"old log-probs of {old.prompts} of {size} prompts take a pass of their own: {old.why}"
-    below = [COLUMNS, _legend(forecast), told]
+    below = [COLUMNS, _legend(forecast)]
+    if old.prompts:
+        below.append(f"old log-probs of {old.prompts} of {size} prompts take a pass of their own: {old.why}")
     tables = [*aligned(parts), "", *aligned(peaks), *below] if phases else []
     host = _host(forecast, phases)
     return "\n".join(
