@@ -176,14 +176,7 @@ class Learner:
         """Send the actor's weights to the sampler if the step updated them."""
         if step > self._config.trainer.critic_warmup:
             with self._run.progress.phase("sync"):
-                self.send_weights()
-
-    def send_weights(self, updates: int = 1) -> None:
-        """Send the actor's weights to the sampler, `updates` after those that it has."""
-        version, workers = self._run.policy_version + updates, self._workers
-        sends = workers.begin("actor", "send") if self._config.trainer.n_rollout_gpus else None
-        workers.results(workers.begin("rollout", "sync", version), beside=sends)
-        self._run.policy_version = version
+                self._run.send_weights(updates=1)
 
     def account(self, step: int, batch: Batch, updated: Metrics) -> Metrics:
         """Return counters and resource use at the end of a step, and show notices."""

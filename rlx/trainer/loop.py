@@ -33,6 +33,7 @@ class Trainer:
         batch = self.learner.log_probs(batch, step)
         batch, judged = self.learner.advantages(batch)
         batch, updated = self.learner.update(batch, step)
+        self.samples.meet()
         if self.keeps_transcripts:
             transcripts.write(self.run, step, batch)
         self.learner.sync(step)
@@ -48,7 +49,7 @@ class Trainer:
             Terminated: the run was to end. A checkpoint was written if there was time.
         """
         trainer, run = self.run.config.trainer, self.run
-        self.learner.send_weights(updates=0)
+        run.send_weights(updates=0)
         if trainer.val_only or (trainer.val_before_train and run.finished_steps == 0):
             self.report(self.validation.run() | self.learner.memory_of("validate"))
         while run.finished_steps < run.last_step and not trainer.val_only:

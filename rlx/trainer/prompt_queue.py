@@ -63,7 +63,8 @@ def room(config: PPOConfig, step: int) -> int:
 def round_tokens(config: PPOConfig) -> int:
     """Return the most tokens that a sample gets in a step that does not wait for its end."""
     partial, longest = config.actor_rollout_ref.rollout.partial, config.data.max_response_length
-    return partial.round_tokens or -(-longest // (partial.max_staleness + 1))
+    rounds = partial.max_staleness if config.trainer.n_rollout_gpus else partial.max_staleness + 1
+    return partial.round_tokens or -(-longest // max(1, rounds))
 
 
 def token_count(kept: Sample) -> int:

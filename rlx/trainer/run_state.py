@@ -48,6 +48,7 @@ class Run:
     first_validation: Metrics = field(default_factory=dict)
     queue: list[Draw] = field(default_factory=list)  # prompts drawn before their step, the oldest first
     has_stale_tokens: bool = False  # whether some that are trained on may be of older weights
+    sampler_lost: bool = False  # whether a sampler in processes of its own has begun anew and has no weights
 
     def __post_init__(self) -> None:
         control = self.config.algorithm.kl_ctrl
@@ -94,6 +95,13 @@ class Run:
             notice(f"trainer.seed={trainer.seed} has no effect: the resumed run keeps its seed {state.seed}")
         if self.finished_steps >= self.last_step and not trainer.val_only:
             notice(nothing_to_train(self.finished_steps, self.last_step, trainer))
+
+    def send_weights(self, updates: int) -> None:
+        """Send the actor's weights to the sampler, `updates` after those that it has."""
+        version, workers = self.policy_version + updates, self.workers
+        sends = workers.begin("actor", "send") if self.config.trainer.n_rollout_gpus else None
+        workers.results(workers.begin("rollout", "sync", version), beside=sends)
+        self.policy_version, self.sampler_lost = version, False
 
     def of_driver(self) -> DriverState:
         """Return what a checkpoint keeps."""

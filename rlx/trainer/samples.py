@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import torch
 
 from rlx.algorithms.advantages import ESTIMATORS, overlong_penalty
-from rlx.cluster.group import Meanwhile
+from rlx.cluster.group import Call, Meanwhile
+from rlx.cluster.placement import share_ranges
 from rlx.config.schema import OverlongBufferConfig
 from rlx.config.schema.roles import has_environment, has_reward_model
 from rlx.data.batch import Batch, concat
@@ -50,6 +51,8 @@ class SampleSource:
     def __init__(self, run: Run):
         self._run, self._config = run, run.config
         self._unfinished: Metrics = {}  # of the last phase of generation with a queue
+        # Rows of a phase that runs, the draw and the row there of each, and the call
+        self._phase: tuple[Batch, list[tuple[Draw, int]], Call] | None = None
         self._failed = FailedConversations(run.config.environment, run.progress)
         self._has_judge, self._has_environment = has_reward_model(run.config), has_environment(run.config)
         self._least_gain = run.config.actor_rollout_ref.model.least_gain
@@ -95,9 +98,26 @@ class SampleSource:
 
     def _generated(self, rows: Batch, sent: Batch, purpose: str) -> Batch:
         """Return what the sampler answers, and begin to score what it finishes."""
+        answers: list[Batch | None] = [None]
+        while None in answers:
+            answers = self._answers(rows, self._begin(sent, purpose))
+        return concat([each for each in answers if each is not None])
+
+    def _begin(self, sent: Batch, purpose: str) -> Call:
+        if self._run.sampler_lost:
+            self._run.send_weights(updates=0)
+        return self._run.workers.begin("rollout", "generate", purpose, batch=sent)
+
+    def _answers(self, rows: Batch, call: Call) -> list[Batch | None]:
+        """Return the answer of each of the sampler's shares, and begin to score what they finish.
+
+        None is that of a sampler in processes of its own that failed, which has begun anew and waits for weights.
+        """
         scores_early = not self._has_environment and self._run.rewards.scores_early(rows)
         meanwhile = self._scoring(rows) if scores_early else None
-        return self._run.workers.split("rollout", "generate", sent, purpose, meanwhile=meanwhile)
+        answers: list[Batch | None] = self._run.workers.results(call, meanwhile=meanwhile)
+        self._run.sampler_lost |= None in answers
+        return answers
 
     def _received(self, rows: Batch, written: Batch) -> Batch:
         self._failed.judge(written)
@@ -143,24 +163,27 @@ class SampleSource:
         return batch.with_(greedy_scores=self._scored(greedy)[0]["scores"][batch["group_id"] - first])
 
     def _from_queue(self, step: int, first: int) -> Batch:
-        """Return the samples of the oldest draw, all ended, after a phase in which those of later draws went on."""
+        """Return the samples of the oldest draw, all ended, after a phase in which those of later draws went on.
+
+        A sampler in processes of its own then begins the next phase, which runs while this step trains; see `meet`.
+        """
         run, config, draws = self._run, self._config, self._run.queue
-        rollout = config.actor_rollout_ref.rollout
-        while len(draws) < prompt_queue.room(config, step):
+        rollout, room = config.actor_rollout_ref.rollout, prompt_queue.room(config, step)
+        is_apart, went_on = config.trainer.n_rollout_gpus > 0, 0
+        self._end_phase()
+        while len(draws) < room:
             label, epoch, prompts = step + len(draws), run.sampler.epoch, run.sampler.next()
             place = run.sampler.place if config.algorithm.filter_groups.enable else 0  # steps differ in their draws
             rows = spread(run.train.batch(prompts), rollout.n, run.seed, "train", label, place)
             draws.append(Draw(label, place, epoch, prompts, rows, [not_begun(config) for _ in range(len(rows))]))
-        budget, shares = prompt_queue.round_tokens(config), run.workers.mesh("rollout").shares
-        rows, places = prompt_queue.phase_rows(draws[: prompt_queue.room(config, step)], budget, shares)
-        went_on = sum(map(prompt_queue.token_count, rows.info["kept"]))
-        if places:
-            sent = rows.select("prompt_ids", "prompt_mask", "seed", "budget")
-            sent = sent.with_(rows.info if self._has_environment else {"kept": rows.info["kept"]})
-            answered = self._generated(rows, sent, "train").info["kept"]
-            for (number, row), kept in zip(places, answered, strict=True):
-                draws[number].kept[row] = kept
+        is_due = not is_apart
+        while is_due or draws[0].open_rows:  # again if a sampler in processes of its own failed
+            went_on += self._begin_phase(draws[:room])
+            self._end_phase()
+            is_due = False
         draw = draws.pop(0)
+        if is_apart:
+            went_on += self._begin_phase(draws[: room - 1])
         waiting = [kept for each in draws for kept in each.kept if not kept.is_finished]
         self._unfinished = {
             "partial/queued_prompts": float(sum(len(each.prompts) for each in draws)),
@@ -177,6 +200,35 @@ class SampleSource:
             kept = [each for each in draw.kept if isinstance(each, Kept)]
             written = samples_of(rows, kept, pad, length, with_log_probs=True)
         return self._received(rows, written)
+
+    def _begin_phase(self, draws: Sequence[Draw]) -> int:
+        """Begin to sample the open rows of these draws, the first to their end; return how many kept tokens are read again."""
+        if not any(draw.open_rows for draw in draws):
+            return 0
+        budget, shares = prompt_queue.round_tokens(self._config), self._run.workers.mesh("rollout").shares
+        rows, places = prompt_queue.phase_rows(draws, budget, shares)
+        sent = rows.select("prompt_ids", "prompt_mask", "seed", "budget")
+        sent = sent.with_(rows.info if self._has_environment else {"kept": rows.info["kept"]})
+        self._phase = rows, [(draws[number], row) for number, row in places], self._begin(sent, "train")
+        return sum(map(prompt_queue.token_count, rows.info["kept"]))
+
+    def _end_phase(self) -> None:
+        """Wait for the phase that runs, if one does, and keep what it sampled; the share of a sampler that failed stays as it was."""
+        if self._phase is None:
+            return
+        rows, places, call = self._phase
+        self._phase = None
+        answers = self._answers(rows, call)
+        for share, answer in zip(share_ranges(len(places), len(answers)), answers, strict=True):
+            for at, kept in zip(share, answer.info["kept"] if answer else (), strict=answer is not None):
+                draw, row = places[at]
+                draw.kept[row] = kept
+
+    def meet(self) -> None:
+        """Wait for a sampler in processes of its own, which has worked on later steps while this one trained."""
+        if self._phase is not None:
+            with self._run.progress.phase("rollout"):
+                self._end_phase()
 
     def _scored(self, batch: Batch) -> Part:
         with self._run.progress.phase("reward"):

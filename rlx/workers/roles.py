@@ -300,7 +300,7 @@ class RolloutRole:
         self._loads: list[dict[str, float]] = []  # of calls for training since `take_load`
         self._sync_s: dict[str, float] = {}  # of the last sync
         self._synced: int | None = None  # version of the actor's weights at the last sync
-        self._source = source
+        self._source, self._failures = source, 0  # failures in a row
         self._pad_token_id = int(tokenizer.pad_token_id)
         stops = stop_tokens(tokenizer, source.generation)
         self._conversations = ConversationSampler(config, tokenizer) if has_environment(config) else None
@@ -310,11 +310,11 @@ class RolloutRole:
         if self._sleeps:
             self.sampler.sleep()
 
-    def generate(self, batch: Batch, purpose: Purpose) -> Batch:
+    def generate(self, batch: Batch, purpose: Purpose) -> Batch | None:
         """Generate one response, or one conversation, per row, sampled as configured for `purpose`.
 
         If the sampler fails, all ranks start theirs again and generate the rows once more; those that draw by position and were
-        complete are kept.
+        complete are kept. With an actor elsewhere, which may train now, the rank returns None and waits for the next `sync`.
 
         Raises:
             EngineError: the sampler failed a second time.
@@ -329,6 +329,8 @@ class RolloutRole:
             # Without it draws depend on the other rows; and the ranks of a group must ask for the same ones.
             if not (self.sampling[purpose].by_position and self._is_alone):
                 done.clear()
+            if isinstance(self._source, LinkedWeights):
+                return self._after_failure(samples, error)
             self.sampler.close()
             self.sampler = self._build()
             assert self._synced is not None
@@ -339,12 +341,24 @@ class RolloutRole:
                 what = error or "in another process"
                 raise EngineError(f"the sampler failed again after a restart: {what}") from error
         assert samples is not None
+        self._failures = 0
         load = self.sampler.take_load()
         if purpose == "train":
             self._loads.append(load)
         if self._conversations is None or "kept" in batch.info:
             return samples
         return samples.with_prompts(_largest(samples.prompt_length))
+
+    def _after_failure(self, samples: Batch | None, error: EngineError | None) -> Batch | None:
+        """Start the sampler again if it failed, or one of its tensor-parallel group; else return the samples."""
+        if samples is not None and self._is_alone:
+            return samples
+        self.sampler.close()
+        self._failures += 1
+        if self._failures > 1:
+            raise EngineError(f"the sampler failed again after a restart: {error or 'in another process'}") from error
+        self.sampler = self._build()
+        return None
 
     def finished(self) -> list[tuple[int, list[int]]]:
         """Return seed and tokens of finished rows, see `Rollout.finished`; a sampler that is started again repeats them."""

@@ -8,7 +8,7 @@ import pytest
 import torch
 from run_tools import OWN, results, resume_from
 
-from rlx.cluster.placement import Mesh
+from rlx.cluster.placement import Mesh, share_ranges
 from rlx.config.schema import (
     ActorRolloutRefConfig,
     AlgorithmConfig,
@@ -140,7 +140,10 @@ class Sampler:
     def mesh(self, role):
         return Mesh.of(self.shares)
 
-    def split(self, role, method, batch, purpose, meanwhile):
+    def begin(self, role, method, purpose, batch):
+        return batch
+
+    def results(self, batch, meanwhile):
         prompts, budgets, kept = batch["prompt_ids"][:, -1].tolist(), batch["budget"].tolist(), batch.info["kept"]
         for prompt, seed in zip(prompts, batch["seed"].tolist(), strict=True):
             self.seeds.setdefault(seed, set()).add(prompt)
@@ -151,7 +154,8 @@ class Sampler:
             more = min(left, budget or left)
             done = Completion([9] * more, [-1.0] * more, "stop" if more == left else "budget")
             answers.append(own.continued(done, len(self.phases)))
-        return batch.select("seed").with_({"kept": answers})
+        found = batch.select("seed").with_({"kept": answers})
+        return [found.rows(rows) for rows in share_ranges(len(found), self.shares)]
 
 
 def queued(tmp_path, shares=1, steps=9, **algorithm):
