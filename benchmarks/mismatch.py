@@ -362,7 +362,7 @@ def compare_head(pair: Pair, recorder: Recorder, log_probs: Tensor, ids: Tensor,
 
 def gap(trainer: Tensor, sampler: Tensor) -> Figures:
     """Return how far log-probs (S, tokens) are apart, as docs/rollout.md defines it."""
-    sums, largest = mismatch_sums(trainer.cpu(), sampler.cpu(), torch.ones_like(sampler, dtype=torch.bool))
+    sums, largest = mismatch_sums(trainer.cpu(), sampler.cpu(), torch.ones(sampler.shape, dtype=torch.bool))
     figures = mismatch_figures({name: total.item() for name, total in sums.items()}, largest.item())
     d = (trainer.cpu() - sampler.cpu()).double()
     shares = {"equal": d == 0, "beyond_0.1": (d.exp() - 1).abs() > 0.1}

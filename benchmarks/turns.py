@@ -73,7 +73,9 @@ def main(arguments: list[str]) -> int:
     parser.add_argument(
         "--unseeded", action="store_true", help="vLLM: no random generator per request, which is faster"
     )
-    parser.add_argument("--endpoint", action="store_true", help="compare an environment and an agent")
+    ways = parser.add_mutually_exclusive_group()
+    ways.add_argument("--endpoint", action="store_true", help="compare an environment and an agent")
+    ways.add_argument("--only", choices=sorted(TOOL_SPEEDS), help="this way alone (default: all)")
     parser.add_argument("--engines", type=int, default=1, help="of vLLM on the GPU (default 1)")
     parser.add_argument("--block-size", type=int, help="vLLM: tokens in a block of its cache (default: vLLM's own)")
     parser.set_defaults(rounds=1, gpu_memory_utilization=0.6)
@@ -184,6 +186,7 @@ def measure(options: Namespace, rollout: Rollout, tokenizer: "PreTrainedTokenize
     """Return figures by way, medians over the rounds."""
     few = Namespace(**{**vars(options), "trajectories": 8, "turns": 2, "tokens": 4})
     ways = ENDPOINT_WAYS if options.endpoint else TOOL_SPEEDS
+    ways = {options.only: ways[options.only]} if options.only else ways
     for name, longest in ways.items():  # kernels and graphs of the first call
         one_way(few, rollout, tokenizer, longest and 0.01, 0, name)
     found: dict[str, list[dict[str, float]]] = {name: [] for name in ways}
@@ -286,6 +289,7 @@ def show(options: Namespace, figures: dict[str, dict[str, float]]) -> None:
     rate = {way: own["tokens_per_s"] for way, own in figures.items()}
     if options.endpoint:
         print(f"endpoint / environment: {rate['endpoint'] / rate['environment']:.3f}")
+    if options.endpoint or options.only:
         return
     print(f"slow / instant tools: {rate['slow tools'] / rate['instant tools']:.3f}")
     print(f"instant tools / single turn: {rate['instant tools'] / rate['single turn']:.3f}")

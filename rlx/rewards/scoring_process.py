@@ -11,8 +11,6 @@ import os
 import pickle
 import socket
 from collections.abc import Callable
-from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 from rlx.processes.calls import TooLong, at_work, is_async, limited, loaded, number_at_work
@@ -20,15 +18,9 @@ from rlx.processes.child import OUT_OF_MEMORY
 from rlx.processes.lines import line_of
 from rlx.rewards.function import Function, Outcome, outcome_of, raised
 
-NICE = 5
-"""The sampler, which works at the same time, gets three quarters of a core that both want; the limits are in wall time."""
-
 
 def serve(connection: socket.socket, at_once: int) -> None:
     """Handle requests until the driver closes the connection; `at_once` calls of an async function run concurrently."""
-    os.nice(NICE)
-    with suppress(OSError):  # where Linux groups processes by session, it compares the groups' own numbers
-        Path("/proc/self/autogroup").write_text(str(NICE))
     functions: dict[int, tuple[Function, Callable[..., Any]]] = {}
     # One event loop for all calls, because a function may keep objects that belong to a loop, such as a session.
     with connection.makefile("rb") as lines, asyncio.Runner() as runner:
