@@ -163,15 +163,6 @@ def test_grpo_like_statistics(samples, norm_by_std):
         assert advantages[i].tolist() == pytest.approx([expected] * 2, abs=1e-9)
 
 
-@pytest.mark.parametrize("norm_by_std", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, F64])
-@pytest.mark.parametrize("score", [0.0, 0.1, 1 / 3, -1e8, 1e30])
-def test_grpo_of_equal_scores_is_exactly_zero(norm_by_std, dtype, score):
-    group_id = torch.tensor([0] * 7 + [1] + [2] * 3)
-    advantages = grpo(torch.full((11,), score, dtype=dtype), torch.ones(11, 3, dtype=torch.bool), group_id, norm_by_std)
-    assert advantages.dtype == dtype and not advantages.any()
-
-
 # ----------------------------------------------------------------- the other estimators, by plain loops over floats
 
 samples = st.lists(

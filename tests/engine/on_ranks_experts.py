@@ -131,15 +131,6 @@ def mismatch(folder, sampler_dtype):
     return found
 
 
-def refused(folder, balance):
-    """The message of the error with which an engine refuses a model's experts."""
-    try:
-        build(folder, experts=ExpertOptions(balance=balance))
-    except ValueError as error:
-        return str(error)
-    return None
-
-
 def in_ways(folder, device, adapters, saves):
     """How far gradients are from those of grouped products without recomputation: of eager experts, and in ways to save memory."""
 

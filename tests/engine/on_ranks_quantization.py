@@ -88,11 +88,3 @@ def on_two(folder, scratch):
         p.to_local().numel() for n, p in engine.root.named_parameters() if n.endswith("down_proj.base_layer.weight")
     }
     return learned(engine, "lm"), learned(build(full, FP32, model=LORA | ENGINE), "lm"), sizes
-
-
-def refused(folder, model):
-    try:
-        build(folder, FP32, model=LORA | {"quantization": "nf4"} | model)
-    except ValueError as error:
-        return str(error)
-    return None

@@ -124,11 +124,6 @@ def test_replay_takes_the_mismatch_of_another_dtype_away(experts_folder, one_ran
     assert max(equal[0], replayed[0]) < 1e-5
 
 
-def test_a_model_without_experts_is_refused(model_folder, one_rank):
-    (said,) = one_rank("experts", "refused", model_folder, 0.1)
-    assert said is not None and "a model without experts" in said
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("adapters", [{}, {"lora_rank": 4}], ids=["all weights", "LoRA"])
 def test_grouped_products_are_taken_and_right(adapters, experts_folder, gpu):

@@ -17,30 +17,22 @@ def assert_same(one, other):
 
 
 @pytest.mark.parametrize(
-    ("head", "save"),
+    ("head", "save", "is_on_disk"),
     [
-        ("lm", "boundary"),
-        ("value", "attention"),
-        *(pytest.param("lm", save, marks=pytest.mark.slow) for save in ("auto", "all")),
+        ("lm", "boundary", True),
+        ("value", "attention", False),
+        *(pytest.param("lm", save, False, marks=pytest.mark.slow) for save in ("auto", "all")),
     ],
 )
-def test_training_is_the_same(model_folder, one_rank, tmp_path, head, save):
+def test_training_is_the_same(model_folder, one_rank, tmp_path, head, save, is_on_disk):
+    weights_in = str(tmp_path) if is_on_disk else None
     (((resident, streamed), streamed_bytes, copied_bytes, frozen_bytes),) = one_rank(
-        "layer_offload", "compared", model_folder, str(tmp_path), head, save
+        "layer_offload", "compared", model_folder, str(tmp_path), head, save, weights_in
     )
     for one, other in zip(resident, streamed, strict=True):
         assert_same(one, other)
     assert 0.4 * frozen_bytes < streamed_bytes < frozen_bytes
     assert copied_bytes >= 2 * streamed_bytes
-
-
-def test_training_from_the_disk_is_the_same(model_folder, one_rank, tmp_path):
-    (tmp_path / "weights").mkdir()
-    arguments = (model_folder, str(tmp_path), "lm", "boundary", str(tmp_path / "weights"))
-    (((resident, streamed), streamed_bytes, copied_bytes, _),) = one_rank("layer_offload", "compared", *arguments)
-    for one, other in zip(resident, streamed, strict=True):
-        assert_same(one, other)
-    assert copied_bytes >= 2 * streamed_bytes > 0
 
 
 @pytest.mark.parametrize("head", ["lm", "value"])
@@ -49,25 +41,21 @@ def test_a_reference_is_the_same(model_folder, one_rank, head):
     assert_same(resident, streamed)
 
 
-@pytest.mark.parametrize("machines", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_processes_share_one_copy(model_folder, two_ranks, tmp_path, machines):
+@pytest.mark.parametrize(
+    ("machines", "is_on_disk"), [(1, False), (1, True), pytest.param(2, False, marks=pytest.mark.slow)]
+)
+def test_processes_share_one_copy(model_folder, two_ranks, tmp_path, machines, is_on_disk):
     """Both ways on two processes, of one machine or of two; the streaming one also from its checkpoint."""
-    for resident, streamed, loaded, names in two_ranks(
-        "layer_offload", "shared", model_folder, str(tmp_path), machines
-    ):
-        for one, other, third in zip(resident, streamed, loaded, strict=True):
-            assert_same(one, other)
-            assert_same(one, third)
-        assert names == {"/memfd:frozen weights (deleted)"}
-
-
-def test_processes_share_one_file_of_a_disk(model_folder, two_ranks, tmp_path):
-    (tmp_path / "weights").mkdir()
-    found = two_ranks("layer_offload", "shared", model_folder, str(tmp_path), 1, str(tmp_path / "weights"))
+    weights = tmp_path / "weights"
+    weights.mkdir()
+    arguments = (model_folder, str(tmp_path), machines, str(weights) if is_on_disk else None)
+    (*_, first), (*_, second) = found = two_ranks("layer_offload", "shared", *arguments)
     for resident, streamed, loaded, _ in found:
         for one, other, third in zip(resident, streamed, loaded, strict=True):
             assert_same(one, other)
             assert_same(one, third)
-    (_, _, _, first), (_, _, _, second) = found
-    assert first == second != set() and all(name.endswith("(deleted)") for name in first)
-    assert list((tmp_path / "weights").iterdir()) == []
+    assert first == second != set() and list(weights.iterdir()) == []
+    if is_on_disk:
+        assert all(name.endswith("(deleted)") for name in first)
+    else:
+        assert first == {"/memfd:frozen weights (deleted)"}

@@ -49,11 +49,3 @@ def test_sharded_weights(wide_folder, two_ranks, tmp_path):
     for small, full, sizes in two_ranks("quantization", "on_two", wide_folder, str(tmp_path)):
         assert_all_same(small, full)
         assert sizes == {64 * 128 * 9 // 16 // 2}
-
-
-@pytest.mark.parametrize(
-    ("folder", "model", "message"), [("model_folder", {}, "quantization=nf4: got Qwen3ForCausalLM with ")]
-)
-def test_refusals(request, one_rank, folder, model, message):
-    (found,) = one_rank("quantization", "refused", request.getfixturevalue(folder), model)
-    assert found.startswith(message)
