@@ -242,14 +242,11 @@ EXCHANGES_PER_PART = 20
 
 
 def partition(costs: Sequence[float], parts: int, room: Sequence[int] | None = None) -> list[list[int]]:
-    """Divide items into parts so that the most expensive part costs little.
+    """Divide items into parts so that the most expensive part costs little; return the numbers of each part's items, ascending.
 
     It assigns the longest processing time first (Graham 1969, SIAM J. Appl. Math. 17): the most expensive item left goes to the
-    cheapest part that has room. Then, as long as it helps, the most expensive part exchanges an item for a cheaper one of
-    another part. On random lengths the result is as good as Karmarkar and Karp's differencing or better, and it respects room.
-
-    Costs are not negative; `room` is the most items of each part, None for any number. For each part return the numbers of its
-    items, ascending.
+    cheapest part that has `room` for so many items. Then, as long as it helps, the most expensive part exchanges an item for a
+    cheaper one of another part. On random lengths this is as good as Karmarkar and Karp's differencing, and it respects room.
     """
     room = [len(costs)] * parts if room is None else room
     found: list[list[int]] = [[] for _ in range(parts)]

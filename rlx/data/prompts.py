@@ -50,22 +50,15 @@ class _File(NamedTuple):
 
 
 class PromptDataset:
-    """The prompts of several files in order.
+    """The prompts of several files in order: of rows, or folders, patterns and URLs of them (docs/data.md), or `builtin:arithmetic`.
 
-    Args:
-        files: of rows, or folders, patterns and URLs of them, in one of the forms of docs/data.md; or `builtin:arithmetic`.
-        config: columns, lengths, truncation.
-        tokenizer: with a chat template if prompts are chats.
-        split: "train" or "val"; decides on the generated problems and on max_samples.
+    `split` is "train" or "val". Raises DataError that names the files and all faulty rows with their number.
 
     Attributes:
         report: how many prompts were dropped or cut; empty if none were.
         data_sources: those of the remaining rows.
         has_tools: whether rows name tools, which the chat template shows.
         digest: of the remaining rows in order: prompt, answer, data source and extra_info. Names of files and columns do not enter.
-
-    Raises:
-        DataError: names the files, all faulty rows with their number, and for the first of them got, expected, remedy.
     """
 
     def __init__(self, files: Sequence[str], config: DataConfig, tokenizer: PreTrainedTokenizerBase, split: str):
@@ -91,12 +84,7 @@ class PromptDataset:
         return len(self._kept)
 
     def batch(self, indices: Sequence[int]) -> Batch:
-        """Return the prompts at these indices, in this order.
-
-        Returns:
-            prompt_ids (B, P) int64 and prompt_mask (B, P) bool, left padded to the longest of them; info data_source,
-            ground_truth, extra_info, raw_prompt (uncut) and prompt_text, the text of the ids.
-        """
+        """Return the prompts at these indices, in this order, left padded to the longest of them."""
         prompts = [self._prompt(*self._place(index)) for index in indices]
         ids = [self._cut(tokens) for tokens in self._tokenise(prompts)]
         prompt_ids, prompt_mask = left_padded(ids, self._pad_token_id)

@@ -124,14 +124,8 @@ def stream_frozen(
         for machine in dict.fromkeys(machines):
             made = dist.new_group([rank for rank, name in enumerate(machines) if name == machine])
             group = made if machine == machines[dist.get_rank()] else group
-    return enable_layer_offloading(
-        model,
-        layers,
-        device=device,
-        dtype=dtype,
-        group=cast(dist.ProcessGroup | None, group),
-        directory=directory,
-    )
+    shared = cast(dist.ProcessGroup | None, group)
+    return enable_layer_offloading(model, layers, device=device, dtype=dtype, group=shared, directory=directory)
 
 
 def _fill_frozen(model: nn.Module, layers: Sequence[nn.Module], device: torch.device, is_everywhere: bool) -> None:

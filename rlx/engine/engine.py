@@ -57,13 +57,6 @@ class Engine:
         seed: of a fresh value head and adapters.
         name: of the role, in messages and accounts of host memory.
         sequence_parallel: number of neighbouring processes that share each sequence and get the same rows.
-        experts: what to do with the experts of a mixture of experts; None: nothing.
-
-    Attributes:
-        root: the module to call.
-        weights: give out, save and load the weights and the optimizer's state.
-        memory: moves them between device and host.
-        stepper: the optimizer and its schedule; None without `optim`.
 
     The configuration was checked before. Raises ValueError if the model does not fit it.
     """

@@ -53,12 +53,10 @@ class Distribution(NamedTuple):
 
 
 class Forward:
-    """The forward pass of a model over one micro-batch.
+    """The forward pass of a model over one micro-batch: of the model `plain`, called as `root`, sharded or not.
 
-    Args:
-        root: the module to call: the model `plain`, sharded or not.
-        attention: for packed sequences, as transformers names it; None to pad the rows.
-        sequence_group: the processes that share each packed row; `MicroBatch.packed` then holds a part of it.
+    `attention` is for packed sequences, as transformers names it; None to pad the rows. The processes of `sequence_group` share
+    each packed row; `MicroBatch.packed` then holds a part of it.
     """
 
     def __init__(

@@ -315,13 +315,9 @@ class SequenceGroup:
 
 
 class MicroBatcher:
-    """Divides batches for one model.
+    """Divides batches for a model that packs rows or pads them, and shares prompts by `least_gain`, see `tree_of_rows`.
 
-    Args:
-        packs: whether the model takes packed rows.
-        least_gain: see `tree_of_rows`; `NEVER` if the model cannot share prompts.
-        sequences: the processes that share each sequence, if there are several; `copies` is their number.
-        device: where the micro-batches go.
+    `copies` is the number of processes that share each sequence.
     """
 
     def __init__(self, packs: bool, least_gain: float, sequences: SequenceGroup | None, device: torch.device):

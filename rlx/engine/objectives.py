@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlx.algorithms.kl import kl_estimate
-from rlx.algorithms.losses import POLICY_LOSSES, LossSettings, PolicyLoss, denominator, token_weights, value_loss
+from rlx.algorithms.losses import POLICY_LOSSES, LossSettings, denominator, token_weights, value_loss
 from rlx.algorithms.rollout_correction import importance_weights, mismatch_sums
 from rlx.config.schema import ActorConfig, CriticConfig, PolicyLossConfig, RolloutCorrectionConfig
 from rlx.data.batch import EXPERTS, SAMPLE_TOKENS, Batch
@@ -94,13 +94,6 @@ def _per_token(stats: dict[str, Tensor], mask_BR: Tensor, tokens: float) -> dict
     return {name: (x.detach() * mask_BR).sum() / tokens for name, x in stats.items()}
 
 
-def load_policy_loss(config: PolicyLossConfig) -> PolicyLoss:
-    """Return the policy loss of the configuration, built in or a user's. Raises UserCodeError if the latter cannot be loaded."""
-    if config.path is None:
-        return POLICY_LOSSES[config.loss_mode]
-    return load_callable(config.path, config.name, POLICY_LOSS)
-
-
 def _checked(answer: Any, mask_BR: Tensor, config: PolicyLossConfig) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the result of a policy loss, which a user may have written.
 
@@ -137,16 +130,11 @@ class PolicyObjective(Objective):
 
     With rollout_is the importance weight multiplies each token's policy loss alone: the other terms are no averages over the
     sampled tokens' probabilities. A rejected token counts in no term and no denominator: the loss is the mean over the rest.
+    The driver computes weights and rejections. `horizon` is the longest response allowed [tokens].
 
     Metrics: pg_loss, ppo_kl (mean of old - new log-prob), the policy loss's own statistics; with use_kl_loss also kl_loss,
     with entropy_coeff also entropy_loss (both unweighted). With bypass_mode the old log-probs are the sampler's. This pass is
-    then the first to measure entropy and, as `mismatch/...`, the sums of `mismatch_sums`.
-
-    Args:
-        actor: the configuration.
-        temperature: of sampling; log-probs are computed at it.
-        horizon: longest response allowed [tokens].
-        correction: of the sampler's mismatch; the driver computes weights and rejections.
+    then the first to measure entropy and, as `mismatch/...`, the sums of `mismatch_sums`. Raises UserCodeError.
     """
 
     def __init__(
@@ -161,7 +149,9 @@ class PolicyObjective(Objective):
         # What gave old_log_probs has also measured the entropy.
         has_bonus = actor.entropy_coeff != 0
         self.distribution = Distribution(temperature, correction.bypass_mode or has_bonus, has_bonus)
-        self.policy_loss = load_policy_loss(actor.policy_loss)
+        own, self.policy_loss = actor.policy_loss, POLICY_LOSSES[actor.policy_loss.loss_mode]
+        if own.path is not None:
+            self.policy_loss = load_callable(own.path, own.name, POLICY_LOSS)
         self.settings = LossSettings(
             clip_low=actor.clip_ratio if actor.clip_ratio_low is None else actor.clip_ratio_low,
             clip_high=actor.clip_ratio if actor.clip_ratio_high is None else actor.clip_ratio_high,

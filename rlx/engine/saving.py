@@ -97,14 +97,8 @@ class CheckpointWriter:
     ) -> Path:
         """Start to write a role's folder, and return the folder to write other files into before `finish`.
 
-        Args:
-            folder: appears at the end of `finish`.
-            parts: state by the name of its folder; the storages of offloaded tensors may be empty.
-            offloads: hold those tensors.
-            in_background: return as soon as no byte on the device is needed any more.
-            frozen: memory of the host that never changes.
-
-        Raises StorageError if the disk has no room.
+        `parts` are the state by the name of its folder, `frozen` is memory of the host that never changes. In the background this
+        returns as soon as no byte on the device is needed any more. Raises StorageError if the disk has no room.
         """
         assert self._pending is None, "the previous save has not finished"
         partial = folders.partial_of(folder)

@@ -67,22 +67,14 @@ def build_mesh(fsdp_size: int, device: torch.device) -> DeviceMesh:
 
 
 class Sharded(ABC):
-    """A model that is sharded over the processes.
+    """A model that is sharded over the processes; forward and backward of `root` gather and reduce by themselves."""
 
-    Attributes:
-        root: the module to call; its forward and backward gather and reduce by themselves.
-        units: the units, the root first.
-        replicas: number of processes that hold each shard.
-        state_options: for torch.distributed.checkpoint.state_dict.
-        state_dict_shares_storages: whether a state_dict holds the tensors themselves, without touching their bytes.
-        sum_dtype: of gradients summed over micro-batches.
-    """
-
-    replicas = 1
-    state_dict_shares_storages = True
+    replicas = 1  # processes that hold each shard
+    state_dict_shares_storages = True  # whether a state_dict holds the tensors themselves, without touching their bytes
 
     def __init__(self, model: nn.Module, precision: Precision, device: torch.device):
         self.root, self.device, self.layers = model, device, sharding_units(model)
+        # Of gradients summed over micro-batches
         self.sum_dtype = reduce(torch.promote_types, trained_dtypes(model), precision.reduce)
         self.state_options = StateDictOptions()
         self.units = [Unit("", model, own_names(model, list(self.layers)), model)]

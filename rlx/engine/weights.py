@@ -119,10 +119,8 @@ class Weights:
     def load(self, folder: str | Path, to_train: bool = True) -> None:
         """Continue from a checkpoint of any number of processes and either strategy; its digests are not checked.
 
-        Without `to_train` the optimizer's state is not read.
-
-        If it lacks the optimizer's state or the position in the schedule, these start from zero, with a warning. Raises CheckpointError
-        if it is no checkpoint, has no model, its model has another head, or its tensors do not fit.
+        Without `to_train` the optimizer's state is not read. If the checkpoint lacks that or the position in the schedule, these start
+        from zero, with a warning. Raises CheckpointError if there is no model that fits.
         """
         folder, sharded, stepper = Path(folder), self._sharded, self._stepper if to_train else None
         self._writer.finish()

@@ -97,10 +97,8 @@ class FolderParts:
     def write_with_weights(self, folder: Path, weights: dict[str, Tensor], dtype: torch.dtype | None = None) -> None:
         """Write a folder that `from_pretrained` loads; it is made if missing.
 
-        Weights are full tensors on CPU by the names of the model's state_dict; the first of tied ones is enough, and it alone is
-        written. Parameters get `dtype`, by default that of the weights; buffers keep theirs.
-
-        Raises ModelError if the weights are not those of the config, or one is beyond the range of `dtype`.
+        Weights are full tensors on CPU by the names of the model's state_dict; of tied ones the first is written. Parameters get
+        `dtype`, by default that of the weights. Raises ModelError if the weights do not fit the config or the range of `dtype`.
         """
         from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, GenerationConfig
 

@@ -178,15 +178,10 @@ def merged_weights(
     adapters: Mapping[str, Adapter],
     gather: Callable[[Tensor], Tensor] = Tensor.detach,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield one by one the weights of a model without adapters that has the same outputs.
+    """Yield one by one the weights of a model without adapters that has the same outputs, by their names before `add_lora`.
 
-    Args:
-        parameters: by their names in the adapted model: all of them, or any part that includes the adapters of its layers.
-        adapters: the result of `add_lora`; empty for the weights of the model with its adapters off.
-        gather: returns the full tensor of a parameter; called once for each, in the same order on every process.
-
-    Yields the name as in the model before `add_lora`, and the full tensor in the dtype of the parameter. The adapter's product
-    is computed and added in at least fp32.
+    `parameters` are all of the adapted model's, or any part that includes the adapters of its layers; without `adapters` those are
+    off. `gather` returns the full tensor of each, in the same order on every process. The product is added in at least fp32.
     """
     layers = {f"{plain_name(layer)}.{adapter.parameter}": layer for layer, adapter in adapters.items()}
     for name, parameter in parameters.items():

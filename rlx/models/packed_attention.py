@@ -167,12 +167,8 @@ def packed_attention(
     uneven lengths `LONG_RAGGED_TOKENS`) on average, and sequences longer than their window; others come one at a time. A mask has
     at most window x 2 window elements. `tree_attention` computes sequences with common tokens.
 
-    Args:
-        query: (1, H, N, D).
-        key, value: (1, H or a divisor of it, N, D); D of value may differ.
-        starts: (S + 1,) int32, the first token of each of the tree's S segments, and N.
-        scaling: of the scores; None: D ** -0.5.
-        window: number of tokens to attend to, including the token itself; None: all.
+    `query` is (1, H, N, D); `key` and `value` are (1, H or a divisor of it, N, D), where D of value may differ. `starts` (S + 1,) int32
+    has the first token of each of the tree's S segments, and N. `window` counts the token itself.
     """
     tensors = (query, key, value)
     # Observers of torch functions then see one function, whichever kernel it uses.

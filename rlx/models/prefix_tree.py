@@ -52,12 +52,9 @@ _MADE: "WeakKeyDictionary[Tree, dict[Any, Any]]" = WeakKeyDictionary()
 
 
 class Tree:
-    """Segments in the order of a row.
+    """Segments in the order of a row, of at least one token each, behind the ones that they continue (`ROOT` for a root).
 
-    Args:
-        lengths: tokens of each segment, at least 1.
-        parents: index of the segment that each one continues, less than its own; `ROOT` for a root.
-        padding: tokens at the end that belong to no sequence.
+    `padding` tokens at the end belong to no sequence.
     """
 
     def __init__(self, lengths: Sequence[int], parents: Sequence[int] | None = None, padding: int = 0):
@@ -171,12 +168,9 @@ class TreeRows(NamedTuple):
 
 
 def tree_of_rows(rows: Sequence[Tensor], least_gain: float = NEVER) -> TreeRows:
-    """Return rows as a tree in which common beginnings are segments of their own.
+    """Return rows of tokens, each (length >= 1,) int64, as a tree in which common beginnings are segments of their own.
 
-    Args:
-        rows: at least one, each (length,) int64 with length >= 1 and no negative token.
-        least_gain: rows share a beginning if that saves more than this share of their tokens behind what they share already;
-            `NEVER`: each row is a root.
+    Rows share a beginning if that saves more than `least_gain` of their tokens behind what they share already; `NEVER`: none do.
     """
     alone = [_Node([number], Span(0, len(row)), None, 0) for number, row in enumerate(rows)]
     nodes = alone if least_gain >= NEVER else _by_level(_shared(rows, least_gain))

@@ -33,13 +33,8 @@ def faults_of(
 ) -> list[str]:
     """Return the faults of a model's config, attention kernel and adapter targets, and of sharing its sequences.
 
-    Only loading finds a kernel without its package or a checkpoint that lacks weights. The model may be `builtin:tiny`.
-
-    Args:
-        sizes: numbers of processes that share each of its sequences, over the roles that use the model.
-        processes: all of the run.
-        needs_experts: whether a key asks for something of its experts.
-        sampler: that takes its weights, as `rollout.name` says; None: none does.
+    Only loading finds a kernel without its package or a checkpoint that lacks weights. `sizes` are numbers of processes that share
+    each of its sequences, over the roles that use the model. The `sampler` of this name takes its weights; None: none does.
     """
     if model.path == TINY:  # it has no folder before the warm start
         if _asks_nothing(model) and not needs_experts and max(sizes, default=1) == 1:
