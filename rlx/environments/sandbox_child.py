@@ -12,25 +12,18 @@ import ctypes
 import json
 import os
 import resource
-import signal
 import struct
 import sys
 import traceback
 
 NOT_ISOLATED = 96
 NAME_SPACES = {"mount": 0x20000, "user": 0x10000000}  # CLONE_NEWNS, CLONE_NEWUSER
-PR_SET_PDEATHSIG, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 22, 38  # linux/prctl.h
-SECCOMP_MODE_FILTER = 2
 MS_NOSUID, MS_NODEV, MS_REC, MS_PRIVATE = 2, 4, 0x4000, 0x40000
 MOST_FILES = 10_000
 FIRST_USER, USERS = 0x70000000, 2**22  # as many as there can be processes
 CAPABILITY_VERSION_3 = 0x20080522  # linux/capability.h
 DEVICES = ("null", "zero", "full", "random", "urandom")
-LANDLOCK_CREATE, LANDLOCK_ADD, LANDLOCK_RESTRICT = 444, 445, 446  # system calls, of both machines
-# Rights of linux/landlock.h: execute, read files, list folders; read, write and truncate files; all of its third version, which is the
-# first that keeps a program from emptying files.
-READ, READ_AND_WRITE_FILE, ALL_RIGHTS, LANDLOCK_VERSION = 0b1101, 0x4006, 0x7FFF, 3
-PR_CAPBSET_DROP, PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL = 24, 47, 4
+PR_CAPBSET_DROP, PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL = 24, 47, 4  # linux/prctl.h
 
 
 def checked(result: int) -> int:
@@ -114,46 +107,6 @@ def give_up_rights(user: int) -> None:
     checked(libc.capset(header, none))
 
 
-def readable_by_all(path: str) -> bool:
-    """Whether a user without rights can read this file."""
-    return bool(os.stat(path).st_mode & 0o004) and all(os.stat(folder).st_mode & 0o001 for folder in parents(path))
-
-
-def bare(settings: "dict[str, object]", paths: "list[str]") -> None:
-    """Without namespaces: hide files by Landlock, and filter system calls. Raises OSError if the system refuses."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    parent, user = os.getppid(), 0
-    if (
-        os.geteuid() == 0
-        and may_become_others()
-        and all(map(readable_by_all, (os.__file__, os.path.realpath(sys.executable))))
-    ):
-        user = FIRST_USER + int(settings["number"])
-        os.chown(settings["scratch"], user, user)
-    give_up_rights(user)
-    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # another user has lost it
-    if os.getppid() != parent:
-        os._exit(1)
-    libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-    if libc.syscall(LANDLOCK_CREATE, None, 0, 1) < LANDLOCK_VERSION:
-        raise OSError("the kernel has no Landlock of version 3 (Linux 6.2), which hides files without bubblewrap")
-    handled = struct.pack("=Q", ALL_RIGHTS)
-    rules = checked(libc.syscall(LANDLOCK_CREATE, handled, len(handled), 0))
-    allowed = {path: READ if os.path.isdir(path) else READ & ~0b1000 for path in paths}
-    allowed |= {f"/dev/{device}": READ_AND_WRITE_FILE for device in DEVICES} | {settings["scratch"]: ALL_RIGHTS}
-    for path, rights in allowed.items():
-        place = os.open(path, os.O_PATH)
-        checked(libc.syscall(LANDLOCK_ADD, rules, 1, struct.pack("=Qi", rights, place), 0))
-        os.close(place)
-    checked(libc.syscall(LANDLOCK_RESTRICT, rules, 0))
-    os.close(rules)
-    os.chdir(settings["scratch"])
-    program = bytes.fromhex(str(settings["filter"]))
-    lines = ctypes.create_string_buffer(program)
-    header = struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(lines))
-    checked(libc.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, header, 0, 0))
-
-
 def limit(settings: "dict[str, object]") -> None:
     """Limit this process and those that it starts."""
     values = {
@@ -176,8 +129,8 @@ def limit(settings: "dict[str, object]") -> None:
 def main() -> None:
     """Run with settings as JSON: the limits, the filter, the scratch folder, `stage`, and what `launch` takes."""
     settings = json.loads(sys.argv[1])
-    stage, source = settings["stage"], settings.pop("source")
-    if stage == "launch":
+    source = settings.pop("source")
+    if settings["stage"] == "launch":
         try:
             own = [*settings["python"], source, json.dumps({**settings, "stage": "inside", "source": ""})]
             launch(settings, settings["bubblewrap"], settings["paths"], own)
@@ -187,14 +140,7 @@ def main() -> None:
     sys.path += [path for path in settings["paths"] if path.endswith("-packages")]
     code = sys.stdin.read()
     os.closerange(3, 64)
-    if stage == "inside":
-        give_up_rights(FIRST_USER + int(settings["number"]) if os.geteuid() == 0 else 0)
-    elif sys.platform == "linux":
-        try:
-            bare(settings, settings["paths"])
-        except OSError as fault:
-            print(fault, end="", flush=True)
-            os._exit(NOT_ISOLATED)
+    give_up_rights(FIRST_USER + int(settings["number"]) if os.geteuid() == 0 else 0)
     limit(settings)
     sys.argv, launcher = ["-c"], sys.modules["__main__"]
     program = sys.modules["__main__"] = type(launcher)(

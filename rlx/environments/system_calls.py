@@ -70,48 +70,8 @@ DENIED: dict[str, tuple[int | None, int | None]] = {
     # The kernel's log.
     "syslog": (103, 116),
 }
-# A program without namespaces of its own may not leave its group of processes, by which it is ended, nor reach other processes of its
-# user, nor change what Landlock does not hide: attributes of files.
-DENIED_WITHOUT_NAME_SPACES: dict[str, tuple[int | None, int | None]] = {
-    "setsid": (112, 157),
-    "setpgid": (109, 154),
-    "kill": (62, 129),
-    "tkill": (200, 130),
-    "tgkill": (234, 131),
-    "rt_sigqueueinfo": (129, 138),
-    "rt_tgsigqueueinfo": (297, 240),
-    "setpriority": (141, 140),
-    "ioprio_set": (251, 30),
-    "sched_setparam": (142, 118),
-    "sched_setscheduler": (144, 119),
-    "sched_setattr": (314, 274),
-    "sched_setaffinity": (203, 122),
-    "chmod": (90, None),
-    "fchmod": (91, 52),
-    "fchmodat": (268, 53),
-    "fchmodat2": (452, 452),
-    "chown": (92, None),
-    "fchown": (93, 55),
-    "lchown": (94, None),
-    "fchownat": (260, 54),
-    "utime": (132, None),
-    "utimes": (235, None),
-    "futimesat": (261, None),
-    "utimensat": (280, 88),
-    "setxattr": (188, 5),
-    "lsetxattr": (189, 6),
-    "fsetxattr": (190, 7),
-    "setxattrat": (463, 463),
-    "removexattr": (197, 14),
-    "lremovexattr": (198, 15),
-    "fremovexattr": (199, 16),
-    "removexattrat": (466, 466),
-    "file_setattr": (469, 469),
-}
-CLONE, CLONE3, IOCTL, FCNTL, PRLIMIT, SOCKETPAIR = (56, 220), (435, 435), (16, 29), (72, 25), (302, 261), (53, 199)
+CLONE, CLONE3, IOCTL, SOCKETPAIR = (56, 220), (435, 435), (16, 29), (53, 199)
 AF_UNIX = 1
-SIGNAL_RECEIVERS = (8, 15)  # F_SETOWN and F_SETOWN_EX choose a process that gets any signal
-SOCKET_RECEIVERS = (0x8901, 0x8902)  # FIOSETOWN and SIOCSPGRP do so for sockets
 NEW_NAME_SPACES = 0x7E020000 | 0x80  # the flags CLONE_NEW* of <linux/sched.h>
 TERMINAL_INPUT = (0x5412, 0x541C)  # TIOCSTI and TIOCLINUX type into the terminal
 
@@ -123,11 +83,8 @@ ALLOW, KILL, FAIL = 0x7FFF0000, 0x80000000, 0x00050000  # <linux/seccomp.h>
 NUMBER_AT, ARCHITECTURE_AT, ARGUMENTS_AT = 0, 4, 16  # in struct seccomp_data
 
 
-def filter_program(has_name_spaces: bool) -> bytes:
-    """Return the filter as an array of `struct sock_filter`; without namespaces it denies DENIED_WITHOUT_NAME_SPACES, too.
-
-    Raises OSError if this machine's numbers of system calls are not known here.
-    """
+def filter_program() -> bytes:
+    """Return the filter as an array of `struct sock_filter`. Raises OSError if the numbers of this machine's calls are not known."""
     if platform.machine() not in MACHINES:
         raise OSError(
             errno.ENOSYS, f"no filter of system calls for {platform.machine()}, only for {', '.join(MACHINES)}"
@@ -141,16 +98,14 @@ def filter_program(has_name_spaces: bool) -> bytes:
     ]
     if has_second_table:
         lines += [(AT_LEAST, 0, 1, 1 << 30), (RETURN, 0, 0, refused)]
-    for numbers in (*DENIED.values(), *(() if has_name_spaces else DENIED_WITHOUT_NAME_SPACES.values())):
+    for numbers in DENIED.values():
         if (number := numbers[place]) is not None:
             lines += [(EQUAL, 0, 1, number), (RETURN, 0, 0, refused)]
     # clone3 has its flags in memory, which a filter cannot read. Without it the C library takes clone.
     lines += [(EQUAL, 0, 1, CLONE3[place]), (RETURN, 0, 0, FAIL | errno.ENOSYS)]
     # Calls that one argument decides: its place, the test, its value, and whether the call is refused if the test holds or if not.
     tests = [(CLONE, 0, ANY_BIT, NEW_NAME_SPACES, True), (SOCKETPAIR, 0, EQUAL, AF_UNIX, False)]
-    tests += [(IOCTL, 1, EQUAL, value, True) for value in (*TERMINAL_INPUT, *SOCKET_RECEIVERS)]
-    tests += [(FCNTL, 1, EQUAL, value, True) for value in SIGNAL_RECEIVERS]
-    tests += [(PRLIMIT, 0, EQUAL, 0, False)]  # limits of this process, not of another
+    tests += [(IOCTL, 1, EQUAL, value, True) for value in TERMINAL_INPUT]
     for numbers, argument, operation, value, if_true in tests:
         lines += [(EQUAL, 0, 4, numbers[place]), (LOAD, 0, 0, ARGUMENTS_AT + 8 * argument)]
         lines += [(operation, *((0, 1) if if_true else (1, 0)), value), (RETURN, 0, 0, refused)]

@@ -26,7 +26,7 @@ from rlx.environments import sandbox
 from rlx.environments.built_in_tools import PythonTool
 from rlx.environments.protocol import Turn
 from rlx.environments.sandbox import SandboxLimits, check_isolation, isolation_fault, run_python
-from rlx.environments.system_calls import DENIED, DENIED_WITHOUT_NAME_SPACES, MACHINES
+from rlx.environments.system_calls import DENIED, MACHINES
 from rlx.user_code import UserCodeError
 
 LIMITS = SandboxLimits(time_s=20.0, processes=8, file_bytes=10**6, output_bytes=1000, memory_bytes=5 * 10**8)
@@ -36,7 +36,7 @@ isolated = pytest.mark.skipif(bool(isolation_fault()), reason=f"not isolated her
 
 
 def run(code, **limits):
-    return asyncio.run(run_python(code, SandboxLimits(**{**vars(LIMITS), "require_isolation": False, **limits})))
+    return asyncio.run(run_python(code, SandboxLimits(**{**vars(LIMITS), **limits})))
 
 
 @pytest.fixture(scope="module")
@@ -132,13 +132,10 @@ WITH_AN_EFFECT = {"msgget"}
 """Outside, this does something with any arguments."""
 
 
-@pytest.mark.parametrize("has_name_spaces", [pytest.param(True, marks=isolated), False])
-def test_each_filtered_system_call_is_denied(has_name_spaces, monkeypatch):
-    if not has_name_spaces:
-        monkeypatch.setattr(sandbox, "isolation_fault", lambda: "tried so")
+@isolated
+def test_each_filtered_system_call_is_denied():
     place = MACHINES[platform.machine()][0]
-    listed = DENIED | ({} if has_name_spaces else DENIED_WITHOUT_NAME_SPACES)
-    numbers = {name: pair[place] for name, pair in listed.items() if pair[place] is not None}
+    numbers = {name: pair[place] for name, pair in DENIED.items() if pair[place] is not None}
     code = CALLS.replace("NUMBERS", repr(numbers))
     output, fault = run(code, output_bytes=10**5)
     assert (fault, dict(map(str.split, output.splitlines()))) == ("", dict.fromkeys(numbers, "EPERM"))
@@ -160,64 +157,24 @@ def test_nothing_outlives_a_program():
     assert not psutil.wait_procs(left, timeout=60)[1]
 
 
-def test_a_check_says_which_isolation_a_run_has_and_what_limits_processes(capsys, monkeypatch):
-    command = ["--check", "environment.name=python", "environment.kwargs={processes: 9, require_isolation: false}"]
-    command += [
-        "environment.rewards=add",
-        "actor_rollout_ref.rollout.multi_turn.max_assistant_turns=2",
-        "trainer.device=cpu",
-    ]
-    for fault, kind in (("", "in bubblewrap"), ("tried so", "without bubblewrap, behind Landlock")):
-        monkeypatch.setattr(sandbox, "isolation_fault", lambda fault=fault: fault)
-        main(command)
-        said = " ".join(capsys.readouterr().out.split())
-        assert (
-            f"python tool: programs run {kind}" in said and "RLIMIT_NPROC=9 limits their processes, no cgroup" in said
-        )
+@isolated
+def test_a_check_says_which_isolation_a_run_has_and_what_limits_processes(capsys):
+    command = ["--check", "environment.name=python", "environment.kwargs={processes: 9}", "environment.rewards=add"]
+    main([*command, "actor_rollout_ref.rollout.multi_turn.max_assistant_turns=2", "trainer.device=cpu"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert "python tool: programs run in bubblewrap" in said
+    assert "RLIMIT_NPROC=9 limits their processes, no cgroup" in said
 
 
-@pytest.mark.slow
-def test_without_isolation_nothing_outlives_a_program_either(monkeypatch):
+def test_without_isolation_nothing_runs(monkeypatch):
     monkeypatch.setattr(sandbox, "isolation_fault", lambda: "tried so")
-    leaving = (
-        "import os, time\nif os.fork() == 0:\n    time.sleep(1000)\ntry: os.setsid()\nexcept OSError: print('held')"
-    )
-    assert run(leaving, time_s=1.625) == ("held\n" * 2, "") or run(leaving, time_s=1.625).output.startswith("held")
-    left = [process for process in psutil.process_iter() if '"time_s": 1.625' in " ".join(command_of(process))]
-    assert not psutil.wait_procs(left, timeout=60)[1]
-    assert run("import socket; socket.socket()").fault == "exit code 1"
-    assert run(f"print(open('/proc/{os.getpid()}/environ').read())").fault == "exit code 1"
-    assert run("open('x', 'w').write('y'); import json; print(open('x').read())").output == "y\n"
     with pytest.raises(UserCodeError, match="tried so"):
         check_isolation(LIMITS)
+    with pytest.raises(UserCodeError, match="tried so"):
+        run("print(1)")
 
 
-@pytest.mark.parametrize(
-    "attack",
-    [
-        "os.truncate({file!r}, 0)",
-        "os.open({file!r}, os.O_RDONLY | os.O_TRUNC)",
-        "os.chmod({file!r}, 0o777)",
-        "os.utime({file!r}, (0, 0))",
-        "os.setxattr({file!r}, 'user.x', b'x')",
-        "os.listdir('/dev')",
-        "os.kill({pid}, 0)",
-        "resource.prlimit({pid}, resource.RLIMIT_CORE)",
-        "fcntl.fcntl(os.pipe()[0], fcntl.F_SETOWN, {pid})",
-        "os.setpriority(os.PRIO_PROCESS, {pid}, 19)",
-        "os.mknod('disk', 0o60600, os.makedev(8, 0))",
-    ],
-)
-def test_without_isolation_files_and_processes_of_the_user_are_held(attack, tmp_path, monkeypatch):
-    monkeypatch.setattr(sandbox, "isolation_fault", lambda: "tried so")
-    file = tmp_path / "file"
-    file.write_text("text")
-    before = file.stat()
-    output, fault = run("import fcntl, os, resource\n" + attack.format(file=str(file), pid=os.getpid()))
-    assert fault == "exit code 1" and "Error: [Errno" in output
-    assert (file.read_text(), file.stat().st_mode, file.stat().st_mtime) == ("text", before.st_mode, before.st_mtime)
-
-
+@isolated
 def test_a_program_prints_and_fails():
     assert run("import math\nprint(math.factorial(5))") == ("120\n", "")
     output, fault = run("def f(): return 1/0\nprint(3)\nf()")
@@ -232,6 +189,7 @@ def test_a_program_prints_and_fails():
     assert run("print('\\x00é')").output == "\x00é\n"
 
 
+@isolated
 @pytest.mark.parametrize(
     ("code", "expected"),
     [
@@ -247,6 +205,7 @@ def test_limits(code, expected):
     assert fault.startswith(tuple(expected.split("|"))), fault
 
 
+@isolated
 def test_a_program_ends_before_its_time_with_its_first_process_or_too_much_output():
     assert run("import os\nif os.fork(): os._exit(0)\nwhile True: pass").fault == ""
     assert run("while True: print('y' * 1000)").fault == "printed more than 1,000 bytes"
@@ -268,7 +227,6 @@ def command_of(process):
         {"time_s": "10"},
         {"processes": True},
         {"file_bytes": 0, "output_bytes": 2**62},
-        {"require_isolation": "no"},
     ],
 )
 def test_values_that_are_no_limits_are_rejected_all_at_once(values):
@@ -277,11 +235,13 @@ def test_values_that_are_no_limits_are_rejected_all_at_once(values):
     assert all(f"environment.kwargs.{name}: got {value!r}" in str(raised.value) for name, value in values.items())
 
 
+@isolated
 def test_limits_too_small_for_an_empty_program_are_rejected():
     with pytest.raises(UserCodeError, match="cannot run an empty program"):
-        check_isolation(SandboxLimits(**{**vars(LIMITS), "require_isolation": False, "memory_bytes": 10**6}))
+        check_isolation(SandboxLimits(**{**vars(LIMITS), "memory_bytes": 10**6}))
 
 
+@isolated
 def test_it_has_none_of_the_variables_of_the_run(monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", "secret")
     assert run("import os; print(os.environ.get('WANDB_API_KEY'))").output == "None\n"
