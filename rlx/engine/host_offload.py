@@ -135,14 +135,10 @@ class TensorOffload:
         else:
             until.add_done_callback(lambda _: account.free(block, after=after))
 
-    def read_parts(self, target: Tensor, first: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield pairs to copy, target before source, that fill a tensor with the offloaded bytes from `first` on."""
+    def parts(self, tensor: Tensor, first: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the parts of a tensor and those of the offloaded bytes from `first` on that belong together, to copy either way."""
         assert self._offloaded is not None
-        return _with_block(target, self._offloaded.block, first)
-
-    def written_parts(self, source: Tensor, first: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield pairs to copy, target before source, that write a tensor to the offloaded bytes from `first` on."""
-        return ((there, here) for here, there in self.read_parts(source, first))
+        return _with_block(tensor, self._offloaded.block, first)
 
     def _room(self, nbytes: int) -> Block:
         arena = self._account.arena

@@ -12,7 +12,6 @@ offloads it. A step can only lack device memory, which is checked before anythin
 import math
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -109,7 +108,7 @@ class _Slice:
             if offload.is_offloaded:
                 device = local(self.state.parameter).device
                 self._parts[name] = torch.empty(self.end - self.start, dtype=tensor.dtype, device=device)
-                yield from offload.read_parts(self._parts[name], self._first_byte(tensor))
+                yield from offload.parts(self._parts[name], self._first_byte(tensor))
             else:
                 self._parts[name] = local(tensor).view(-1)[self.start : self.end]
 
@@ -131,7 +130,7 @@ class _Slice:
         for name, part in self._parts.items():
             tensor, offload = self.state.tensors[name]
             if offload.is_offloaded:
-                yield from offload.written_parts(part, self._first_byte(tensor))
+                yield from ((there, here) for here, there in offload.parts(part, self._first_byte(tensor)))
 
     def release(self) -> None:
         if self._parts and self.is_last:
@@ -141,14 +140,6 @@ class _Slice:
 
     def _first_byte(self, tensor: Tensor) -> int:
         return (local(tensor).storage_offset() + self.start) * tensor.itemsize
-
-
-@dataclass
-class StatePiece:
-    """Slices whose states are on the device at once."""
-
-    slices: list[_Slice]
-    nbytes: int
 
 
 class OptimizerStateOnHost:
@@ -177,11 +168,10 @@ class OptimizerStateOnHost:
                 self._groups[-1].append(state)
             else:
                 self._groups.append([state])
-        self.pieces: list[StatePiece] = []
+        self.pieces: list[list[_Slice]] = []  # slices whose states are on the device at once
         for group in self._groups:
             slices = [piece for state in group for piece in state.cut(piece_bytes)]
-            for each in [slices] if len(group) > 1 else [[one] for one in slices]:
-                self.pieces.append(StatePiece(each, sum(one.nbytes for one in each)))
+            self.pieces += [slices] if len(group) > 1 else [[one] for one in slices]
 
     @property
     def _moving(self) -> list[ParameterState]:
@@ -205,7 +195,7 @@ class OptimizerStateOnHost:
         self._require_room()
         for state in self._moving:
             state.make()
-        pieces = [[each for each in piece.slices if each.state.parameter.grad is not None] for piece in self.pieces]
+        pieces = [[each for each in piece if each.state.parameter.grad is not None] for piece in self.pieces]
         arrived = self._fetch(pieces[0]) if pieces else None
         with stepping_only(self._optimizer, {id(p): p for p in self.staying}):  # while the first piece arrives
             step_in_parts(self._optimizer)
@@ -260,7 +250,7 @@ class OptimizerStateOnHost:
         return [offload for state in self._moving for offload in state.offloads]
 
     def _require_room(self) -> None:
-        sizes = [0, *(piece.nbytes for piece in self.pieces), 0]
+        sizes = [0, *(sum(each.nbytes for each in piece) for piece in self.pieces), 0]
         before_now_after = zip(sizes, sizes[1:], sizes[2:], strict=False)
         at_once = [int(sum(three) + TEMPORARY * three[1]) for three in before_now_after]
         nbytes = max([0, *at_once, *(state.made_bytes for state in self._moving)])

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -56,12 +56,12 @@ class _LiveBytes:
 
 
 class _PendingSave(NamedTuple):
-    """A pending save: its folder, when its live bytes are read, all jobs, and how to start another one."""
+    """A pending save: its folder, when its live bytes are read, all jobs, and whether training goes on meanwhile."""
 
     folder: Path
     live_read: Future[None]
     jobs: list[Future[Entries]]
-    submit: Callable[..., Future[Entries]]
+    in_background: bool
 
 
 class _LocatedPiece(NamedTuple):
@@ -112,22 +112,27 @@ class CheckpointWriter:
         if self._device.type != "cpu":  # copies to host memory, of these and of an offload before, may still run
             torch.accelerator.current_stream(self._device).synchronize()
         in_background = in_background and all(f.on_host is not None for each in found.values() for f in each)
-        submit: Callable[..., Future[Entries]] = self._thread.submit if in_background else _at_once
         for offload in offloads:
             offload.keep_until(live.read)
         first = {part: each for part, each in found.items() if any(f.live for f in each)}
-        write_live = submit(_write, partial, first)
+        write_live = self._thread.submit(_write, partial, first)
         write_live.add_done_callback(live.give_up)
-        write_rest = submit(_write, partial, {part: each for part, each in found.items() if part not in first})
+        write_rest = self._thread.submit(
+            _write, partial, {part: each for part, each in found.items() if part not in first}
+        )
         if block is not None:
             write_rest.add_done_callback(lambda _: self._account.free(block))
-        self._pending = _PendingSave(folder, live.read, [write_live, write_rest], submit)
+        self._pending = _PendingSave(folder, live.read, [write_live, write_rest], in_background)
+        if not in_background:
+            wait(self._pending.jobs)
         return partial
 
     def write_extra_files(self, write: Callable[[], Entries]) -> None:
         """Let this process write other files of the save too, in the background if that is; `finish` raises its errors."""
         assert self._pending is not None
-        self._pending.jobs.append(self._pending.submit(write))
+        self._pending.jobs.append(self._thread.submit(write))
+        if not self._pending.in_background:
+            wait(self._pending.jobs)
 
     @property
     def is_written(self) -> bool:
@@ -254,16 +259,6 @@ def _make_folders(folder: Path, parts: Sequence[str], needed_bytes: int) -> None
 
 def _size(nbytes: int) -> str:
     return f"{nbytes / 1e9:.2f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:.2f} MB"
-
-
-def _at_once(work: Callable[..., Entries], *arguments: Any) -> Future[Entries]:
-    """Do work now, and return its result as a future."""
-    done: Future[Entries] = Future()
-    try:
-        done.set_result(work(*arguments))
-    except Exception as error:
-        done.set_exception(error)
-    return done
 
 
 def _raise_everywhere(
