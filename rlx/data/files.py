@@ -132,7 +132,7 @@ class ArrowRows(Rows):
             return list(self._table.slice(start, stop - start).to_pylist())
         except (ValueError, OverflowError) as fault:
             if stop - start == 1:
-                return [_unreadable(fault)]
+                return [RowFault(f"cannot be read ({type(fault).__name__}: {_first_line(fault)})")]
             return [row for number in range(start, stop) for row in self.read(number, number + 1)]
 
 
@@ -240,8 +240,7 @@ class Peek(NamedTuple):
 def parts_of(file: str) -> list[Part]:
     """Return the files of a file, folder, pattern or URL. Files of a URL are fetched through fsspec for as long as the process lives.
 
-    Raises:
-        DataError: nothing is there, it is of another kind, or it cannot be fetched.
+    Raises DataError if nothing is there, it is of another kind, or it cannot be fetched.
     """
     local = _fetched(file) if "://" in file else data_parts(file)
     if not local:
@@ -311,10 +310,6 @@ def _no_object(value: Any) -> RowFault:
     return RowFault(f"got a JSON {type(value).__name__}, expected an object")
 
 
-def _unreadable(fault: Exception) -> RowFault:
-    return RowFault(f"cannot be read ({type(fault).__name__}: {_first_line(fault)})")
-
-
 @contextmanager
 def _explained(part: Part) -> Iterator[None]:
     """Turn the errors of the libraries that read a file into a DataError."""
@@ -368,10 +363,7 @@ ToPrompt: TypeAlias = Callable[[dict[str, Any], int], Prompt]
 
 
 def form_of(name: str, columns: Sequence[str], config: DataConfig, split: str, chats: bool = True) -> ToPrompt:
-    """Return what converts the rows of a file; with `chats` a plain text becomes a user message.
-
-    Raises FormError, which names the file, if columns are missing.
-    """
+    """Return what converts a file's rows; with `chats` a plain text becomes a user message. Raises FormError if columns are missing."""
     prompt, source, answer = config.prompt_key, config.reward_fn_key, config.answer_key
     if answer is None and {prompt, COMPLETION} <= set(columns) and "reward_model" not in columns:
         answer = COMPLETION

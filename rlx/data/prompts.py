@@ -252,18 +252,14 @@ def _pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
 def load_prompts(config: DataConfig, tokenizer: PreTrainedTokenizerBase, split: str) -> PromptDataset:
     """Return the data set of a split, of the user's own class if data.custom_cls names one.
 
-    Raises DataError for a faulty file or row, and UserCodeError if the user's class cannot be loaded or lacks part of the
-    interface.
+    Raises DataError for a faulty file or row, and UserCodeError for a class that cannot be used.
     """
     files = {"train": config.train_files, "val": config.val_files}[split]
     custom = config.custom_cls
     if custom.path is None:
         return PromptDataset(files, config, tokenizer, split)
     key = DATASET.key
-    if custom.name is None:
-        got = f"{key}.path is {custom.path!r}, but {key}.name is not set"
-        raise UserCodeError(f"{got}; expected the name of the class in it")
-    dataset: PromptDataset = load_callable(custom.path, custom.name, DATASET)(files, config, tokenizer, split)
+    dataset: PromptDataset = load_callable(custom.path, custom.name or "", DATASET)(files, config, tokenizer, split)
     missing = [name for name in INTERFACE if not hasattr(dataset, name)]
     if missing:
         raise UserCodeError(

@@ -151,11 +151,8 @@ def build_optimizer(parameters: Iterable[nn.Parameter], optim: OptimConfig) -> A
     """
     trained, constants = [p for p in parameters if p.requires_grad], _constants(optim)
     if optim.optimizer != "AdamW":
-        try:
-            import torchao.optim
-        except ImportError as error:
-            text = f"optim.optimizer={optim.optimizer}: needs the package torchao; pip install 'torchao>=0.18', or set it to AdamW"
-            raise ImportError(text) from error
+        import torchao.optim  # the configuration's check has found it
+
         kind = getattr(torchao.optim, optim.optimizer)
         return kind(trained, lr=optim.lr, bf16_stochastic_round=True, **constants)  # type: ignore[no-any-return]
     is_fused = all(local(p).device.type != "cpu" for p in trained)

@@ -30,6 +30,10 @@ class Branch(NamedTuple):
     log_probs: list[float]
     versions: Sequence[int] = ()  # of the weights that sampled its first tokens; those behind are as new as the sampler
 
+    def stamped(self, version: int) -> list[int]:
+        """Return the versions of all tokens; those without one are of this one."""
+        return [*self.versions, *[version] * (len(self.token_ids) - len(self.versions))]
+
 
 @dataclass
 class Conversation:
@@ -86,7 +90,7 @@ class Conversation:
 
     def stamp(self, version: int) -> None:
         """Note that tokens without a version are of this one."""
-        branches = [own._replace(versions=_stamped(own, version)) for own in self.branches]
+        branches = [own._replace(versions=own.stamped(version)) for own in self.branches]
         self.earlier, self.versions = branches[:-1], branches[-1].versions
 
     def add_turn(self, completion: Completion, text: str) -> Turn:
@@ -170,10 +174,6 @@ class Conversation:
         self.log_probs += log_probs
         record = {"start": start, "end": start + len(ids), "role": role, "text": text, "seconds": None, "reward": None}
         self.turns.append({**record, "calls": [], "finish_reason": finish_reason, "branch": len(self.earlier)})
-
-
-def _stamped(own: Branch, version: int) -> list[int]:
-    return [*own.versions, *[version] * (len(own.token_ids) - len(own.versions))]
 
 
 def with_opening(message: Message, before: str) -> Message:

@@ -160,12 +160,11 @@ class AgentRun(Run):
         if not any(stop in text for stop in stops):
             return completion, text
 
-        def has_one(count: int) -> bool:
-            return any(stop in self._chat.whole_text(ids[:count]) for stop in stops)
+        def begins(count: int) -> str:
+            return self._chat.whole_text(ids[:count])
 
-        count = bisect_left(range(len(ids)), True, key=has_one)
-        kept = Completion(ids[:count], log_probs and log_probs[:count], "stop")
-        return kept, self._chat.whole_text(ids[:count])
+        count = bisect_left(range(len(ids)), True, key=lambda count: any(stop in begins(count) for stop in stops))
+        return Completion(ids[:count], log_probs and log_probs[:count], "stop"), begins(count)
 
     def _answer(self, call: Call) -> None:
         sample, content, choices = self._samples[call.key], call.content, []

@@ -98,8 +98,6 @@ class EnvironmentPool(WorkerPool):
     def step(self, key: int, turn: Turn) -> None:
         """Send a turn of a conversation that has its last answer; return at once."""
         own = self._of_key[key]
-        if own.has_failed:
-            raise ValueError(f"conversation {key} has failed, expected a running one; restart it with reset")
         own.lines.append(json.dumps(["step", own.number, list(turn)]))
         if own.failure is not None:
             self._finish(own, own.failure)

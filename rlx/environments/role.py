@@ -187,14 +187,13 @@ def _columns(
     responses = padded((own.token_ids for own in branches), pad_token_id, torch.int64)
     written = padded(([True] * len(own.token_ids) for own in branches), False, torch.bool)
     sampled = padded((own.sampled for own in branches), False, torch.bool)
-    versions = [[*own.versions, *[version] * (len(own.token_ids) - len(own.versions))] for own in branches]
     batch = Batch.of(
         {
             "seed": torch.tensor([row.seed for row in rows], dtype=torch.int64),
             "input_ids": torch.cat([prompt_ids, responses], dim=1),
             "attention_mask": torch.cat([prompt_mask.bool(), written], dim=1),
             "response_mask": sampled,
-            "policy_versions": padded(versions, 0, torch.int32) * sampled,
+            "policy_versions": padded((own.stamped(version) for own in branches), 0, torch.int32) * sampled,
             "turn_rewards": padded((row.rewards for row in rows), 0.0, torch.float32),
         }
     )

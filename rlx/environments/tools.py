@@ -49,10 +49,11 @@ class Tools:
         if faults:
             raise UserCodeError("\n".join(faults))
         described = [schema["function"] for schema in self.schemas]
-        self._tools = {
-            each["name"]: _Tool(function, each["parameters"], _validator(each["parameters"]))
-            for function, each in zip(functions, described, strict=True)
-        }
+        self._tools = {}
+        for function, each in zip(functions, described, strict=True):
+            schema = {**_standard(each["parameters"]), "additionalProperties": False}
+            validator = jsonschema.Draft202012Validator(schema)
+            self._tools[each["name"]] = _Tool(function, each["parameters"], validator)
         if len(self._tools) < len(functions):
             raise UserCodeError(
                 f"tools: got {[each['name'] for each in described]}, expected a name of its own for each"
@@ -163,10 +164,6 @@ def _schema(function: Callable[..., Any]) -> dict[str, Any]:
             f"tool {getattr(function, '__name__', function)!r} has no schema: {fault}; give each argument a type and, in the "
             'docstring under "Args:", a description'
         ) from fault
-
-
-def _validator(parameters: dict[str, Any]) -> jsonschema.Draft202012Validator:
-    return jsonschema.Draft202012Validator({**_standard(parameters), "additionalProperties": False})
 
 
 def _standard(schema: Any) -> Any:

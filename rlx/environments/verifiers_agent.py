@@ -149,22 +149,17 @@ def rows(environment: Any, most: int | None = None) -> Iterator[dict[str, Any]]:
         text = data.model_dump_json()
         if type(data).model_validate_json(text) != data:
             raise UserCodeError(f"task {data.idx} of {taskset.config.id} is not the same after a way through JSON")
-        prompt = data.prompt or ""
-        said = (
-            [("user", prompt)] if isinstance(prompt, str) else [(each.role, text_of(each.content)) for each in prompt]
-        )
-        said = [("system", data.system_prompt)] * bool(data.system_prompt) + said
+        prompt, said = data.prompt or "", [("system", data.system_prompt)] * bool(data.system_prompt)
+        for role, content in [("user", prompt)] if isinstance(prompt, str) else [(m.role, m.content) for m in prompt]:
+            # Its length is what the data set's filter reads.
+            parts = [content] if isinstance(content, str) else [getattr(part, "text", "") for part in content or ()]
+            said.append((role, "\n".join(parts)))
         yield {
             "data_source": f"verifiers/{taskset.config.id}",
             "prompt": [{"role": role, "content": content} for role, content in said],
             "reward_model": {"style": "rule", "ground_truth": ""},
             "extra_info": {"task": text},
         }
-
-
-def text_of(content: Any) -> str:
-    """Return a message's text, whose length the data set's filter reads."""
-    return content if isinstance(content, str) else "\n".join(getattr(part, "text", "") for part in content or ())
 
 
 def main() -> None:

@@ -172,8 +172,6 @@ def test_a_call_that_fails_costs_its_own_conversation_alone(make_pool, answers, 
     found = answers(pool, others)
     assert found[38].messages[0]["content"] == "a?b" and found[30].messages[0]["content"] == "ok 1"
     assert "x" * 10**5 in capfd.readouterr().err, "shown, but not as output of the run"
-    with pytest.raises(ValueError, match="conversation 0 has failed"):
-        pool.step(0, Turn("x", 1))
 
 
 @pytest.mark.slow
