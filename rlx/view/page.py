@@ -12,23 +12,31 @@ import html
 import json
 import math
 import os
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from rlx.checkpoint.folders import replacing_file
-from rlx.errors import storing
+from rlx.errors import ExplainedError, storing
+from rlx.program import program
 from rlx.trainer.timeline import TIMELINE_FILE, pictures, read_timeline
 from rlx.trainer.tracking import METRICS_FILE, read_metrics
-from rlx.view.transcripts import Sample, ViewError, samples_of, transcript_files
 
-__all__ = ["Page", "ViewError", "write_page"]
 BLOCK_BYTES = 1_000_000  # of JSON; a browser unpacks it in some milliseconds
 FIRST_GUESS = 0.3  # of the share of its bytes that packed JSON has
 SHOWN_DIGITS = 4  # significant ones of a number in the page
 TITLE_LENGTH = 100
 LARGEST_GAP = 1.0  # nats, whose colour is full
+Sample = dict[str, Any]
+OF_TOKENS = ("token_ids", "tokens", "loss_mask", "advantages", "log_prob_gap")
+"""The lists of a sample with an entry per token."""
+_NAME = re.compile(r"step_([0-9]{1,15})\.jsonl")
+
+
+class ViewError(ExplainedError, ValueError):
+    """A run has nothing to show, or a file of it cannot be read."""
 
 
 class Page(NamedTuple):
@@ -48,18 +56,23 @@ def write_page(
     and the page says so. Raises ViewError or TrackingError if there is nothing to show, or a line cannot be read.
     """
     timeline = read_timeline(run / TIMELINE_FILE)
-    chosen = transcript_files(run, first, last, may_lack=bool(timeline))
+    chosen = _transcripts(run, first, last, may_lack=bool(timeline))
     packed = _Packed(most_bytes)
     for done, file in enumerate(chosen.values(), 1):
         packed.begin_step(most_bytes * done // len(chosen))
-        for number, sample in enumerate(samples_of(file), 1):
-            try:
-                packed.add(sample, file.name)
-            except (TypeError, ValueError, LookupError, AttributeError, OverflowError, RecursionError) as error:
-                raise ViewError(
-                    f"{file}, line {number}: is no sample that rlx wrote ({type(error).__name__}: {str(error)[:200]}); delete the line, "
-                    "or leave the step out with --steps"
-                ) from None
+        if not file.is_file():  # a pipe would never end
+            raise ViewError(f"{file}: is no regular file; remove it, or leave the step out with --steps")
+        with file.open("rb") as lines:
+            for number, line in enumerate(lines, 1):
+                if not line.endswith(b"\n"):  # it is still being written
+                    break
+                try:
+                    packed.add(json.loads(line), file.name)
+                except (TypeError, ValueError, LookupError, AttributeError, OverflowError, RecursionError) as error:
+                    raise ViewError(
+                        f"{file}, line {number}: is no sample that rlx wrote ({type(error).__name__}: {str(error)[:200]}); "
+                        "delete the line, or leave the step out with --steps"
+                    ) from None
     packed.finish()
     metrics = read_metrics(run / METRICS_FILE) if os.path.lexists(run / METRICS_FILE) else {}
     index = {
@@ -75,6 +88,34 @@ def write_page(
     with storing(out, "view again"), replacing_file(out) as page:
         page.writelines(_parts(name, index, packed.blocks))
     return Page(len(chosen), len(packed.columns["step"]), packed.left_out)
+
+
+def _transcripts(run: Path, first: int | None, last: int | None, may_lack: bool) -> dict[int, Path]:
+    """Return the files of steps from `first` to `last`, both included, in order; raise ViewError if there are none.
+
+    A run `may_lack` transcripts altogether if there is something else to show.
+    """
+    folder = run / "transcripts"
+    if not run.is_dir():
+        raise ViewError(f"{run}: no such folder; name that of a run, which the run's first lines show")
+    found = {int(match[1]): file for file in folder.glob("*.jsonl") if (match := _NAME.fullmatch(file.name))}
+    if not found and may_lack:
+        return {}
+    if not found:
+        raise ViewError(
+            f"{folder}: got no step_*.jsonl, expected one per step. A run with an environment writes them, others with "
+            f"trainer.transcripts=True; train again with that key behind the run's others: {program('train')} trainer.transcripts=True"
+        )
+    chosen = {
+        step: found[step]
+        for step in sorted(found)
+        if (first is None or step >= first) and (last is None or step <= last)
+    }
+    if not chosen:
+        raise ViewError(
+            f"--steps: got {first}:{last}, expected some of the steps {min(found)} to {max(found)} of {run}"
+        )
+    return chosen
 
 
 class _Packed:
@@ -95,6 +136,8 @@ class _Packed:
         self._limit = limit
 
     def add(self, sample: Sample, file: str) -> None:
+        if len({len(sample[name]) for name in OF_TOKENS}) > 1:
+            raise ValueError(f"lists of different lengths: {', '.join(OF_TOKENS)}")
         row = json.dumps(_tokens(sample), separators=(",", ":"))
         share = self._used / self._raw if self._raw else FIRST_GUESS  # that packing leaves
         fits = self._used + (self._row_bytes + len(row)) * share <= self._limit
