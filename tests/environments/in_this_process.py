@@ -110,12 +110,18 @@ def sampling(tiny):
 
 
 class Recording(Sampler):
-    """Waits a moment before each step, so that an agent may leave, and keeps all that it says."""
+    """Answers nothing that came less than `patience_s` ago, so that an agent may leave or call again, and keeps all that it says."""
 
-    said = ()
+    said, patience_s = (), 0.02
+
+    def add_request(self, request):
+        self._newest = time.monotonic()
+        return super().add_request(request)
 
     def step(self):
         time.sleep(0.02)
+        if time.monotonic() - self._newest < self.patience_s:
+            return []
         ((number, completion),) = super().step()
         self.said = [*self.said, (self.requests[number], completion)]
         return [(number, completion)]

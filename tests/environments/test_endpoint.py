@@ -242,6 +242,7 @@ def scenes(tmp_path_factory, tiny):
     """The conversation of each scene with its rows, as (prompt, response, sampled), and what the sampler got."""
     folder, recording, found = tmp_path_factory.mktemp("scenes"), Recording(tiny, say), {}
     (folder / "agents.py").write_text(SCENES)
+    recording.patience_s = 0.3
     for mode, names in (("refuse", [name for name in NAMES if name != "forks"]), ("fork", ["forks"])):
         settings = [
             f"environment.path={folder}/agents.py",
