@@ -13,7 +13,6 @@ MODULES = {
     "eval": "rlx.trainer.evaluate",
     "export": "rlx.export",
     "report": "rlx.trainer.report",
-    "gsm8k": "rlx.data.gsm8k",
     "serve": "rlx.serve",
     "view": "rlx.view",
 }
