@@ -178,7 +178,7 @@ class SampleSource:
             draws.append(Draw(label, place, epoch, prompts, rows, [not_begun(config) for _ in range(len(rows))]))
         is_due = not is_apart
         while is_due or draws[0].open_rows:  # again if a sampler in processes of its own failed
-            went_on += self._begin_phase(draws[:room])
+            went_on += self._begin_phase(draws[: 1 if is_apart else room])
             self._end_phase()
             is_due = False
         draw = draws.pop(0)

@@ -123,13 +123,19 @@ def resource_use(usage: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def rates(metrics: Mapping[str, float], timings: Mapping[str, float]) -> dict[str, float]:
-    """Return tokens a second and the share of stalls of a step, without its validation and checkpoint."""
+    """Return tokens a second and the share of stalls of a step, without its validation and checkpoint.
+
+    With samplers in processes of their own return also perf/rollout/idle_s, the time in which they waited for training.
+    """
     outside = sum(timings.get(f"timing_s/{phase}", 0.0) for phase in ("validate", "checkpoint"))
     seconds = timings["timing_s/step"] - outside
-    return {
+    found = {
         "perf/tokens_per_second": metrics["perf/tokens"] / seconds,
         "perf/stall_share": metrics["perf/stall_ms"] / 1e3 / seconds,
     }
+    if "perf/rollout/generate_s" in metrics:
+        found["perf/rollout/idle_s"] = max(0.0, seconds - metrics["perf/rollout/generate_s"])
+    return found
 
 
 def finite_mean(values: Sequence[float]) -> float:

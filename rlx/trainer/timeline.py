@@ -89,6 +89,7 @@ class Timeline:
         if self._steps == 1:
             self.costs.clear()
         self.costs += costs_of(new)
+        self.costs["sampling"] += metrics.get("perf/rollout/generate_s", 0.0)
         self._steps += 1
         self._kept = {"last": new, "slowest": max(self._kept.get("slowest", new), new, key=itemgetter("pace"))}
         if time.monotonic() >= self._due_s:
@@ -145,7 +146,25 @@ def costliest(costs: Mapping[str, float], config: PPOConfig, start_s: float) -> 
     each, step = (duration(costs[name] / costs["steps"]) for name in (phase, "step"))
     why = next((f": {text}" for is_cause, text in _causes(phase, costs, config) if is_cause), "")
     start = f"start-up, {duration(start_s)}, which a longer run pays once; then " if start_s > costs["step"] else ""
-    return f"{start}{phase.replace('_', ' ')}, {each} of {step} a step ({costs[phase] / costs['step']:.0%}){why}"
+    found = f"{start}{phase.replace('_', ' ')}, {each} of {step} a step ({costs[phase] / costs['step']:.0%}){why}"
+    return f"{found}. {balance}" if (balance := _balance(costs, config)) else found
+
+
+def _balance(costs: Mapping[str, float], config: PPOConfig) -> str:
+    """Say what both sides of a run with samplers of their own take of a step, and which numbers of GPUs would make these alike."""
+    trainer = config.trainer
+    if not (trainer.n_rollout_gpus and costs.get("sampling")):
+        return ""
+    training = sum(costs.get(name, 0.0) for name in PHASES if name not in ("rollout", "validate", "checkpoint"))
+    work, counts = (costs["sampling"], training), (trainer.n_rollout_gpus, trainer.n_gpus_per_node)
+    of_one = [seconds * count for seconds, count in zip(work, counts, strict=True)]
+    whole = trainer.processes_per_node
+    best = min(range(1, whole), key=lambda n: max(of_one[0] / n, of_one[1] / (whole - n)))
+    each = (f"{duration(seconds / costs['steps'])} on {n}" for seconds, n in zip(work, counts, strict=True))
+    said = "Of a step sampling takes {}, training {} GPU(s) of a machine".format(*each)
+    if best == counts[0]:
+        return said
+    return f"{said}; set trainer.n_rollout_gpus={best} trainer.n_gpus_per_node={whole - best}"
 
 
 def _causes(phase: str, costs: Mapping[str, float], config: PPOConfig) -> Iterator[tuple[bool, str]]:
@@ -155,11 +174,13 @@ def _causes(phase: str, costs: Mapping[str, float], config: PPOConfig) -> Iterat
     tail, idle, unused, waiting, stall = (costs.get(name, 0.0) / costs[phase] for name in names)
     if phase == "rollout":
         yield on_gpu and rollout.name == "hf", "transformers samples; set actor_rollout_ref.rollout.name=vllm"
-        key = "actor_rollout_ref.rollout.partial.max_staleness"
+        key, is_apart = "actor_rollout_ref.rollout.partial.max_staleness", config.trainer.n_rollout_gpus > 0
         shorter = f"set {key}=2 (docs/async.md), or lower data.max_response_length"
-        if rollout.partial.max_staleness:
+        if rollout.partial.max_staleness > is_apart:
             shorter = f"raise actor_rollout_ref.rollout.partial.round_tokens, or {key}"
         yield tail > MUCH, f"{tail:.0%} of it waits for few long answers; {shorter}"
+        turns = f"sampler and trainer take turns; set {key}=1 (docs/async.md)"
+        yield is_apart and not rollout.partial.max_staleness, turns
         yield idle > MUCH, f"no request runs in {idle:.0%} of it, while environments work; raise environment.processes"
         engines = f"the GPU waits for vLLM in {unused:.0%} of it; raise actor_rollout_ref.rollout.engines_per_gpu"
         yield rollout.tensor_model_parallel_size == 1 and unused > MUCH, engines

@@ -298,6 +298,7 @@ class RolloutRole:
         self._sleeps, self._is_alone = settings.free_cache_engine, settings.tensor_model_parallel_size == 1
         self._changes = ChangeCheck(sampler_dtype(settings, device))
         self._loads: list[dict[str, float]] = []  # of calls for training since `take_load`
+        self._generate_s = 0.0  # of the same calls
         self._sync_s: dict[str, float] = {}  # of the last sync
         self._synced: int | None = None  # version of the actor's weights at the last sync
         self._source, self._failures = source, 0  # failures in a row
@@ -320,6 +321,7 @@ class RolloutRole:
             EngineError: the sampler failed a second time.
             EnvironmentFailed: an environment failed, and the run is to end then.
         """
+        started = time.monotonic()
         if self.sampler.version is None and self._synced is not None:
             self.sync(self._synced)  # the sampler slept and lost its weights
         done: dict[int, Any] = {}
@@ -345,6 +347,7 @@ class RolloutRole:
         load = self.sampler.take_load()
         if purpose == "train":
             self._loads.append(load)
+            self._generate_s += time.monotonic() - started
         if self._conversations is None or "kept" in batch.info:
             return samples
         return samples.with_prompts(_largest(samples.prompt_length))
@@ -367,11 +370,12 @@ class RolloutRole:
     def take_load(self) -> dict[str, float]:
         """Return how busy the sampler was with samples for training since the last call, see `rlx.rollout.protocol.SamplerLoad`.
 
-        Beside it the seconds of the last sync by part: adapters gathered, the sampler's weights awake, new weights sent.
+        Beside it the seconds of the last sync by part: adapters gathered, the sampler's weights awake, new weights sent. Of a sampler
+        that has this process to itself also the seconds of all calls, generate_s.
         """
-        loads, self._loads = self._loads, []
-        load = joined_loads(loads)
-        return load | self._sync_s if load else {}
+        load, spent, is_apart = joined_loads(self._loads), self._generate_s, isinstance(self._source, LinkedWeights)
+        self._loads, self._generate_s = [], 0.0
+        return load | self._sync_s | ({"generate_s": spent} if is_apart else {}) if load else {}
 
     def sync(self, version: int) -> None:
         """Copy the actor's weights, or its adapters, to the sampler; `version` counts the updates. An actor elsewhere must `send` them.

@@ -5,9 +5,35 @@ import json
 import pytest
 from run_tools import OWN, results, resume_from
 
+from rlx.cluster.errors import WorkerFailure
+
 APART = "trainer.n_rollout_gpus=1"
 STALE = ["actor_rollout_ref.rollout.partial.max_staleness=2", "algorithm.rollout_correction.rollout_is=token"]
 SHORT = ["trainer.total_training_steps=2", "trainer.transcripts=True", "trainer.save_freq=1"]
+
+DEADLY = """
+import os, signal, time
+import psutil
+from pathlib import Path
+from own import Echo
+
+class Killer(Echo):
+    def reset(self, row):
+        with Path(__file__).with_name("resets").open("a") as file:
+            file.write(".")
+            if file.tell() == 40:  # 32 are of the first step
+                os.kill(os.getppid(), signal.SIGKILL)
+        return super().reset(row)
+
+def kill_an_engine(data_source, solution_str, ground_truth, extra_info=None):
+    try:
+        Path(__file__).with_name("killed").touch(exist_ok=False)
+    except FileExistsError:
+        return len(set(solution_str)) / 16
+    engines = [each for each in psutil.process_iter() if "rlx.rollout.engine_process" in each.cmdline()]
+    engines[0].kill()
+    return 0.0
+"""
 
 
 @pytest.fixture
@@ -61,6 +87,39 @@ def test_later_samples_are_generated_while_a_step_trains_and_a_resumed_run_repea
     assert open_rows and all(kept["token_ids"] for kept in open_rows)
     assert [unbroken[step]["staleness/max"] for step in range(1, 5)] == [0, 1, 2, 2]
     assert unbroken[1]["mismatch/gap_0/mean_abs_log_prob"] < 1e-5 < unbroken[3]["mismatch/gap_2/mean_abs_log_prob"]
+    waits = [(unbroken[step]["perf/rollout/generate_s"], unbroken[step]["perf/rollout/idle_s"]) for step in (1, 2, 3)]
+    assert all(generated > 0 <= idle for generated, idle in waits)
     _, resumed = train(*settings, *resume_from(folder, 2))
     for step in (3, 4):
         assert results(resumed[step]) == results(unbroken[step])
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+def test_a_sampler_that_dies_while_a_step_trains_ends_the_run_with_its_name(train, talking, tmp_path):
+    (tmp_path / "deadly.py").write_text(
+        DEADLY.replace("from own", "import sys; sys.path.append(os.path.dirname(__file__))\nfrom own")
+    )
+    deadly = [f"environment.path={tmp_path / 'deadly.py'}", "environment.name=Killer"]
+    with pytest.raises(WorkerFailure) as failed:
+        train(*SHORT, *STALE, *talking, *deadly, APART)
+    assert (failed.value.role, failed.value.method, failed.value.rank) == ("rollout", "generate", 1)
+    assert failed.value.fault.kind == "died" and failed.value.fault.curable
+
+
+@pytest.mark.e2e
+@pytest.mark.nightly
+def test_samples_go_on_after_an_engine_was_killed(train, tmp_path, cpu_vllm, caplog):
+    (tmp_path / "deadly.py").write_text(DEADLY.replace("from own import Echo", "Echo = object"))
+    killing = [f"custom_reward_function.path={tmp_path / 'deadly.py'}", "custom_reward_function.name=kill_an_engine"]
+    vllm = ["name=vllm", "engines_per_gpu=2", "engine_kwargs.vllm.kv_cache_memory_bytes=16777216"]
+    _, steps = train(
+        *SHORT[1:], *STALE, *killing, APART, "trainer.total_training_steps=4",
+        *(f"actor_rollout_ref.rollout.{each}" for each in vllm),
+    )  # fmt: skip
+    assert "the sampler failed and is started again" in caplog.text
+    assert all(steps[step]["staleness/max"] <= 2 for step in range(1, 5))
+    found = [steps[step].get("mismatch/gap_0/max_abs_log_prob") for step in (2, 3, 4)]
+    assert 0 < max(each or 0 for each in found) < 1e-4, (
+        "a step had to wait for samples of its own weights, and these were the new ones"
+    )

@@ -158,12 +158,12 @@ class Sampler:
         return [found.rows(rows) for rows in share_ranges(len(found), self.shares)]
 
 
-def queued(tmp_path, shares=1, steps=9, **algorithm):
+def queued(tmp_path, shares=1, steps=9, apart=0, **algorithm):
     rollout = RolloutConfig(n=2, partial=PartialConfig(max_staleness=2, round_tokens=2))
     data = DataConfig(train_batch_size=2, gen_batch_size=2, max_response_length=9)
     config = PPOConfig(
         data, ActorRolloutRefConfig(rollout=rollout), algorithm=AlgorithmConfig("grpo", **algorithm),
-        trainer=TrainerConfig(total_training_steps=steps),
+        trainer=TrainerConfig(total_training_steps=steps, n_rollout_gpus=apart),
     )  # fmt: skip
     tokenizer = SimpleNamespace(pad_token_id=0, batch_decode=lambda rows, **_: [str(len(row)) for row in rows])
     sampler, rewards = PromptSampler(8, 2, shuffle=False, seed=0), SimpleNamespace(scores_early=lambda rows: False)
@@ -205,9 +205,27 @@ def test_processes_get_prompts_of_every_age(tmp_path):
     assert [[prompt for prompt, *_ in part[::2]] for part in (rows[:6], rows[6:])] == [[0, 2, 4], [1, 3, 5]]
 
 
-def test_dynamic_sampling_takes_draws_in_order_and_no_seed_comes_twice(tmp_path, monkeypatch):
+def test_a_sampler_of_its_own_works_on_later_prompts_until_both_sides_meet(tmp_path):
+    trainer = queued(tmp_path, apart=1)
+    for _ in range(2):
+        trainer.samples.generate(trainer.run.finished_steps + 1)
+        trainer.samples.meet()
+        trainer.run.finished_steps += 1
+    phases = [phase[::2] for phase in trainer.run.workers.phases]
+    assert phases == [
+        [(0, 0, 0), (1, 0, 0)],  # before step 1
+        [(2, 0, 0), (3, 0, 0), (4, 0, 2), (5, 0, 2)],
+        [(4, 2, 0), (5, 2, 0), (6, 0, 2), (7, 0, 2)],
+    ]
+    assert all(kept.is_finished for kept in trainer.run.queue[0].kept), "step 3 need not wait"
+    trainer.samples.meet()
+    assert len(trainer.run.workers.phases) == 3
+
+
+@pytest.mark.parametrize("apart", [0, 1])
+def test_dynamic_sampling_takes_draws_in_order_and_no_seed_comes_twice(tmp_path, monkeypatch, apart):
     """Each step keeps one prompt of a draw, so it takes two; the end of the run draws no prompts that no step needs."""
-    trainer = queued(tmp_path, steps=4, filter_groups=FilterGroupsConfig(enable=True))
+    trainer = queued(tmp_path, steps=4, apart=apart, filter_groups=FilterGroupsConfig(enable=True))
     scores = Scores(torch.tensor([0.0, 1.0, 1.0, 1.0]), {})
     monkeypatch.setattr(trainer.samples, "scores_of", lambda batch: scores)
     drawn = itertools.cycle([0, 2, 4, 6])  # the data set has four batches

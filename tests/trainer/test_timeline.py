@@ -6,7 +6,8 @@ import time
 import pytest
 from matplotlib.image import imread
 
-from rlx.config.schema import ActorRolloutRefConfig, PPOConfig, RolloutConfig
+from rlx.config.schema import ActorRolloutRefConfig, PPOConfig, RolloutConfig, TrainerConfig
+from rlx.config.schema.rollout import PartialConfig
 from rlx.trainer.progress import Span
 from rlx.trainer.report import write_report
 from rlx.trainer.timeline import MOST_READINGS, TIMELINE_FILE, Timeline, costliest, costs_of, read_timeline
@@ -115,6 +116,25 @@ def test_the_costliest_phase_is_named_with_its_key(sampler, spent, said):
     costs = {"steps": 2, **{name: 2 * value for name, value in (SAMPLING | spent).items()}}
     text = costliest(costs, config, start_s=1.0)
     assert said in text, text
+
+
+@pytest.mark.parametrize(
+    ("staleness", "spent", "said"),
+    [
+        (0, {}, "(60%): sampler and trainer take turns; set actor_rollout_ref.rollout.partial.max_staleness=1"),
+        (1, {"tail": 3.0}, "set actor_rollout_ref.rollout.partial.max_staleness=2"),
+        (2, {"tail": 3.0}, "raise actor_rollout_ref.rollout.partial.round_tokens"),
+        (1, {}, "sampling takes 9.0s on 2, training 3.0s on 6 GPU(s) of a machine; set trainer.n_rollout_gpus=4 trainer.n_gpus_per_node=4"),
+        (1, {"update_actor": 9.0}, "(90%). Of a step sampling takes 9.0s on 2, training 9.0s on 6 GPU(s) of a machine"),
+    ],
+)  # fmt: skip
+def test_a_run_with_samplers_of_their_own_says_which_side_needs_more_gpus(staleness, spent, said):
+    rollout = RolloutConfig(partial=PartialConfig(max_staleness=staleness))
+    trainer = TrainerConfig(n_gpus_per_node=6, n_rollout_gpus=2)
+    config = PPOConfig(actor_rollout_ref=ActorRolloutRefConfig(rollout=rollout), trainer=trainer)
+    costs = {"steps": 2, **{name: 2 * value for name, value in (SAMPLING | {"sampling": 9.0} | spent).items()}}
+    text = costliest(costs, config, start_s=1.0)
+    assert said in text and ("n_rollout_gpus=4" in text) == ("update_actor" not in spent), text
 
 
 def test_the_report_draws_both_steps_and_names_a_damaged_timeline(tmp_path):

@@ -96,6 +96,11 @@ def _surprises(s: CheckContext) -> Iterator[str]:
     warmup, steps = trainer.critic_warmup, trainer.total_training_steps
     if has_critic(s.config) and steps is not None and warmup >= steps:
         yield f"the actor never learns: trainer.critic_warmup={warmup} of trainer.total_training_steps={steps} steps"
+    if trainer.n_rollout_gpus and not rollout.partial.max_staleness and not trainer.val_only:
+        yield (
+            f"trainer.n_rollout_gpus={trainer.n_rollout_gpus} with {rules.STALENESS}=0: sampler and trainer take turns; with "
+            f"{rules.STALENESS}=1 algorithm.rollout_correction.rollout_is=token they work at the same time"
+        )
     per_machine = trainer.n_gpus_per_node
     if not s.on_accelerator and per_machine > s.machine.cpus:
         yield f"trainer.n_gpus_per_node={per_machine} processes share {s.machine.cpus} CPU cores: the run will be slow"

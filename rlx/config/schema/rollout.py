@@ -121,7 +121,8 @@ class PartialConfig:
     )
     round_tokens: int | None = key(
         None,
-        "Most tokens that a later prompt's sample gets in a step; null: data.max_response_length / (max_staleness + 1).",
+        "Most tokens that a later prompt's sample gets in a step; null: data.max_response_length / (max_staleness + 1), with "
+        "trainer.n_rollout_gpus / max_staleness.",
         without("max_staleness"),
         minimum=1,
         at_most="data.max_response_length",
