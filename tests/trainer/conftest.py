@@ -36,3 +36,20 @@ def train(short_run, ray_session):
         return folder, metrics_of(folder)
 
     return start
+
+
+@pytest.fixture
+def learning(tmp_path) -> list[str]:
+    """A reward that varies with every sample."""
+    from run_tools import OWN
+
+    (tmp_path / "own.py").write_text(OWN)
+    return [f"custom_reward_function.path={tmp_path / 'own.py'}", "custom_reward_function.name=varied"]
+
+
+@pytest.fixture
+def talking(tmp_path, learning) -> list[str]:
+    """Conversations of up to three turns, some of which fail."""
+    environment = [f"environment.path={tmp_path / 'own.py'}", "environment.name=Echo", "environment.rewards=replace"]
+    turns = "actor_rollout_ref.rollout.multi_turn.max_turn_tokens=14"
+    return [*environment, turns, "environment.processes=1", "data.max_response_length=48"]

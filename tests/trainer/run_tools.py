@@ -142,5 +142,10 @@ def results(metrics: dict[str, float]) -> dict[str, float]:
     return {name: value for name, value in metrics.items() if not name.startswith(MACHINE)}
 
 
+def transcript(folder: Path, step: int) -> list[dict]:
+    lines = (folder / "transcripts" / f"step_{step:06d}.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
 def resume_from(folder, step: int) -> list[str]:
     return ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={folder}/checkpoints/global_step_{step}"]

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from run_tools import OWN, results, resume_from
+from run_tools import results, resume_from, transcript
 
 from rlx.cluster.errors import WorkerFailure
 
@@ -36,19 +36,6 @@ def kill_an_engine(data_source, solution_str, ground_truth, extra_info=None):
 """
 
 
-@pytest.fixture
-def learning(tmp_path):
-    (tmp_path / "own.py").write_text(OWN)
-    return [f"custom_reward_function.path={tmp_path / 'own.py'}", "custom_reward_function.name=varied"]
-
-
-@pytest.fixture
-def talking(tmp_path, learning):
-    environment = [f"environment.path={tmp_path / 'own.py'}", "environment.name=Echo", "environment.rewards=replace"]
-    turns = "actor_rollout_ref.rollout.multi_turn.max_turn_tokens=14"
-    return [*environment, turns, "environment.processes=1", "data.max_response_length=48"]
-
-
 def computed(metrics):
     return {name: x for name, x in results(metrics).items() if not name.endswith("_s")}
 
@@ -58,9 +45,8 @@ def weights(folder, step):
 
 
 def samples(folder, step):
-    lines = (folder / "transcripts" / f"step_{step:06d}.jsonl").read_text().splitlines()
     names = ("token_ids", "loss_mask", "advantages", "reward")
-    return [{name: json.loads(line)[name] for name in names} for line in lines]
+    return [{name: sample[name] for name in names} for sample in transcript(folder, step)]
 
 
 @pytest.mark.e2e

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from run_tools import OWN, results, resume_from
+from run_tools import results, resume_from, transcript
 
 from rlx.cluster.placement import Mesh, share_ranges
 from rlx.config.schema import (
@@ -36,24 +36,6 @@ STALE = [
     "trainer.save_freq=2",
     "trainer.transcripts=True",
 ]
-
-
-@pytest.fixture
-def learning(tmp_path):
-    (tmp_path / "own.py").write_text(OWN)
-    return [f"custom_reward_function.path={tmp_path / 'own.py'}", "custom_reward_function.name=varied"]
-
-
-@pytest.fixture
-def talking(tmp_path, learning):
-    environment = [f"environment.path={tmp_path / 'own.py'}", "environment.name=Echo", "environment.rewards=replace"]
-    turns = "actor_rollout_ref.rollout.multi_turn.max_turn_tokens=14"
-    return [*environment, turns, "environment.processes=1", "data.max_response_length=48"]
-
-
-def transcript(folder, step):
-    lines = (folder / "transcripts" / f"step_{step:06d}.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines]
 
 
 def prompts_of(folder, step):

@@ -1,6 +1,5 @@
 """Whole runs with environments: one turn equals a single response, several turns resume exactly and may fork, transcripts hold them."""
 
-import json
 import re
 import shutil
 import subprocess
@@ -9,7 +8,7 @@ from collections import defaultdict
 from pathlib import Path
 
 import pytest
-from run_tools import OWN, results, resume_from
+from run_tools import OWN, results, resume_from, transcript
 from transformers import AutoTokenizer
 
 from rlx.cluster.errors import WorkerFailure, end_of
@@ -53,20 +52,10 @@ def own(tmp_path):
     ]
 
 
-@pytest.fixture
-def scored(tmp_path):
-    return [f"custom_reward_function.path={tmp_path / 'own.py'}", "custom_reward_function.name=varied"]
-
-
-def read_transcripts(folder, step):
-    lines = (folder / "transcripts" / f"step_{step:06d}.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines]
-
-
 @pytest.mark.slow
-def test_one_turn_with_an_environment_changes_no_number(train, own, scored):
+def test_one_turn_with_an_environment_changes_no_number(train, own, learning):
     """Nor does it where one update a batch needs no pass for old log-probs; the samples have their trainer's all the same."""
-    steps = ["trainer.total_training_steps=1", "trainer.test_freq=1", *scored]
+    steps = ["trainer.total_training_steps=1", "trainer.test_freq=1", *learning]
     steps += ["actor_rollout_ref.actor.ppo_mini_batch_size=8"]
     _, alone = train(*steps)
     assert "timing_s/old_log_prob" not in alone[1] and alone[1]["actor/ppo_kl"] == 0
@@ -77,7 +66,7 @@ def test_one_turn_with_an_environment_changes_no_number(train, own, scored):
         added = {name for name in found if name.startswith("conversation/")}
         assert {name: x for name, x in found.items() if name not in added} == results(expected)
         assert not added or (found["conversation/turns_mean"], found["conversation/loss_token_share"]) == (1.0, 1.0)
-    lines = read_transcripts(folder, 1)
+    lines = transcript(folder, 1)
     gaps = [abs(gap) for line in lines for gap in line["log_prob_gap"] if gap is not None]
     assert len(lines) == 32 and len(gaps) == sum(sum(line["loss_mask"]) for line in lines) and max(gaps) < 1e-4
 
@@ -98,14 +87,14 @@ def test_conversations_resume_exactly_and_are_kept(train, own):
     found, expected = ({n: x for n, x in results(m).items() if not n.endswith("_s")} for m in (second[2], whole[2]))
     assert found == expected
     kept = ("token_ids", "loss_mask", "advantages", "reward", "reason")
-    again, first = ([[own[name] for name in kept] for own in read_transcripts(run, 2)] for run in (resumed, folder))
+    again, first = ([[own[name] for name in kept] for own in transcript(run, 2)] for run in (resumed, folder))
     assert len(again) == 32 and again == first and 1 < expected["conversation/turns_mean"] < 3
     assert expected["mismatch/turn_2/max_abs_log_prob"] < 1e-3
     assert (
         expected["conversation/failures"] > 0
         and expected["conversation/ended/error"] == expected["conversation/failures"] / 32
     )
-    for record in read_transcripts(folder, 1):
+    for record in transcript(folder, 1):
         check(record)
         assert (record["reason"] == UNLUCKY) == record.get("traceback", "").endswith("ValueError: unlucky\n")
 
@@ -135,7 +124,7 @@ def test_an_environment_of_verifiers_trains(train, tmp_path):
     own += ["actor_rollout_ref.rollout.multi_turn.max_turn_tokens=8", "actor_rollout_ref.actor.ppo_mini_batch_size=2"]
     folder, found = train(*own)
     assert found[1]["actor/grad_norm"] > 0 and found[1]["reward/extra/turns"] == 2.0
-    for record in read_transcripts(folder, 1):
+    for record in transcript(folder, 1):
         assert record["reward"] in {
             0.5 * right + len(set(record["turns"][-1]["text"].strip())) / 16 for right in (0, 1)
         }
@@ -159,7 +148,7 @@ def test_processes_around_one_vllm_engine_have_the_same_conversations_and_train_
     assert steps[1]["conversation/turns_max"] == 2 and steps[1]["conversation/forks"] > 0
     for turn, most in (("turn_1/", 1e-4), ("turn_2/", 1e-3)):
         assert 0 < steps[1][f"mismatch/{turn}max_abs_log_prob"] < most
-    records = read_transcripts(folder, 1)
+    records = transcript(folder, 1)
     assert len({(record["group"], record["sample"]) for record in records}) == 32 < len(records)
 
 
@@ -183,7 +172,7 @@ def test_conversations_fork(train, own, shortening):
     )
     assert whole[2]["conversation/forks"] > 0 and whole[2]["conversation/turns_mean"] > 1
     assert 0 < whole[2]["mismatch/turn_2/max_abs_log_prob"] < 1e-4, "the sampler saw the row that is trained on"
-    lines = read_transcripts(folder, 1)
+    lines = transcript(folder, 1)
     assert len(lines) == pytest.approx(32 * (1 + whole[1]["conversation/forks"]))
     of_conversation = defaultdict(list)
     for line in lines:
