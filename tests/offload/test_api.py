@@ -1,12 +1,15 @@
 import copy
 import pickle
 import re
+import subprocess
+import sys
 
 import pytest
 import torch
 from torch import nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+import rlx.offload
 from rlx.offload import OffloadOptions, OffloadStats, enable_activation_offloading, offload_activations
 
 
@@ -243,3 +246,28 @@ def test_attention_that_is_not_known_is_named_once(enable, caplog):
     causal_step(eager).backward()
     (record,) = caplog.records
     assert re.search("layer 'model.layers.0', which .*attn_implementation='sdpa'", record.getMessage())
+
+
+def test_what_may_wait_in_host_memory_beside_buffers_for_the_disk():
+    assert OffloadOptions().host_bytes is None
+    assert OffloadOptions(max_host_bytes=5).host_bytes == 5
+    assert OffloadOptions(tier="disk", directory="/tmp").host_bytes == 0
+    both = OffloadOptions(max_host_bytes=1 << 30, directory="/tmp")
+    assert both.host_bytes == (1 << 30) - 24 * both.staging_chunk_bytes
+
+
+def test_the_disk_tier_needs_a_folder_which_a_driver_may_lack():
+    with pytest.raises(ValueError, match="no usable folder: got directory=None"):
+        OffloadOptions(tier="disk")
+    options = OffloadOptions(tier="disk", directory="/no/such/folder")
+    assert options.uses_disk
+    assert options == pickle.loads(pickle.dumps(options))
+
+
+def test_every_public_name_is_there():
+    assert all(getattr(rlx.offload, name).__name__ == name for name in rlx.offload.__all__)
+
+
+def test_planning_and_options_do_not_load_torch():
+    code = "import sys, rlx.offload.plan.run_memory, rlx.offload.plan.explain; rlx.offload.OffloadOptions(); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -1,5 +1,8 @@
 """The table of a plan: who is in which group, what the figures are, and what is said to stand in the way."""
 
+import re
+from pathlib import Path
+
 import pytest
 
 from rlx.offload.plan.costs import Budget
@@ -24,3 +27,9 @@ def test_what_stands_in_the_way(decoder_layer, machine, words):
     assert all(step_s < plan.prediction.step_s for step_s in found.values())
     text = explain(costs, plan, machine)
     assert all(word in text.splitlines()[-1] for word in words or ["nothing is left to recompute"])
+
+
+def test_the_code_of_the_page_runs(capsys):
+    page = (Path(__file__).parents[3] / "docs" / "planning.md").read_text()
+    exec(re.search(r"```python\n(.*?)```", page, re.DOTALL)[1], {})
+    assert "x plain" in capsys.readouterr().out
