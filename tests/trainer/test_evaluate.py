@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import ray
 from run_tools import make
 
 from rlx.config.compose.command_line import compose
@@ -31,6 +32,7 @@ def test_an_evaluation_has_the_numbers_of_the_run_s_own_validation(train, tmp_pa
     ]
     run, metrics = train(*steps, *own, *SAMPLED)
     before = {file: file.stat().st_mtime_ns for file in run.rglob("*") if file.is_file()}
+    monkeypatch.setenv("RAY_ADDRESS", ray.get_runtime_context().gcs_address)  # the drivers take this one
     with RunLock(run):  # as if it still trained
         assert main([str(run), "--all", "--out", str(tmp_path / "found.json")]) == 0, capfd.readouterr().err
     found = json.loads((tmp_path / "found.json").read_text())
