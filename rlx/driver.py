@@ -31,7 +31,7 @@ from rlx.config.schema import PPOConfig
 from rlx.config.schema.roles import is_tiny
 from rlx.config.secrets import override_without_secrets
 from rlx.errors import ExplainedError, shown, wrapped
-from rlx.program import continuing, program
+from rlx.program import beside_python, continuing, program
 from rlx.step_folders import steps_in
 from rlx.supervisor.link import Terminated, tell
 from rlx.trainer.checkpoints import end_of_run
@@ -241,7 +241,7 @@ def next_commands(folder: Path, overrides: Sequence[str]) -> list[str]:
     if (folder / "transcripts").exists() or (folder / "timeline.json").exists():
         lines.append(f"{program('view')} {shown}   # samples and timelines, as a page for a browser")
     if (folder / "tensorboard").exists():
-        lines.append(f"tensorboard --logdir {shown}   # the curves")
+        lines.append(f"{beside_python('tensorboard')} --logdir {shown}   # the curves")
     return lines
 
 

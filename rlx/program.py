@@ -2,6 +2,8 @@
 
 import os
 import shlex
+import shutil
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -22,6 +24,12 @@ def program(command: str) -> str:
     """Return how to call a command here: `rlx export` if this process is a command of `rlx`, else `python -m rlx.export`."""
     called = os.environ.get(CALLED_AS)
     return f"{called.rpartition(' ')[0]} {command}" if called else f"python -m {MODULES[command]}"
+
+
+def beside_python(name: str) -> str:
+    """Return the name of a program of this environment, or its path where a shell does not find it by its name."""
+    path = Path(sys.executable).with_name(name)
+    return name if shutil.which(name) or not path.exists() else shlex.quote(str(path))
 
 
 def continuing(checkpoint: Path, overrides: Sequence[str], *more: str) -> str:

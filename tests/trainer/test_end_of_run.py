@@ -1,6 +1,7 @@
 """A run that is resumed after its last step is known before Ray starts."""
 
 import json
+import sys
 from dataclasses import asdict
 from pathlib import Path
 
@@ -59,9 +60,13 @@ def test_a_driver_that_was_started_again_is_not_judged(runs: str, monkeypatch: p
 def test_the_driver_says_so_and_starts_nothing(runs: str, monkeypatch: pytest.MonkeyPatch, capsys):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr("rlx.driver.launch", lambda *_: pytest.fail("it started"))
+    monkeypatch.setenv("PATH", "/nowhere")
+    (folder,) = Path(runs.partition("=")[2]).glob("2026*")
+    (folder / "tensorboard").mkdir()
     command = [runs, *ON, "trainer.total_training_steps=4"]
     assert main(command) == 0
     told = " ".join(capsys.readouterr().out.split())
+    assert f"{Path(sys.executable).with_name('tensorboard')} --logdir {folder}" in told, "no shell would find its name"
     assert told.startswith("nothing to train: the checkpoint is of step 4") and "rlx.export" in told
     assert main(["--check", *command]) == 0
     printed = capsys.readouterr()
