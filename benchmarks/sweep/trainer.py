@@ -97,7 +97,6 @@ def refusals() -> Iterator[None]:
 def engine(
     made: TinyModel,
     head: Head = "lm",
-    strategy: str = "fsdp2",
     together: int = 1,
     experts: ExpertOptions | None = None,
     **changes: Any,
@@ -116,7 +115,6 @@ def engine(
         return Engine(
             model,
             fsdp,
-            strategy=strategy,
             device=torch.device("cpu"),
             head=head,
             optim=OPTIM,

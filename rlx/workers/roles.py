@@ -123,7 +123,6 @@ class ActorRole(TrainedRole):
         engine = Engine(
             policy.model,
             actor.fsdp_config,
-            strategy=actor.strategy,
             device=device,
             optim=actor.optim,
             total_steps=optimizer_steps(config, "actor"),
@@ -198,7 +197,6 @@ class RefRole(EngineRole):
         engine = Engine(
             policy.model,
             ref.fsdp_config,
-            strategy=policy.actor.strategy,
             device=device,
             name="ref",
             sequence_parallel=reference_role(config).sequence_parallel_size,
@@ -217,7 +215,7 @@ class RewardRole(EngineRole):
 
     def __init__(self, config: PPOConfig, device: torch.device):
         role = reward_role(config)
-        engine = Engine(role.model, role.fsdp, strategy=role.strategy, device=device, head="score", name="reward")
+        engine = Engine(role.model, role.fsdp, device=device, head="score", name="reward")
         super().__init__(engine)
         self._rule = MicroBatchRule(*role.micro)
 
@@ -231,11 +229,9 @@ class CriticRole(TrainedRole):
 
     def __init__(self, config: PPOConfig, device: torch.device, tokenizer: "PreTrainedTokenizerBase"):
         critic = config.critic
-        assert critic.strategy is not None
         engine = Engine(
             critic.model,
             critic.fsdp,
-            strategy=critic.strategy,
             device=device,
             head="value",
             optim=critic.optim,
