@@ -17,7 +17,8 @@ class WeightLink:
     """Broadcasts weights from rank 0 to the others in buckets: by NCCL between GPUs, by gloo between CPU processes.
 
     The ranks are a process group of their own beside torch's default ones, whose store it shares. A bucket's parts travel through
-    the store, under a number that all ranks count. All of them use the link at the same time; the first use connects it.
+    the store, under a number that all ranks count. All of them use the link at the same time, and none again before all have
+    finished; the first use connects it.
 
     Args:
         device: of this process.
@@ -46,7 +47,7 @@ class WeightLink:
         for number in range(self._kept_from, self._number):  # of the last time, which all have read
             self._store.delete_key(str(number))
         self._kept_from = self._number
-        for piece in wire.pieces(weights):
+        for piece in wire.pieces(weights, len(bucket)):
             for part, source in piece:
                 bucket[part.offset : part.offset + part.size].copy_(source)
             self._announce([part for part, _ in piece])

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 from run_tools import results, resume_from, transcript
 
 from rlx.cluster.errors import WorkerFailure
@@ -109,3 +110,16 @@ def test_samples_go_on_after_an_engine_was_killed(train, tmp_path, cpu_vllm, cap
     assert 0 < max(each or 0 for each in found) < 1e-4, (
         "a step had to wait for samples of its own weights, and these were the new ones"
     )
+
+
+@pytest.mark.gpu
+@pytest.mark.e2e
+def test_weights_go_from_one_gpu_to_another(train, learning):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    settings = [*SHORT, *learning, "trainer.device=cuda", "actor_rollout_ref.actor.optim.lr=1e-2"]
+    _, together = train(*settings)
+    _, apart = train(*settings, APART)
+    for step in (1, 2):
+        found, expected = (each[step]["mismatch/mean_abs_log_prob"] for each in (apart, together))
+        assert found == pytest.approx(expected, rel=0.2), "older weights would be further off"

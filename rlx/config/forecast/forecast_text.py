@@ -66,8 +66,9 @@ def long_text(forecast: MemoryForecast) -> str:
 def verdict_text(forecast: MemoryForecast) -> str:
     """Return the last line of `rlx check`: the processes, and the largest phase that does not fit, or the one nearest to its limit."""
     trainer, machine = forecast.config.trainer, forecast.machine
-    where = f"{trainer.n_gpus_per_node * trainer.nnodes} {'GPU(s)' if forecast.on_device else 'CPU process(es)'}"
-    if forecast.on_device and machine.cluster is None and machine.gpus < trainer.n_gpus_per_node:
+    each = trainer.processes_per_node
+    where = f"{each * trainer.nnodes} {'GPU(s)' if forecast.on_device else 'CPU process(es)'}"
+    if forecast.on_device and machine.cluster is None and machine.gpus < each:
         where += f" ({machine.label} has {machine.gpus})"
     limited = [phase for phase in forecast.phases() if phase.limit]
     if not limited or forecast.unknown:

@@ -122,6 +122,9 @@ def test_a_rollout_of_vllm_has_its_share_of_all_memory(forecast):
     assert found.phase("sync").parts["sampler"] == 2 * N
     awake = forecast(f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.free_cache_engine=False", on=on)
     assert awake.phase("update_actor").parts["others"] == awake.phase("sync").parts["sampler"] == 5e9
+    apart = forecast(f"{ROLLOUT}.name=vllm", "trainer.n_rollout_gpus=1", on=on)
+    assert parts(apart.phase("rollout")) == {"sampler": 5e9} and "sampler" not in parts(apart.phase("sync"))
+    assert apart.phase("update_actor").parts["others"] == 0
 
 
 def test_vllms_share_must_hold_the_weights_and_one_sequence(forecast):
