@@ -73,6 +73,7 @@ def engine_step(folder: str, options: argparse.Namespace, device: torch.device) 
             tiled_mlp="auto",
         ),
         FSDPConfig(model_dtype="bf16", optimizer_state=options.optimizer_state[0]),
+        strategy="fsdp2",
         device=device,
         optim=OptimConfig(lr=1e-6, master_weights=not options.lossy),
         sequence_parallel=options.ulysses,

@@ -41,6 +41,7 @@ def checkpoint(tmp_path_factory):
         engine = Engine(
             config,
             FSDPConfig(),
+            strategy="fsdp2",
             device=torch.device("cpu"),
             head=head,
             optim=OptimConfig(),

@@ -63,5 +63,6 @@ FEATURES = {
     "hf sampler": Feature(hf_error),
     "vllm sampler": Feature(vllm_error, fresh=True),
     "fsdp2": Feature(_trained(), processes=2),
+    "fsdp1": Feature(_trained(strategy="fsdp"), processes=2),
     "ulysses": Feature(_trained(together=2), processes=2),
 }

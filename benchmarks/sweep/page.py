@@ -22,7 +22,7 @@ COLUMNS = {
     "LoRA": ("lora",),
     "replay": ("replay",),
     "saved": ("saved",),
-    "2 processes": ("fsdp2",),
+    "2 processes": ("fsdp2", "fsdp1"),
     "Ulysses": ("ulysses",),
     "hf": ("hf sampler",),
     "vLLM": ("vllm sampler",),
@@ -62,7 +62,7 @@ sampler's log-probs against the trainer's [nat]. An error above {tolerance:g} co
 | LoRA | the update of adapters on all linear layers, merged into the weights |
 | replay | log-probs, entropies and the update with given experts, as by `router_replay.mode=R3` |
 | saved | log-probs after an update: of a checkpoint that another engine loads, and of the exported folder |
-| 2 processes | the update with FSDP2 |
+| 2 processes | the update with `strategy=fsdp2` and `strategy=fsdp` |
 | Ulysses | the update with `ulysses_sequence_parallel_size=2` |
 | hf, vLLM | the samplers' log-probs, and greedy tokens against whole forwards; vLLM on CPU in fp32 |
 

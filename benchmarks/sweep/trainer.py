@@ -97,6 +97,7 @@ def refusals() -> Iterator[None]:
 def engine(
     made: TinyModel,
     head: Head = "lm",
+    strategy: str = "fsdp2",
     together: int = 1,
     experts: ExpertOptions | None = None,
     **changes: Any,
@@ -115,6 +116,7 @@ def engine(
         return Engine(
             model,
             fsdp,
+            strategy=strategy,
             device=torch.device("cpu"),
             head=head,
             optim=OPTIM,

@@ -3,7 +3,7 @@
 <folder>/manifest.json      sizes and digests of all files, written last (rlx/checkpoint/manifest.py)
 <folder>/checkpoint.json    description: head, counters, contents
 <folder>/card/              config, generation config and tokenizer of the model
-<folder>/model/             full tensors by name, in safetensors files, one of each process
+<folder>/model/             full tensors by name, in safetensors files, one of each process; the same for FSDP1 and FSDP2
 <folder>/optimizer/         AdamW's state in the same form, if the optimizer has stepped
 <folder>/hf_model/          a folder for from_pretrained, if asked for
 """

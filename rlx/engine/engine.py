@@ -66,6 +66,7 @@ class Engine:
         model: ModelConfig,
         fsdp: FSDPConfig,
         *,
+        strategy: str,
         device: torch.device,
         head: Head = "lm",
         optim: OptimConfig | None = None,
@@ -88,12 +89,12 @@ class Engine:
             streaming = stream_frozen(plain, layers, precision.compute, device, model.layer_offload_directory)
             streamed = streaming.parameters
         self.device = device
-        self.sharded = shard(plain, fsdp, precision, device, streamed)
-        self.root = plain
+        self.sharded = shard(plain, strategy, fsdp, precision, device, streamed)
+        self.root = self.sharded.root
         require_finite(f"model.path={model.path}", self.root.named_parameters())
         sequences = SequenceGroup(sequence_parallel, plain.config.get_text_config()) if sequence_parallel > 1 else None
         attention = model.attn_implementation if model.use_remove_padding and head != "score" else None
-        self._forward = Forward(plain, device, attention, sequences and sequences.processes)
+        self._forward = Forward(self.root, plain, device, attention, sequences and sequences.processes)
         activations = None
         if model.enable_activation_offload:
             register_attention(packed_attention)

@@ -53,7 +53,7 @@ class Distribution(NamedTuple):
 
 
 class Forward:
-    """The forward pass of a model over one micro-batch: of a model that is sharded or not.
+    """The forward pass of a model over one micro-batch: of the model `plain`, called as `root`, sharded or not.
 
     `attention` is for packed sequences, as transformers names it; None to pad the rows. The processes of `sequence_group` share
     each packed row; `MicroBatch.packed` then holds a part of it.
@@ -61,15 +61,16 @@ class Forward:
 
     def __init__(
         self,
-        model: "PreTrainedModel",
+        root: nn.Module,
+        plain: "PreTrainedModel",
         device: torch.device,
         attention: str | None,
         sequence_group: dist.ProcessGroup | None = None,
     ):
-        self._model, self._device, self._attention = model, device, attention
+        self._root, self._plain, self._device, self._attention = root, plain, device, attention
         self._sequence_group = sequence_group
         self.experts: Experts | None = None  # of a mixture of experts, if they are recorded, replayed or balanced
-        self._name = type(model).__name__.removeprefix("FSDP")
+        self._name = type(plain).__name__.removeprefix("FSDP")
         # Until `packs` is asked for.
         self.why_padded: str | None = f"use_remove_padding=False or attn_implementation={attention}"
 
@@ -127,7 +128,7 @@ class Forward:
         if options is None:
             return
         inputs = {"input_ids": self._tokens([[0, 1, 0, 1, 1]])}
-        routing = ExpertRouting(self._model, lambda: self._try(inputs), tokens=5)
+        routing = ExpertRouting(self._plain, lambda: self._try(inputs), tokens=5)
         self.experts = Experts(routing, options, self._device)
 
     def require_causal(self) -> None:
@@ -192,14 +193,14 @@ class Forward:
         if not self._chooses_positions:
             figures = token_log_probs(self._call(inputs)[:, kept], ids, *distribution[:2])
         elif self._head_ends_it:
-            with head_replaced(self._model.get_output_embeddings(), ids, *distribution):
+            with head_replaced(self._plain.get_output_embeddings(), ids, *distribution):
                 figures = self._call(inputs | {"logits_to_keep": logits_to_keep}).unbind(dim=-1)
         else:
             figures = token_log_probs(self._call(inputs | {"logits_to_keep": logits_to_keep}), ids, *distribution[:2])
         return {name: x for name, x in zip(("log_probs", "entropy"), figures, strict=False) if x is not None}
 
     def _call(self, inputs: dict[str, Any]) -> Tensor:
-        output: Tensor = self._model(**inputs, use_cache=False).logits
+        output: Tensor = self._root(**inputs, use_cache=False).logits
         return output
 
     def _inputs(
@@ -230,11 +231,11 @@ class Forward:
         """Whether the model takes packed sequences."""
         if self._attention is None:
             return False
-        reason = why_not_packed(self._model, self._attention)
+        reason = why_not_packed(self._plain, self._attention)
         if reason is None and not self._counts_from_zero():
             reason = "its positions do not begin at 0"
         if reason is None and self._attention == "sdpa":
-            reason = use_packed_attention(self._model, self._attention, self._try_two_sequences)
+            reason = use_packed_attention(self._plain, self._attention, self._try_two_sequences)
         if reason is not None:
             self._tell("its rows are padded", reason)
         self.why_padded = reason
@@ -265,13 +266,13 @@ class Forward:
 
     def _tokens(self, ids: list[list[int]]) -> Tensor:
         """Replace 0 and 1 by two tokens other than padding, which may have a position of its own."""
-        padding = getattr(self._model.config.get_text_config(), "pad_token_id", None)  # CodeGen and RWKV have none
+        padding = getattr(self._plain.config.get_text_config(), "pad_token_id", None)  # CodeGen and RWKV have none
         two = torch.tensor([token for token in range(3) if token != padding], device=self._device)
         return two[torch.tensor(ids, device=self._device)]
 
     @cached_property
     def _chooses_positions(self) -> bool:
-        can = "logits_to_keep" in inspect.signature(self._model.forward).parameters
+        can = "logits_to_keep" in inspect.signature(self._plain.forward).parameters
         if not can:
             self._tell("log-probs are computed from logits", "it computes the logits of all tokens")
         return can
@@ -285,7 +286,7 @@ class Forward:
     @cached_property
     def _head_ends_it(self) -> bool:
         """Whether the head is a plain linear map whose result the model returns unchanged; log-probs can then replace it."""
-        head = self._model.get_output_embeddings()
+        head = self._plain.get_output_embeddings()
         if type(head) is not nn.Linear or head.bias is not None:
             what = "has a bias" if type(head) is nn.Linear else f"is a {type(head).__name__}"
             self._tell("log-probs are computed from logits", f"its head {what}")
@@ -304,9 +305,9 @@ class Forward:
     @torch.no_grad()
     def _try(self, inputs: dict[str, Any], training: bool = False) -> Tensor:
         """Run without the randomness of training, such as dropout; other random operations draw the same numbers each time."""
-        was_training = self._model.training
+        was_training = self._root.training
         devices = [] if self._device.type == "cpu" else [self._device]
-        self._model.train(training)
+        self._root.train(training)
         try:
             with (
                 contextlib.nullcontext() if self.experts is None else self.experts.routing.left_alone(),
@@ -316,7 +317,7 @@ class Forward:
                 torch.manual_seed(0)
                 return self._call(inputs)
         finally:
-            self._model.train(was_training)
+            self._root.train(was_training)
 
     def _tell(self, what: str, reason: str) -> None:
         if dist.get_rank() == 0:

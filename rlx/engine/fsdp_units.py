@@ -75,8 +75,9 @@ class Unit(NamedTuple):
     """Parameters that FSDP gathers together: a layer, or the root without its layers."""
 
     prefix: str  # the module's path in the model with a dot at its end, "" for the root
-    module: nn.Module
+    module: nn.Module  # the plain one
     names: list[str]  # its own entries in the model's state_dict, relative to the module; a tied one once
+    wrapped: nn.Module  # the module that FSDP made of it
 
     def tensors(self) -> dict[str, Tensor]:
         """Return its current tensors by their full names."""

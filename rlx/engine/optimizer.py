@@ -141,18 +141,20 @@ def learning_rate_factor(step: int, total_steps: int, optim: OptimConfig) -> flo
 
 
 def build_optimizer(parameters: Iterable[nn.Parameter], optim: OptimConfig) -> AdamW:
-    """Return AdamW, torch's or torchao's `_AdamW`, over the parameters that are trained.
+    """Return AdamW, or the optimizer of torchao that `optim.optimizer` names, over the parameters that are trained.
 
     On an accelerator this is torch's fused kernel, which needs no extra memory and rounds a bf16 parameter once per step. On the CPU
     it is torch's default. With `optim.master_weights`, bf16 parameters have fp32 masters.
 
-    torchao's rounds bf16 weights stochastically, so that the mean of many results is exact without masters.
+    torchao's `_AdamW` and `AdamW8bit` round bf16 weights stochastically, so that the mean of many results is exact without masters.
+    Moments in 8 bits have a scale for each 256 numbers (arXiv:2110.02861); tensors below 4,096 numbers keep theirs as they are.
     """
     trained, constants = [p for p in parameters if p.requires_grad], _constants(optim)
     if optim.optimizer != "AdamW":
         import torchao.optim  # the configuration's check has found it
 
-        return torchao.optim._AdamW(trained, lr=optim.lr, bf16_stochastic_round=True, **constants)  # type: ignore[no-any-return]
+        kind = getattr(torchao.optim, optim.optimizer)
+        return kind(trained, lr=optim.lr, bf16_stochastic_round=True, **constants)  # type: ignore[no-any-return]
     is_fused = all(local(p).device.type != "cpu" for p in trained)
     kind = MasterAdamW if optim.master_weights and any(p.dtype in NARROW for p in trained) else ShardAdamW
     optimizer = kind(trained, lr=optim.lr, fused=is_fused or None, **constants)
@@ -174,7 +176,7 @@ def state_bytes(optimizer: AdamW, parameter: Tensor) -> int:
         elements = -(-elements // shards)
     if isinstance(optimizer, MasterAdamW):
         return 12 * elements
-    return elements * 2 * parameter.itemsize
+    return elements * 2 * (1 if type(optimizer).__name__ == "AdamW8bit" else parameter.itemsize)
 
 
 def _narrow_gradients(optimizer: Optimizer) -> None:

@@ -324,6 +324,6 @@ class Stepper:
             else:
                 self.on_host.step()
             self.steps += 1
-        self.optimizer.zero_grad()
+        self._sharded.drop_gradients(self.optimizer)
         self.updates += 1
         return {"grad_norm": norm, "lr": lr, "skipped": float(not finite)}

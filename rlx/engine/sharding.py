@@ -1,5 +1,6 @@
-"""A model sharded over processes with FSDP2, or left whole in one process."""
+"""A model sharded over processes with FSDP1 or FSDP2, or left whole in one process."""
 
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -10,15 +11,20 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
+    FullyShardedDataParallel,
+    MixedPrecision,
     MixedPrecisionPolicy,
     OffloadPolicy,
+    ShardingStrategy,
     fully_shard,
 )
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from rlx.config.schema import FSDPConfig
 from rlx.engine.fsdp_units import Unit, materialise, own_names, sharding_units, whole
@@ -64,13 +70,15 @@ class Sharded(ABC):
     """A model that is sharded over the processes; forward and backward of `root` gather and reduce by themselves."""
 
     replicas = 1  # processes that hold each shard
+    state_dict_shares_storages = True  # whether a state_dict holds the tensors themselves, without touching their bytes
 
     def __init__(self, model: nn.Module, precision: Precision, device: torch.device):
         self.root, self.device, self.layers = model, device, sharding_units(model)
         # Of gradients summed over micro-batches
         self.sum_dtype = reduce(torch.promote_types, trained_dtypes(model), precision.reduce)
-        self.units = [Unit("", model, own_names(model, list(self.layers)))]
-        self.units += [Unit(f"{name}.", layer, own_names(layer, [])) for name, layer in self.layers.items()]
+        self.state_options = StateDictOptions()
+        self.units = [Unit("", model, own_names(model, list(self.layers)), model)]
+        self.units += [Unit(f"{name}.", layer, own_names(layer, []), layer) for name, layer in self.layers.items()]
 
     @abstractmethod
     def accumulating(self, last: bool) -> AbstractContextManager[None]:
@@ -84,9 +92,12 @@ class Sharded(ABC):
     def reshard(self) -> None:
         """Free gathered parameters that remain after a forward without a backward."""
 
+    def drop_gradients(self, optimizer: Optimizer) -> None:
+        optimizer.zero_grad()
+
     @abstractmethod
-    def gatherer(self, unit: Unit) -> Callable[[Tensor], Tensor]:
-        """Return what copies one of the unit's tensors in full; all processes join each call."""
+    def gathering(self, unit: Unit) -> AbstractContextManager[Callable[[Tensor], Tensor]]:
+        """Return a context that gives a function. It copies one of the unit's tensors in full; all processes join each call."""
 
     def _widen_gradients(self) -> None:
         """Prepare the sums of gradients for the next micro-batch, whose gradients are added to them in place."""
@@ -98,6 +109,7 @@ class Sharded(ABC):
 
 def shard(
     model: nn.Module,
+    strategy: str,
     fsdp: FSDPConfig,
     precision: Precision,
     device: torch.device,
@@ -105,8 +117,11 @@ def shard(
 ) -> Sharded:
     """Shard a model, with rank 0's weights in host memory, over all processes; `streamed` weights stay where they are.
 
-    A single process uses FSDP2 only to cast weights layer by layer, or for its offload policy.
+    With `fsdp2` a single process uses FSDP2 only to cast weights layer by layer, or for its offload policy.
     """
+    if strategy == "fsdp":
+        assert not streamed, "`rlx check` rejects weights that are streamed with FSDP1"
+        return FSDP1Model(model, fsdp, precision, device)
     if dist.get_world_size() == 1 and not fsdp.offload_policy:
         # FSDP2 rounds gradients of weights that are cast to a wider type, as it does with several processes.
         widens = precision.compute.itemsize > precision.stored.itemsize
@@ -161,13 +176,14 @@ class FSDP2Model(Sharded):
 
     def reshard(self) -> None:
         for unit in self.units:
-            assert isinstance(unit.module, FSDPModule)
-            unit.module.reshard()
+            assert isinstance(unit.wrapped, FSDPModule)
+            unit.wrapped.reshard()
 
-    def gatherer(self, unit: Unit) -> Callable[[Tensor], Tensor]:
-        assert isinstance(unit.module, FSDPModule)
-        unit.module.reshard()  # not all units at each unit: with 48 layers that would be 2,304 calls
-        return self._full
+    @contextmanager
+    def gathering(self, unit: Unit) -> Iterator[Callable[[Tensor], Tensor]]:
+        assert isinstance(unit.wrapped, FSDPModule)
+        unit.wrapped.reshard()  # not all units at each unit: with 48 layers that would be 2,304 calls
+        yield self._full
 
     def _full(self, tensor: Tensor) -> Tensor:
         # With one process a gather would cost more than the copy: adapters are hundreds of small tensors.
@@ -182,6 +198,89 @@ class FSDP2Model(Sharded):
         # If the shards are over one process (HSDP), nothing was gathered: the result is the parameter's own memory.
         own_memory = tensor.to_local().untyped_storage().data_ptr()
         return full.clone() if full.untyped_storage().data_ptr() == own_memory else full
+
+
+class FSDP1Model(Sharded):
+    """`FullyShardedDataParallel` with original parameters."""
+
+    state_dict_shares_storages = False
+
+    def __init__(self, model: nn.Module, fsdp: FSDPConfig, precision: Precision, device: torch.device):
+        mesh = build_mesh(fsdp.fsdp_size, device)
+        super().__init__(model, precision, device)
+        shards = mesh["shard"].size()
+        self.replicas = mesh.size() // shards
+        self._summed: dict[nn.Parameter, Tensor] = {}
+        # FSDP1 has no sharded state_dict for a single process; the full one reads and writes the same format.
+        self.state_options = StateDictOptions(full_state_dict=shards == 1)
+        options: dict[str, Any] = {
+            "sharding_strategy": _fsdp1_strategy(fsdp, mesh),
+            "device_mesh": mesh,
+            "device_id": device,
+            "use_orig_params": True,
+            "forward_prefetch": fsdp.forward_prefetch,
+            "mixed_precision": MixedPrecision(param_dtype=precision.compute, reduce_dtype=precision.reduce),
+        }
+        for number, (name, layer) in enumerate(self.layers.items(), start=1):
+            materialise(layer, [], device)
+            parent, _, leaf = name.rpartition(".")
+            wrapped = _wrap(layer, options)
+            setattr(model.get_submodule(parent), leaf, wrapped)
+            self.units[number] = self.units[number]._replace(wrapped=wrapped)
+        materialise(model, list(self.layers.values()), device)
+        inner = _wrap(model, options)
+        self.units[0] = self.units[0]._replace(wrapped=inner)
+        # FSDP1 never frees the root's parameters after forward. An outer root without parameters lets the inner one be freed.
+        self.root = _wrap(inner, options)
+        # If a unit is gathered before the root is known, that unit becomes a root.
+        with FullyShardedDataParallel.summon_full_params(self.root, recurse=False, writeback=False):
+            pass
+
+    @contextmanager
+    def accumulating(self, last: bool) -> Iterator[None]:
+        """See Sharded. FSDP1 sums in the parameters' type, so wider sums are kept here."""
+        yield
+        narrow = [p for p in self.root.parameters() if p.grad is not None and p.grad.dtype != self.sum_dtype]
+        for parameter in narrow if self._summed or not last else ():
+            gradient, parameter.grad = parameter.grad, None
+            before = self._summed.get(parameter)
+            self._summed[parameter] = gradient.to(self.sum_dtype) if before is None else before.add_(gradient)
+        if last:
+            for parameter, summed in self._summed.items():
+                parameter.grad_dtype = None  # any type
+                parameter.grad = summed
+            self._summed = {}
+
+    def drop_gradients(self, optimizer: Optimizer) -> None:
+        """See Sharded. FSDP1 holds gradients until the model's next forward, which may come after a rollout."""
+        storages = [p.grad.untyped_storage() for p in self.root.parameters() if p.grad is not None]
+        optimizer.zero_grad()
+        for storage in storages:
+            storage.resize_(0)
+
+    def reshard(self) -> None:
+        """Do nothing. With reshard_after_forward=False parameters remain until backward, and FSDP1 cannot free them before."""
+
+    @contextmanager
+    def gathering(self, unit: Unit) -> Iterator[Callable[[Tensor], Tensor]]:
+        with FullyShardedDataParallel.summon_full_params(unit.wrapped, recurse=False, writeback=False):
+            yield lambda tensor: tensor.detach().clone()
+
+
+def _fsdp1_strategy(fsdp: FSDPConfig, mesh: DeviceMesh) -> ShardingStrategy:
+    if mesh.size() == 1:
+        return ShardingStrategy.NO_SHARD
+    reshards = fsdp.reshards(mesh.size())
+    if mesh.ndim == 1:
+        return ShardingStrategy.FULL_SHARD if reshards else ShardingStrategy.SHARD_GRAD_OP
+    return ShardingStrategy.HYBRID_SHARD
+
+
+def _wrap(module: nn.Module, options: dict[str, Any]) -> FullyShardedDataParallel:
+    with warnings.catch_warnings():
+        # The warning is for users who choose NO_SHARD among several processes.
+        warnings.filterwarnings("ignore", message=".*NO_SHARD.*")
+        return FullyShardedDataParallel(module, **options)
 
 
 class SingleModel(Sharded):
@@ -257,9 +356,10 @@ class SingleModel(Sharded):
                 setattr(module, name, weight)
             self._copies = {}
 
-    def gatherer(self, unit: Unit) -> Callable[[Tensor], Tensor]:
+    @contextmanager
+    def gathering(self, unit: Unit) -> Iterator[Callable[[Tensor], Tensor]]:
         self.reshard()
-        return lambda tensor: tensor.detach().to(self.device, copy=True)
+        yield lambda tensor: tensor.detach().to(self.device, copy=True)
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:

@@ -3,6 +3,7 @@
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ from rlx.models.loading import ModelError
 from rlx.models.lora import Adapter, adapter_weights, merged_weights
 from rlx.offload.streaming.nf4 import in_full
 
-FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+WRAPPED = "_fsdp_wrapped_module."  # what FSDP1 adds to names
 Named = Iterator[tuple[str, Tensor]]
 logger = logging.getLogger(__name__)
 
@@ -76,8 +77,8 @@ class Weights:
         self._memory.to_device(optimizer=False)
         in_type = in_full if self.model.quantization is not None else lambda tensor, dtype: tensor
         for unit in self._sharded.units:
-            gather = self._sharded.gatherer(unit)
-            yield from chosen(unit.tensors(), lambda t, get=gather: in_type(get(t), self._stored))
+            with self._sharded.gathering(unit) as gather:
+                yield from chosen(unit.tensors(), lambda t, get=gather: in_type(get(t), self._stored))
 
     def save(self, folder: str | Path, contents: tuple[str, ...]) -> None:
         self.begin_save(folder, contents)
@@ -90,7 +91,7 @@ class Weights:
         """
         self._memory.free_gathered()
         if not (in_place := self.saves_in_place(contents)):
-            self._memory.to_device(optimizer=False)
+            self._memory.to_device(optimizer=not self._sharded.state_dict_shares_storages)
         counters = (0, 0) if self._stepper is None else (self._stepper.updates, self._stepper.steps)
         own = self.adapted, self.model.quantization, self.model.path
         description = Description(self.folder_parts.head, tuple(contents), *counters, *own)
@@ -106,7 +107,7 @@ class Weights:
 
     def saves_in_place(self, contents: tuple[str, ...]) -> bool:
         """Whether `begin_save` reads the state where it is and needs no device memory."""
-        return "hf_model" not in contents
+        return self._sharded.state_dict_shares_storages and "hf_model" not in contents
 
     @property
     def is_written(self) -> bool:
@@ -116,7 +117,7 @@ class Weights:
         self._writer.finish()
 
     def load(self, folder: str | Path, to_train: bool = True) -> None:
-        """Continue from a checkpoint of any number of processes; its digests are not checked.
+        """Continue from a checkpoint of any number of processes and either strategy; its digests are not checked.
 
         Without `to_train` the optimizer's state is not read. If the checkpoint lacks that or the position in the schedule, these start
         from zero, with a warning. Raises CheckpointError if there is no model that fits.
@@ -124,7 +125,7 @@ class Weights:
         folder, sharded, stepper = Path(folder), self._sharded, self._stepper if to_train else None
         self._writer.finish()
         self._memory.free_gathered()
-        on_host = None if stepper is None else stepper.on_host
+        on_host = stepper.on_host if stepper is not None and sharded.state_dict_shares_storages else None
         self._memory.to_device(optimizer=on_host is None)
         description = read_description(folder)
         head = self.folder_parts.head
@@ -134,9 +135,9 @@ class Weights:
                 "a model among the contents; to resume, save with checkpoint.save_contents=[model,optimizer,extra]"
             )
         _require_same_scale(folder, description.adapters, self.adapted)
-        model = get_model_state_dict(sharded.root)
+        model = get_model_state_dict(sharded.root, options=sharded.state_options)
         load(_tensors(model), folder / "model")
-        set_model_state_dict(sharded.root, model)
+        set_model_state_dict(sharded.root, model, options=sharded.state_options)
         if stepper is not None:
             saved = folder / "optimizer"
             stepper.optimizer.state.clear()
@@ -163,13 +164,20 @@ class Weights:
         """Return the sharded state to save, by the name of its folder. The storages are the engine's own."""
         parts: dict[str, dict[str, Tensor]] = {}
         if "model" in description.contents:
-            parts["model"] = _tensors(get_model_state_dict(self._sharded.root))
+            options = self._sharded.state_options
+            parts["model"] = _tensors(get_model_state_dict(self._sharded.root, options=options))
         # Asking an optimizer for its state before its first step makes it take an empty step.
         if "optimizer" in description.contents and description.steps and self._stepper is not None:
-            parts["optimizer"] = _tensors(
-                get_optimizer_state_dict(self._sharded.root, self._stepper.optimizer, options=FLAT)
-            )
+            parts["optimizer"] = _tensors(_optimizer_state(self._sharded, self._stepper.optimizer))
         return parts
+
+
+def _optimizer_state(sharded: Sharded, optimizer: AdamW) -> dict[str, Any]:
+    return get_optimizer_state_dict(sharded.root, optimizer, options=_flat(sharded))
+
+
+def _flat(sharded: Sharded) -> StateDictOptions:
+    return replace(sharded.state_options, flatten_optimizer_state_dict=True)
 
 
 def _tensors(state: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -190,7 +198,7 @@ def _require_same_scale(folder: Path, saved: Mapping[str, Adapter], own: Mapping
 
 def _read_optimizer(folder: Path, sharded: Sharded, optimizer: AdamW) -> None:
     """Make the state of the parameters that the optimizer has now; all processes join."""
-    state = get_optimizer_state_dict(sharded.root, optimizer, options=FLAT)
+    state = _optimizer_state(sharded, optimizer)
     try:
         lacking = load(_tensors(state), folder, of_optimizer=True)
     except CheckpointError as error:
@@ -198,12 +206,12 @@ def _read_optimizer(folder: Path, sharded: Sharded, optimizer: AdamW) -> None:
             f"{error}. Continue with optim.optimizer, optim.master_weights and fsdp_config.model_dtype of the run that saved it, or "
             "save without the optimizer to start with new moments"
         ) from None
-    set_optimizer_state_dict(sharded.root, optimizer, state, options=FLAT)
+    set_optimizer_state_dict(sharded.root, optimizer, state, options=_flat(sharded))
     for name, parameter in sharded.root.named_parameters():
-        if f"state.{name}" in lacking:  # it never had a gradient, so it has no state yet
+        if f"state.{name.replace(WRAPPED, '')}" in lacking:  # it never had a gradient, so it has no state yet
             optimizer.state.pop(parameter, None)
     states = ((n, p, optimizer.state.get(p, {})) for n, p in sharded.root.named_parameters())
-    faults = [fault for name, p, state in states for fault in _faults_of(name, local(p), state)]
+    faults = [fault for name, p, state in states for fault in _faults_of(name.replace(WRAPPED, ""), local(p), state)]
     if faults := everywhere(faults):
         raise CheckpointError(
             f"{folder} holds a state that AdamW cannot have: {few(faults)}; take another checkpoint, or remove this folder and save "
@@ -215,6 +223,8 @@ def _faults_of(name: str, parameter: Tensor, state: Mapping[str, Any]) -> Iterat
     """Yield what would ruin a parameter's shard at the next step, though names, shapes and types are right."""
     for key, value in state.items():
         own = local(value) if isinstance(value, Tensor) else torch.tensor(value)
+        if type(own) is not Tensor:  # moments of torchao, whose 8 bits are always numbers
+            continue
         if not own.isfinite().all():
             yield f"{name}.{key} is NaN or infinite"
         elif (key == "step" and own < 1) or (key == "exp_avg_sq" and (own < 0).any()):

@@ -123,6 +123,7 @@ class ActorRole(TrainedRole):
         engine = Engine(
             policy.model,
             actor.fsdp_config,
+            strategy=actor.strategy,
             device=device,
             optim=actor.optim,
             total_steps=optimizer_steps(config, "actor"),
@@ -197,6 +198,7 @@ class RefRole(EngineRole):
         engine = Engine(
             policy.model,
             ref.fsdp_config,
+            strategy=policy.actor.strategy,
             device=device,
             name="ref",
             sequence_parallel=reference_role(config).sequence_parallel_size,
@@ -215,7 +217,7 @@ class RewardRole(EngineRole):
 
     def __init__(self, config: PPOConfig, device: torch.device):
         role = reward_role(config)
-        engine = Engine(role.model, role.fsdp, device=device, head="score", name="reward")
+        engine = Engine(role.model, role.fsdp, strategy=role.strategy, device=device, head="score", name="reward")
         super().__init__(engine)
         self._rule = MicroBatchRule(*role.micro)
 
@@ -229,9 +231,11 @@ class CriticRole(TrainedRole):
 
     def __init__(self, config: PPOConfig, device: torch.device, tokenizer: "PreTrainedTokenizerBase"):
         critic = config.critic
+        assert critic.strategy is not None
         engine = Engine(
             critic.model,
             critic.fsdp,
+            strategy=critic.strategy,
             device=device,
             head="value",
             optim=critic.optim,

@@ -27,10 +27,10 @@ def share():
     return own_share(make_batch(), (8,) if dist.get_world_size() == 1 else (5, 3))
 
 
-def stopped(folder, out, lora=0, contents=ALL, updates=2, head="lm"):
+def stopped(folder, strategy, out, lora=0, contents=ALL, updates=2, head="lm"):
     """Some updates, a checkpoint (saved twice, so that one replaces another), two more updates: metrics and weights."""
     tokenizer = load_tokenizer(folder, trust_remote_code=False)
-    engine = build(folder, head=head, model={"lora_rank": lora}, tokenizer=tokenizer)
+    engine = build(folder, strategy=strategy, head=head, model={"lora_rank": lora}, tokenizer=tokenizer)
     objective = {"lm": policy, "value": value}[head]()
     engine.weights.save(out, contents)
     for _ in range(updates):
@@ -47,9 +47,9 @@ def never_saved(folder):
     return [engine.update(share(), ROWS, policy()) for _ in range(2)], weights_of(engine)
 
 
-def resumed(folder, out, lora=0, used=False):
+def resumed(folder, strategy, out, lora=0, used=False):
     """The same two updates by a new engine that loads the checkpoint; `used`: it has done other things before."""
-    engine = build(folder, model={"lora_rank": lora})
+    engine = build(folder, strategy=strategy, model={"lora_rank": lora})
     if used:
         for _ in range(3):
             engine.update(share(), ROWS, policy())
@@ -80,10 +80,10 @@ def adapters_on_bf16(folder, out):
     ]
 
 
-def exported(folder, out, lora=0, head="lm"):
+def exported(folder, strategy, out, lora=0, head="lm"):
     """A checkpoint with a Hugging Face folder after an update, and what the engine says of a sequence."""
     tokenizer = load_tokenizer(folder, trust_remote_code=False)
-    engine = build(folder, head=head, model={"lora_rank": lora}, tokenizer=tokenizer)
+    engine = build(folder, strategy=strategy, head=head, model={"lora_rank": lora}, tokenizer=tokenizer)
     engine.update(share(), ROWS, {"lm": policy, "value": value}[head]())
     engine.weights.save(out, ("model", "hf_model"))
     engine.root.eval()
@@ -127,14 +127,14 @@ def in_small_pieces(engine, device_bytes=0):
     assert len(engine.stepper.on_host.pieces) > len(list(engine.root.parameters()))
 
 
-def saved_beside_training(folder, out, offload):
+def saved_beside_training(folder, strategy, out, offload):
     """Two checkpoints of the same state: one written at once, and one whose writing begins after all that follows could run.
 
     Meanwhile the engine computes log-probs and begins an update, whose step waits. Returns the update's metrics.
     """
     gc.collect()  # engines of other tests hold blocks under the same names
     fsdp = replace(FP64, param_offload=offload, optimizer_offload=offload)
-    engine = build(folder, fsdp)
+    engine = build(folder, fsdp, strategy=strategy)
     if offload:
         in_small_pieces(engine)
     for _ in range(2):
@@ -163,7 +163,7 @@ def saved_beside_training(folder, out, offload):
     return metrics
 
 
-def with_masters(folder, out, in_background):
+def with_masters(folder, strategy, out, in_background):
     """bf16 weights with fp32 masters: metrics and weights of two updates after a save, and by engines that load it.
 
     The masters of the engine that saves are split over device and host, as those of the second one; the third one has all on the
@@ -171,7 +171,7 @@ def with_masters(folder, out, in_background):
     """
     found = []
     for loads, stays in ((False, SPLIT_BYTES), (True, SPLIT_BYTES), (True, "device")):
-        engine = build(folder, FSDPConfig(model_dtype="bf16", optimizer_state=stays), lr=1e-5)
+        engine = build(folder, FSDPConfig(model_dtype="bf16", optimizer_state=stays), strategy=strategy, lr=1e-5)
         if stays == SPLIT_BYTES:
             in_small_pieces(engine, SPLIT_BYTES)
             assert engine.stepper.on_host.staying and engine.stepper.on_host.pieces

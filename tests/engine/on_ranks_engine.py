@@ -20,12 +20,12 @@ from rlx.models.lora import adapters_off
 from rlx.offload import host_arena
 
 
-def per_token(folder, shares):
+def per_token(folder, strategy, shares):
     """log_probs, entropy and values of this rank's share in order, cut by tokens."""
     cut = MicroBatchRule(tokens=20)
     share = own_share(make_batch(), shares)
-    found = build(folder, optim=None).log_probs(share, cut, temperature=0.7)
-    return found | {"values": build(folder, optim=None, head="value").values(share, cut)}
+    found = build(folder, strategy=strategy, optim=None).log_probs(share, cut, temperature=0.7)
+    return found | {"values": build(folder, strategy=strategy, optim=None, head="value").values(share, cut)}
 
 
 def naive_per_token(folder):
@@ -50,9 +50,9 @@ def naive_per_token(folder):
     return found
 
 
-def weights_and_names(folder, head):
+def weights_and_names(folder, strategy, head):
     """The stream of a fresh engine, of a trained one, and the model that was loaded."""
-    engine = build(folder, head=head)
+    engine = build(folder, strategy=strategy, head=head)
     fresh = list(engine.weights.full())
     objective = {"lm": policy, "value": value}[head]()
     engine.update(own_share(make_batch(), shares_for_world()), ROWS, objective)
@@ -60,9 +60,9 @@ def weights_and_names(folder, head):
     return fresh, weights_of(engine), model.state_dict(), [name for name, _ in model.named_parameters()]
 
 
-def exported(folder):
+def exported(folder, strategy):
     """After an update: log-probs of this rank's share, and those that a plain model with the exported weights gives."""
-    engine = build(folder)
+    engine = build(folder, strategy=strategy)
     share = own_share(make_batch(), shares_for_world())
     for _ in range(2):
         engine.update(share, ROWS, policy())
@@ -70,7 +70,7 @@ def exported(folder):
     model = load_model(ModelConfig(path=folder), "lm", torch.float64)
     model.load_state_dict(weights_of(engine), strict=False)
     assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
-    plain = build(folder, optim=None)
+    plain = build(folder, strategy=strategy, optim=None)
     expected = torch.zeros_like(trained)
     for row, (ids, real) in enumerate(zip(share["input_ids"], share["attention_mask"], strict=True)):
         length = int(real[P:].sum())
@@ -118,19 +118,19 @@ def shares_for_world():
     return (8,) if dist.get_world_size() == 1 else (5, 3)
 
 
-def trained(folder, steps=2, fsdp=None, model=None):
+def trained(folder, strategy, steps=2, fsdp=None, model=None):
     """Losses, gradients and weights of some updates."""
-    engine = build(folder, dataclasses.replace(FP64, **(fsdp or {})), model=model)
+    engine = build(folder, dataclasses.replace(FP64, **(fsdp or {})), strategy, model=model)
     gradients = Gradients(engine)
     share = own_share(make_batch(), shares_for_world())
     metrics = [engine.update(share, MicroBatchRule(rows=3), policy()) for _ in range(steps)]
     return metrics, gradients.seen, weights_of(engine), engine.memory.stats()
 
 
-def non_finite_step(folder):
+def non_finite_step(folder, strategy):
     """A step whose loss is NaN on the last rank only, then a usual one; and the same without the bad one, one step later."""
     split = dataclasses.replace(FP64, optimizer_state=SPLIT_BYTES)
-    engine, other = build(folder, split), build(folder)
+    engine, other = build(folder, split, strategy), build(folder, strategy=strategy)
     other.stepper.updates = 1
     good = own_share(make_batch(), shares_for_world())
     bad = good
@@ -143,30 +143,36 @@ def non_finite_step(folder):
     return first, second, alone, before, between, weights_of(engine), weights_of(other)
 
 
-def clipped(folder):
+def clipped(folder, strategy):
     """Gradients before and after clipping to norm 0.01."""
-    free, bound = build(folder), build(folder, grad_clip=0.01)
+    free, bound = build(folder, strategy=strategy), build(folder, strategy=strategy, grad_clip=0.01)
     seen = [Gradients(engine) for engine in (free, bound)]
     share = own_share(make_batch(), shares_for_world())
     metrics = [engine.update(share, ROWS, policy()) for engine in (free, bound)]
     return metrics, [gradients.seen[0] for gradients in seen]
 
 
-def offloaded(folder, model, checkpoint_folder):
+def offloaded(folder, strategy, fsdp, model, checkpoint_folder):
     """Three cycles of log-probs, rest, update and rest, the last from a checkpoint, with all offloaded at rest and without.
 
     Returns:
         For both: metrics and weights; of the offloaded one: who holds how much of the arena, at first and after each cycle,
-        the arena's size after each cycle, and the bytes of parameters with state after each cycle.
+        the arena's size after each cycle, and the bytes of parameters with state, and of gradients, after each cycle.
     """
     results, arena = [], host_arena(False)
     for offloads in (False, True):
-        flags = dataclasses.replace(FP64, param_offload=offloads, optimizer_offload=offloads)
-        engine = build(folder, flags, model=model, name="actor")
+        flags = dataclasses.replace(FP64, param_offload=offloads, optimizer_offload=offloads, **fsdp)
+        engine = build(folder, flags, strategy, model=model, name="actor")
         if offloads:  # several pieces
             engine.stepper.on_host = OptimizerStateOnHost(
                 engine.stepper.optimizer, arena, "actor_optimizer_state", engine.device, piece_bytes=20_000
             )
+        gradients = []
+        engine.stepper.optimizer.register_step_pre_hook(
+            lambda *_, root=engine.root, seen=gradients: seen.extend(
+                local(p.grad).untyped_storage() for p in root.parameters() if p.grad is not None
+            )
+        )
         share = own_share(make_batch(), shares_for_world())
         engine.memory.to_host()
         engine.memory.to_host()  # a second rest changes nothing
@@ -174,30 +180,33 @@ def offloaded(folder, model, checkpoint_folder):
         metrics, holders, room, left = [], [arena.holders()], [], []
         for cycle in range(3):
             engine.log_probs(share, ROWS, 1.0)
-            if dist.get_world_size() > 1:
+            if strategy == "fsdp2" and dist.get_world_size() > 1:
                 assert all(isinstance(p, DTensor) for p in engine.root.parameters()), (
                     "log_probs has left parameters gathered"
                 )
             engine.memory.to_host()
             metrics.append(engine.update(share, ROWS, policy()))
+            # What FSDP2 keeps no reference to is gone, but for this one.
+            kept = sum(storage.nbytes() for storage in gradients) if strategy == "fsdp" else 0
             if cycle == 1:
-                engine.weights.save(f"{checkpoint_folder}/{offloads}", ("model", "optimizer"))
-                engine.weights.load(f"{checkpoint_folder}/{offloads}")
+                engine.weights.save(f"{checkpoint_folder}/{strategy}-{offloads}", ("model", "optimizer"))
+                engine.weights.load(f"{checkpoint_folder}/{strategy}-{offloads}")
             engine.memory.to_host()
             holders.append(arena.holders())
             room.append((arena.reserved_bytes, arena.allocations))
             state = [x for s in engine.stepper.optimizer.state.values() for name, x in s.items() if name != "step"]
             tensors = [local(tensor).untyped_storage() for tensor in (*engine.root.parameters(), *state)]
-            left.append(sum(storage.nbytes() for storage in tensors))
+            left.append([sum(storage.nbytes() for storage in tensors), kept])
+            gradients.clear()
         results.append((metrics, weights_of(engine)))
         del engine
         gc.collect()
     return results, holders, room, left
 
 
-def reference(folder, lora):
+def reference(folder, strategy, lora):
     """Log-probs of a separate reference and of a trained policy with its adapters off, with them, and off once more."""
-    engine = build(folder, model={"lora_rank": 2, "lora": lora})
+    engine = build(folder, strategy=strategy, model={"lora_rank": 2, "lora": lora})
     share = own_share(make_batch(), shares_for_world())
 
     def log_probs(of):
@@ -209,7 +218,7 @@ def reference(folder, lora):
         engine.update(share, ROWS, policy())
     with adapters_off(engine.root):
         off = log_probs(engine)
-    return log_probs(build(folder, optim=None)), off, log_probs(engine), untrained
+    return log_probs(build(folder, strategy=strategy, optim=None)), off, log_probs(engine), untrained
 
 
 def small_updates_on_bf16(folder, rows):
@@ -239,12 +248,12 @@ def weights_are_copies(folder: str) -> list[bool]:
     return [tensor.untyped_storage().data_ptr() not in own for _, tensor in engine.weights.full()]
 
 
-def sums_over_micro_batches(folder: str, reduce_dtype: str) -> tuple[torch.dtype, bool, float]:
+def sums_over_micro_batches(folder: str, strategy: str, reduce_dtype: str) -> tuple[torch.dtype, bool, float]:
     """Return the type of the summed gradients, whether they equal the sum of the gradients of each micro-batch in this type,
     and the error of the sum in bf16 relative to them.
     """
     precision = MixedPrecisionConfig(reduce_dtype=reduce_dtype)
-    engine = build(folder, FSDPConfig(model_dtype="bf16", mixed_precision=precision))
+    engine = build(folder, FSDPConfig(model_dtype="bf16", mixed_precision=precision), strategy)
     engine.root.train()
     objective, batch = policy(), make_batch(24)
     totals = totals_of(batch, objective, engine.batcher.copies, engine.device)
@@ -253,7 +262,7 @@ def sums_over_micro_batches(folder: str, reduce_dtype: str) -> tuple[torch.dtype
     def gradient(chosen: list[MicroBatch]) -> torch.Tensor:
         engine._passes(chosen, objective, totals)
         flat = torch.cat([local(p.grad).flatten() for p in engine.root.parameters() if p.grad is not None])
-        engine.stepper.optimizer.zero_grad()
+        engine.sharded.drop_gradients(engine.stepper.optimizer)
         return flat.clone()
 
     each = [gradient([part]) for part in parts]
@@ -264,9 +273,9 @@ def sums_over_micro_batches(folder: str, reduce_dtype: str) -> tuple[torch.dtype
     return summed.dtype, torch.equal(summed, expected), ((narrow - summed).norm() / summed.norm()).item()
 
 
-def scores(folder, shares):
+def scores(folder, strategy, shares):
     """This rank's scores, cut by rows and by tokens, with the parameters offloaded in between."""
-    engine = build(folder, head="score", optim=None, model={"enable_gradient_checkpointing": False})
+    engine = build(folder, strategy=strategy, head="score", optim=None, model={"enable_gradient_checkpointing": False})
     share = own_share(make_batch(), shares)
     found = [engine.scores(share, MicroBatchRule(rows=3))]
     engine.memory.to_host()
@@ -285,9 +294,9 @@ class Gathers(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def in_tiles(folder, model):
+def in_tiles(folder, strategy, model):
     """Log-probs, gradient norms of two updates, weights after them and all-gathers of the second."""
-    engine = build(folder, FP64, model=model)
+    engine = build(folder, FP64, strategy, model=model)
     share = own_share(make_batch(), (8,) if dist.get_world_size() == 1 else (5, 3))
     micro = MicroBatchRule(rows=3)
     before = engine.log_probs(share, micro, 1.0)["log_probs"]

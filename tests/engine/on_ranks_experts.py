@@ -30,21 +30,21 @@ def with_experts(batch, seed=1):
     return batch.with_(routed_experts=order.masked_fill(~batch["attention_mask"][..., None, None], 0).to(torch.uint8))
 
 
-def engine_of(folder, replays=False, balance=0.0, offload=None, model=None):
+def engine_of(folder, strategy="fsdp2", replays=False, balance=0.0, offload=None, model=None):
     model = dict(model or {})
     if offload:
         options = ActivationOffloadConfig(save=offload, min_bytes=0)
         model |= {"enable_activation_offload": True, "activation_offload": options}
-    return build(folder, lr=0.0, model=model, experts=ExpertOptions(replays, balance))
+    return build(folder, strategy=strategy, lr=0.0, model=model, experts=ExpertOptions(replays, balance))
 
 
 def objective(replays, mode="token-mean"):
     return policy(mode, router_replay=RouterReplayConfig("R3" if replays else "disabled"))
 
 
-def gradients(folder, cases, replays=False, balance=0.0, offload=None, model=None):
+def gradients(folder, strategy, cases, replays=False, balance=0.0, offload=None, model=None):
     """Gradients and metrics of an update for each case (shares, cut)."""
-    engine = engine_of(folder, replays, balance, offload, model)
+    engine = engine_of(folder, strategy, replays, balance, offload, model)
     seen, batch = Gradients(engine), with_experts(grouped(make_batch()))
     found, metrics = [], []
     for shares, cut in cases:

@@ -78,8 +78,11 @@ def forked(batch, kind):
     return with_sample_tokens(batch, "loss_mask" if kind in CORRECTED else "response_mask")
 
 
-def cut_gradients(folder, kinds, cases, together=1, offload=None, shares=None, forks=False):
+def cut_gradients(folder, kinds, strategy, cases, together=1, offload=None, shares=None, forks=False):
     """The gradients and the metrics of kinds, modes and cases (shares, cut, change), from one engine that stays where it is.
+
+    With FSDP2 each case is computed in every mode; with FSDP1 in one, the modes taking turns: a mode only decides which
+    number a micro-batch's backward starts from, and what shards the model is not told of it.
 
     Returns:
         gradients, metrics, and for each which entry of `naive` it must equal.
@@ -89,11 +92,12 @@ def cut_gradients(folder, kinds, cases, together=1, offload=None, shares=None, f
         options = ActivationOffloadConfig(save=offload, min_bytes=0)
         model |= {"enable_activation_offload": True, "activation_offload": options}
     head = KINDS[kinds[0]].head
-    engine = build(folder, head=head, lr=0.0, model=model, sequence_parallel=together)
+    engine = build(folder, strategy=strategy, head=head, lr=0.0, model=model, sequence_parallel=together)
     gradients = Gradients(engine)
     metrics, equal = [], []
     for number, (kind, mode) in enumerate(itertools.product(kinds, AGGREGATIONS)):
-        for rows, cut, change in cases:
+        step = 1 if strategy == "fsdp2" else len(AGGREGATIONS)
+        for rows, cut, change in cases[number % step :: step]:
             whole = make_batch() if shares is None else grouped(make_batch())
             whole = forked(whole, kind) if forks else whole
             batch = own_share(changed(whole, change), rows, together)
@@ -102,10 +106,10 @@ def cut_gradients(folder, kinds, cases, together=1, offload=None, shares=None, f
     return torch.stack(gradients.seen), metrics, equal
 
 
-def grouped_gradients(folder, kinds, cases, together, offload, shares, forks=False):
+def grouped_gradients(folder, kinds, strategy, cases, together, offload, shares, forks=False):
     """`cut_gradients` of groups that share their prompts."""
     with norms_in_fp64():
-        return cut_gradients(folder, kinds, cases, together, offload, shares, forks)
+        return cut_gradients(folder, kinds, strategy, cases, together, offload, shares, forks)
 
 
 def naive_of_groups(folder, kinds):

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
@@ -30,11 +31,13 @@ ROWS = MicroBatchRule(rows=4)
 SPLIT_BYTES = 80_000  # of the optimizer's state that stay on the device: a part of it
 
 
-def build(folder: str, fsdp: FSDPConfig = FP64, lr: float = 1e-2, model: Any = None, **options: Any) -> Engine:
+def build(
+    folder: str, fsdp: FSDPConfig = FP64, strategy: str = "fsdp2", lr: float = 1e-2, model: Any = None, **options: Any
+) -> Engine:
     chosen = ModelConfig(path=folder, **(model or {}))
     optim = OptimConfig(lr=lr, lr_warmup_steps=2, lr_scheduler_type="cosine")
     defaults = {"optim": optim, "total_steps": 10, "grad_clip": 1e9, "device": torch.device("cpu")}
-    return Engine(chosen, fsdp, **(defaults | options))
+    return Engine(chosen, fsdp, strategy=strategy, **(defaults | options))
 
 
 def make_batch(rows: int = 8, seed: int = 0) -> Batch:
@@ -136,6 +139,12 @@ class Gradients:
 
     def now(self) -> torch.Tensor:
         root = self.engine.root
-        grads = {name: p.grad for name, p in root.named_parameters() if p.requires_grad}
-        found = {n: whole(g) if isinstance(g, DTensor) else g.clone() for n, g in grads.items()}
+        if isinstance(root, FullyShardedDataParallel):
+            with FullyShardedDataParallel.summon_full_params(root, with_grads=True, writeback=False):
+                found = {
+                    name.replace("_fsdp_wrapped_module.", ""): p.grad.clone() for name, p in root.named_parameters()
+                }
+        else:
+            grads = {name: p.grad for name, p in root.named_parameters() if p.requires_grad}
+            found = {n: whole(g) if isinstance(g, DTensor) else g.clone() for n, g in grads.items()}
         return torch.cat([found[name].flatten() for name in sorted(found)])

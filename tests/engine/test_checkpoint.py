@@ -22,13 +22,19 @@ def same(one, other):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "used"), [("one_rank", False), ("one_rank", True), ("two_ranks", False), ("two_ranks", True)]
+    ("ranks", "strategy", "used"),
+    [
+        ("one_rank", "fsdp", False),
+        ("one_rank", "fsdp2", True),
+        ("two_ranks", "fsdp2", False),
+        ("two_ranks", "fsdp", True),
+    ],
 )
-def test_a_resumed_run_is_the_unbroken_one(ranks, used, model_folder, request, tmp_path):
+def test_a_resumed_run_is_the_unbroken_one(ranks, strategy, used, model_folder, request, tmp_path):
     ranks = request.getfixturevalue(ranks)
     folder = str(tmp_path / "global_step_2" / "actor")
-    unbroken = ranks("checkpoint", "stopped", model_folder, folder)
-    resumed = ranks("checkpoint", "resumed", model_folder, folder, 0, used)
+    unbroken = ranks("checkpoint", "stopped", model_folder, strategy, folder)
+    resumed = ranks("checkpoint", "resumed", model_folder, strategy, folder, 0, used)
     for (metrics, saved, weights), again in zip(unbroken, resumed, strict=True):
         assert again[0] == metrics
         same(saved, again[1])
@@ -40,20 +46,25 @@ def test_a_resumed_run_is_the_unbroken_one(ranks, used, model_folder, request, t
 def test_saving_before_the_first_update_leaves_the_optimizer_untouched(model_folder, one_rank, tmp_path):
     folder = str(tmp_path / "actor")
     ((metrics, _, weights),) = one_rank(
-        "checkpoint", "stopped", model_folder, folder, 0, ("model", "optimizer", "extra"), 0
+        "checkpoint", "stopped", model_folder, "fsdp2", folder, 0, ("model", "optimizer", "extra"), 0
     )
-    ((again, _, resumed_weights, _),) = one_rank("checkpoint", "resumed", model_folder, folder)
+    ((again, _, resumed_weights, _),) = one_rank("checkpoint", "resumed", model_folder, "fsdp2", folder)
     ((fresh, fresh_weights),) = one_rank("checkpoint", "never_saved", model_folder)
     assert again == metrics == fresh
     same(weights, fresh_weights)
     same(weights, resumed_weights)
 
 
-@pytest.mark.parametrize(("before", "after"), [("one_rank", "two_ranks"), ("two_ranks", "one_rank")])
-def test_a_checkpoint_is_read_by_other_process_counts(before, after, model_folder, request, tmp_path):
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [(("one_rank", "fsdp"), ("two_ranks", "fsdp2")), (("two_ranks", "fsdp"), ("one_rank", "fsdp2"))],
+)
+def test_a_checkpoint_is_read_by_other_process_counts_and_strategies(before, after, model_folder, request, tmp_path):
     folder = str(tmp_path / "actor")
-    metrics, saved, weights = request.getfixturevalue(before)("checkpoint", "stopped", model_folder, folder)[0]
-    again = request.getfixturevalue(after)("checkpoint", "resumed", model_folder, folder)[0]
+    metrics, saved, weights = request.getfixturevalue(before[0])(
+        "checkpoint", "stopped", model_folder, before[1], folder
+    )[0]
+    again = request.getfixturevalue(after[0])("checkpoint", "resumed", model_folder, after[1], folder)[0]
     same(saved, again[1])
     for figures, expected in zip(again[0], metrics, strict=True):
         # Each process samples its own shard, so another division samples other weights.
@@ -66,8 +77,8 @@ def test_a_checkpoint_is_read_by_other_process_counts(before, after, model_folde
 @pytest.mark.slow
 def test_adapters_are_resumed_on_another_number_of_processes(model_folder, one_rank, two_ranks, tmp_path):
     folder = str(tmp_path / "actor")
-    metrics, saved, weights = two_ranks("checkpoint", "stopped", model_folder, folder, 2)[0]
-    ((again, loaded, later, *_),) = one_rank("checkpoint", "resumed", model_folder, folder, 2)
+    metrics, saved, weights = two_ranks("checkpoint", "stopped", model_folder, "fsdp", folder, 2)[0]
+    ((again, loaded, later, *_),) = one_rank("checkpoint", "resumed", model_folder, "fsdp2", folder, 2)
     same(saved, loaded)
     assert [figures["loss"] for figures in again] == pytest.approx([figures["loss"] for figures in metrics], rel=1e-9)
     for name, tensor in weights.items():
@@ -87,27 +98,27 @@ def test_fp32_adapters_and_moments_on_a_bf16_base_are_resumed(model_folder, two_
 
 def test_contents_left_out_start_anew(model_folder, one_rank, tmp_path):
     folder = str(tmp_path / "actor")
-    ((_, saved, _),) = one_rank("checkpoint", "stopped", model_folder, folder, 0, ("model",))
+    ((_, saved, _),) = one_rank("checkpoint", "stopped", model_folder, "fsdp2", folder, 0, ("model",))
     assert sorted(os.listdir(folder)) == ["card", "checkpoint.json", "manifest.json", "model"]
-    ((metrics, loaded, _, _),) = one_rank("checkpoint", "resumed", model_folder, folder)
+    ((metrics, loaded, _, _),) = one_rank("checkpoint", "resumed", model_folder, "fsdp2", folder)
     same(saved, loaded)
     assert metrics[0]["lr"] == pytest.approx(1e-2 / 3), "the schedule begins again"
     ((moments, schedule),) = one_rank("checkpoint", "warnings_of_loading", model_folder, folder)
     assert "no optimizer state" in moments and "schedule restarts" in schedule
 
 
-@pytest.mark.parametrize("offload", [False, True])
-def test_a_save_beside_training_holds_the_state_at_its_beginning(offload, model_folder, two_ranks, tmp_path):
-    metrics = two_ranks("checkpoint", "saved_beside_training", model_folder, str(tmp_path), offload)[0]
+@pytest.mark.parametrize(("strategy", "offload"), [("fsdp2", False), ("fsdp2", True), ("fsdp", True)])
+def test_a_save_beside_training_holds_the_state_at_its_beginning(strategy, offload, model_folder, two_ranks, tmp_path):
+    metrics = two_ranks("checkpoint", "saved_beside_training", model_folder, strategy, str(tmp_path), offload)[0]
     for part in ("model", "optimizer"):
         same(load_all(tmp_path / "at_once" / part), load_all(tmp_path / "beside" / part))
     assert damage(tmp_path / "beside") == damaged_chunks(tmp_path / "beside") == []
-    resumed = two_ranks("checkpoint", "resumed", model_folder, str(tmp_path / "beside"))[0]
+    resumed = two_ranks("checkpoint", "resumed", model_folder, strategy, str(tmp_path / "beside"))[0]
     assert resumed[0][0] == metrics
 
 
 def test_bf16_weights_come_back_with_their_fp32_masters(model_folder, two_ranks, tmp_path):
-    ranks = two_ranks("checkpoint", "with_masters", model_folder, str(tmp_path / "actor"), True)
+    ranks = two_ranks("checkpoint", "with_masters", model_folder, "fsdp2", str(tmp_path / "actor"), True)
     for unbroken, *resumed in ranks:
         for metrics, weights in resumed:
             assert metrics == unbroken[0]
@@ -160,14 +171,16 @@ def test_a_full_disk_is_named_and_only_the_older_checkpoint_is_left(in_backgroun
 def test_wrong_checkpoints_are_refused(model_folder, one_rank, tmp_path):
     assert "checkpoint.json" in one_rank("checkpoint", "refusal", model_folder, str(tmp_path))[0]
     folder = str(tmp_path / "critic")
-    one_rank("checkpoint", "stopped", model_folder, folder, 0, ("optimizer",), 1, "value")
+    one_rank("checkpoint", "stopped", model_folder, "fsdp2", folder, 0, ("optimizer",), 1, "value")
     assert "head value" in one_rank("checkpoint", "refusal", model_folder, folder)[0]
     assert "save_contents" in one_rank("checkpoint", "refusal", model_folder, folder, "value")[0]
 
 
-@pytest.mark.parametrize(("head", "lora"), [("lm", 0), ("value", 0), ("value", 2)])
-def test_exports_load_and_say_the_same(head, lora, model_folder, two_ranks, tmp_path):
-    (want, _) = two_ranks("checkpoint", "exported", model_folder, str(tmp_path / "actor"), lora, head)
+@pytest.mark.parametrize(
+    ("head", "lora", "strategy"), [("lm", 0, "fsdp2"), ("value", 0, "fsdp"), ("value", 2, "fsdp2")]
+)
+def test_exports_load_and_say_the_same(head, lora, strategy, model_folder, two_ranks, tmp_path):
+    (want, _) = two_ranks("checkpoint", "exported", model_folder, strategy, str(tmp_path / "actor"), lora, head)
     auto_class = {"lm": AutoModelForCausalLM, "value": AutoModelForTokenClassification}[head]
     export(tmp_path / "actor", tmp_path / "exported")
     for folder in (tmp_path / "exported", tmp_path / "actor" / "hf_model"):

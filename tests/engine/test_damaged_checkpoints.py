@@ -40,7 +40,7 @@ def saved(model_folder, two_ranks, tmp_path_factory):
         folder = base / f"global_step_{step}"
         folder.mkdir()
         contents = ("model", "optimizer", "extra")
-        two_ranks("checkpoint", "stopped", model_folder, str(folder / "actor"), 0, contents, updates)
+        two_ranks("checkpoint", "stopped", model_folder, "fsdp2", str(folder / "actor"), 0, contents, updates)
         write_driver_state(folder, state_of(step))
         seal(folder, {})
     return base
@@ -332,7 +332,7 @@ def test_pickles_beside_the_tensors_are_never_read_even_if_they_are_listed(harme
     assert main([str(folder), str(tmp_path / "out")]) == 2
     (folder / "manifest.json").unlink()
     seal(folder, {})
-    two_ranks("checkpoint", "resumed", model_folder, str(folder))
+    two_ranks("checkpoint", "resumed", model_folder, "fsdp2", str(folder))
     assert main([str(folder), str(tmp_path / "out")]) == 0
 
 

@@ -8,24 +8,38 @@ from transformers import AutoModelForSequenceClassification
 from rlx.config.schema import ActivationOffloadConfig, LoraConfig, MixedPrecisionConfig
 from rlx.data.batch import Batch
 
-
-@pytest.fixture(params=["one_rank", "two_ranks"])
-def ranks(request):
-    return request.getfixturevalue(request.param)
+STRATEGIES = ["fsdp2", "fsdp"]
 
 
-def test_log_probs_and_values_are_those_of_each_row_alone(model_folder, one_rank, two_ranks):
+@pytest.fixture(params=[("one_rank", "fsdp"), ("two_ranks", "fsdp2"), ("two_ranks", "fsdp")], ids="-".join)
+def world(request):
+    """Processes to call, and how they share the model; FSDP2 in one process has tests of its own."""
+    return request.getfixturevalue(request.param[0]), request.param[1]
+
+
+@pytest.fixture
+def ranks(world):
+    return world[0]
+
+
+@pytest.fixture
+def strategy(world):
+    return world[1]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_log_probs_and_values_are_those_of_each_row_alone(strategy, model_folder, one_rank, two_ranks):
     (want,) = one_rank("engine", "naive_per_token", model_folder)
     for shares in ((5, 3), (0, 8)):
-        parts = two_ranks("engine", "per_token", model_folder, shares)
+        parts = two_ranks("engine", "per_token", model_folder, strategy, shares)
         assert [len(part["values"]) for part in parts] == list(shares)
         for name, expected in want.items():
             torch.testing.assert_close(torch.cat([part[name] for part in parts]), expected, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("head", ["lm", "value"])
-def test_the_weight_stream_is_the_model(head, model_folder, ranks):
-    for fresh, trained, state, parameters in ranks("engine", "weights_and_names", model_folder, head):
+def test_the_weight_stream_is_the_model(strategy, head, model_folder, ranks):
+    for fresh, trained, state, parameters in ranks("engine", "weights_and_names", model_folder, strategy, head):
         names = [name for name, _ in fresh]
         assert sorted(names) == sorted(parameters), "each tied weight once, under its first name"
         assert set(names) <= set(state)
@@ -53,14 +67,16 @@ def bert_folder(model_folder, tmp_path_factory) -> str:
     return str(folder)
 
 
-def test_tied_weights_stay_tied(bert_folder, ranks):
-    for trained, expected, untrained in ranks("engine", "exported", bert_folder):
+def test_tied_weights_stay_tied(strategy, bert_folder, ranks):
+    for trained, expected, untrained in ranks("engine", "exported", bert_folder, strategy):
         torch.testing.assert_close(trained, expected, rtol=1e-9, atol=1e-9)
         assert (trained - untrained).abs().max() > 1e-3
 
 
-def test_a_step_that_is_not_finite_is_skipped_everywhere(model_folder, ranks):
-    for first, second, alone, before, between, after, other in ranks("engine", "non_finite_step", model_folder):
+def test_a_step_that_is_not_finite_is_skipped_everywhere(strategy, model_folder, ranks):
+    for first, second, alone, before, between, after, other in ranks(
+        "engine", "non_finite_step", model_folder, strategy
+    ):
         assert first["skipped"] == 1 and second["skipped"] == 0
         assert second == alone, "the schedule went on, nothing else did"
         for name, tensor in before.items():
@@ -68,8 +84,8 @@ def test_a_step_that_is_not_finite_is_skipped_everywhere(model_folder, ranks):
             assert torch.equal(after[name], other[name])
 
 
-def test_gradients_are_clipped_by_their_global_norm(model_folder, ranks):
-    for metrics, (free, bound) in ranks("engine", "clipped", model_folder):
+def test_gradients_are_clipped_by_their_global_norm(strategy, model_folder, ranks):
+    for metrics, (free, bound) in ranks("engine", "clipped", model_folder, strategy):
         assert metrics[0]["grad_norm"] == metrics[1]["grad_norm"] == pytest.approx(free.norm().item(), rel=1e-12)
         torch.testing.assert_close(bound, free * 0.01 / free.norm(), rtol=1e-12, atol=0)
 
@@ -77,19 +93,22 @@ def test_gradients_are_clipped_by_their_global_norm(model_folder, ranks):
 LORA = {"lora_rank": 2}
 OFFLOAD = {"enable_activation_offload": True, "activation_offload": ActivationOffloadConfig(min_bytes=0)}
 PARKED = [
-    ("one_rank", {}),
-    ("two_ranks", LORA),
-    ("two_ranks", OFFLOAD),
+    ("one_rank", "fsdp", {}, {}),
+    ("two_ranks", "fsdp2", {}, {}),
+    ("two_ranks", "fsdp", {}, LORA),
+    ("two_ranks", "fsdp2", {}, OFFLOAD),
 ]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("processes", "model"), PARKED)
+@pytest.mark.parametrize(("processes", "strategy", "fsdp", "model"), PARKED)
 def test_waiting_in_host_memory_changes_nothing_and_the_second_cycle_takes_no_more(
-    processes, model, model_folder, request, tmp_path
+    processes, strategy, fsdp, model, model_folder, request, tmp_path
 ):
     ranks = request.getfixturevalue(processes)
-    for (stayed, moved), holders, room, left in ranks("engine", "offloaded", model_folder, model, str(tmp_path)):
+    for (stayed, moved), holders, room, left in ranks(
+        "engine", "offloaded", model_folder, strategy, fsdp, model, str(tmp_path)
+    ):
         assert moved[0] == stayed[0]
         assert all(torch.equal(stayed[1][name], moved[1][name]) for name in stayed[1])
         parameters, state = "actor_parameters", "actor_optimizer_state"
@@ -97,13 +116,22 @@ def test_waiting_in_host_memory_changes_nothing_and_the_second_cycle_takes_no_mo
         assert all(held[parameters] == holders[0][parameters] for held in holders)
         assert holders[1][state] > (0 if "lora_rank" in model else 2 * holders[1][parameters] - 1)
         assert room[0] == room[1] == room[2]
-        assert left == [0] * 3
+        assert left == [[0, 0]] * 3
 
 
-@pytest.mark.parametrize(("processes", "lora"), [("one_rank", LoraConfig()), ("two_ranks", LoraConfig(use_dora=True))])
-def test_the_policy_with_its_adapters_off_is_the_reference_bit_for_bit(processes, lora, model_folder, request):
+@pytest.mark.parametrize(
+    ("processes", "strategy", "lora"),
+    [
+        ("one_rank", "fsdp2", LoraConfig()),
+        ("two_ranks", "fsdp2", LoraConfig(use_dora=True)),
+        pytest.param("two_ranks", "fsdp", LoraConfig(), marks=pytest.mark.slow),
+    ],
+)
+def test_the_policy_with_its_adapters_off_is_the_reference_bit_for_bit(
+    processes, strategy, lora, model_folder, request
+):
     ranks = request.getfixturevalue(processes)
-    for separate, off, on, untrained in ranks("engine", "reference", model_folder, lora):
+    for separate, off, on, untrained in ranks("engine", "reference", model_folder, strategy, lora):
         assert torch.equal(off, separate) and torch.equal(untrained, separate)
         assert not torch.allclose(on, separate, atol=1e-6)
 
@@ -122,19 +150,23 @@ def close(one, other, tolerance=1e-9):
 
 @pytest.fixture(scope="module")
 def plain_training(model_folder, one_rank):
-    return one_rank("engine", "trained", model_folder)[0]
+    return one_rank("engine", "trained", model_folder, "fsdp2")[0]
 
 
 VARIANTS = [
-    {},
-    {"reshard_after_forward": False, "forward_prefetch": True},
-    {"fsdp_size": 1},
+    ("fsdp2", {}),
+    ("fsdp", {}),
+    ("fsdp2", {"reshard_after_forward": False, "forward_prefetch": True}),
+    ("fsdp", {"reshard_after_forward": False, "forward_prefetch": True}),
+    ("fsdp2", {"fsdp_size": 1}),
 ]
 
 
-@pytest.mark.parametrize("fsdp", VARIANTS)
-def test_two_processes_train_like_one_however_they_share_the_model(fsdp, plain_training, model_folder, two_ranks):
-    for metrics, _, weights, _ in two_ranks("engine", "trained", model_folder, 2, fsdp):
+@pytest.mark.parametrize(("strategy", "fsdp"), VARIANTS)
+def test_two_processes_train_like_one_however_they_share_the_model(
+    strategy, fsdp, plain_training, model_folder, two_ranks
+):
+    for metrics, _, weights, _ in two_ranks("engine", "trained", model_folder, strategy, 2, fsdp):
         close(plain_training[2], weights)
         for figures, expected in zip(metrics, plain_training[0], strict=True):
             # Each process samples its own shard, so another division samples other weights.
@@ -143,10 +175,10 @@ def test_two_processes_train_like_one_however_they_share_the_model(fsdp, plain_t
             assert figures == pytest.approx(expected, rel=1e-9, abs=1e-12)
 
 
-def test_bf16_compute_comes_near_the_fp64_gradient(plain_training, model_folder, ranks):
+def test_bf16_compute_comes_near_the_fp64_gradient(strategy, plain_training, model_folder, ranks):
     fsdp = {"model_dtype": "fp32", "mixed_precision": MixedPrecisionConfig(param_dtype="bf16", reduce_dtype="fp32")}
     want = plain_training[1][0]
-    for _, gradients, weights, _ in ranks("engine", "trained", model_folder, 1, fsdp):
+    for _, gradients, weights, _ in ranks("engine", "trained", model_folder, strategy, 1, fsdp):
         assert gradients[0].dtype == torch.float32
         assert (gradients[0] - want).norm() < 0.05 * want.norm()
         assert all(tensor.dtype == torch.float32 for tensor in weights.values())
@@ -156,14 +188,16 @@ def test_streamed_weights_are_copies_also_of_whole_shards(model_folder, two_rank
     assert all(all(copies) for copies in two_ranks("engine", "weights_are_copies", model_folder))
 
 
-@pytest.mark.parametrize(("save", "tier"), [("boundary", "cpu"), ("attention", "disk"), ("all", "cpu")])
-def test_activation_offload_changes_no_bit(save, tier, model_folder, two_ranks, tmp_path):
+@pytest.mark.parametrize(
+    ("save", "tier", "strategy"), [("boundary", "cpu", "fsdp"), ("attention", "disk", "fsdp2"), ("all", "cpu", "fsdp2")]
+)
+def test_activation_offload_changes_no_bit(save, tier, strategy, model_folder, two_ranks, tmp_path):
     off = {"enable_gradient_checkpointing": save != "all"}
     directory = str(tmp_path) if tier == "disk" else None
     options = ActivationOffloadConfig(save=save, tier=tier, directory=directory, min_bytes=0)
     on = off | {"enable_activation_offload": True, "activation_offload": options}
-    plain = two_ranks("engine", "trained", model_folder, 2, None, off)
-    offloaded = two_ranks("engine", "trained", model_folder, 2, None, on)
+    plain = two_ranks("engine", "trained", model_folder, strategy, 2, None, off)
+    offloaded = two_ranks("engine", "trained", model_folder, strategy, 2, None, on)
     for (metrics, gradients, weights, none), other in zip(plain, offloaded, strict=True):
         assert none == {} and other[3]["offloaded_bytes"] > 0 and other[3]["held_bytes"] == 0
         assert other[0] == metrics
@@ -172,8 +206,12 @@ def test_activation_offload_changes_no_bit(save, tier, model_folder, two_ranks, 
 
 
 @pytest.mark.parametrize("reduce_dtype", ["fp32", "bf16"])
-def test_gradients_of_bf16_weights_are_summed_over_micro_batches_in_reduce_dtype(reduce_dtype, ranks, model_folder):
-    for dtype, is_exact, narrow_error in ranks("engine", "sums_over_micro_batches", model_folder, reduce_dtype):
+def test_gradients_of_bf16_weights_are_summed_over_micro_batches_in_reduce_dtype(
+    reduce_dtype, strategy, ranks, model_folder
+):
+    for dtype, is_exact, narrow_error in ranks(
+        "engine", "sums_over_micro_batches", model_folder, strategy, reduce_dtype
+    ):
         assert dtype == {"fp32": torch.float32, "bf16": torch.bfloat16}[reduce_dtype]
         assert is_exact
         assert (narrow_error > 1e-3) == (reduce_dtype == "fp32"), "24 sums in bf16 would lose what fp32 keeps"
@@ -208,12 +246,13 @@ def alone(folder: str, batch: Batch) -> torch.Tensor:
     return torch.stack([model(input_ids=ids[mask][None]).logits[0, 0] for ids, mask in rows])
 
 
-def test_scores_are_those_of_each_sequence_alone(reward_folder, one_rank, two_ranks):
+@pytest.mark.parametrize("strategy", ["fsdp2", "fsdp"])
+def test_scores_are_those_of_each_sequence_alone(strategy, reward_folder, one_rank, two_ranks):
     (batch,) = one_rank("engine", "make_batch")
     want = alone(reward_folder, batch)
     assert want.std() > 1e-3
     for ranks, shares in ((one_rank, (8,)), (two_ranks, (5, 3)), (two_ranks, (0, 8))):
-        for found in zip(*ranks("engine", "scores", reward_folder, shares), strict=True):
+        for found in zip(*ranks("engine", "scores", reward_folder, strategy, shares), strict=True):
             torch.testing.assert_close(torch.cat(found), want, rtol=1e-10, atol=1e-10)
 
 
@@ -222,13 +261,13 @@ ATTENTION = {"enable_activation_offload": True, "activation_offload": Activation
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "model",
-    [{}, ATTENTION, {"lora_rank": 2}],
+    ("strategy", "model"),
+    [("fsdp2", {}), ("fsdp2", ATTENTION), ("fsdp", {"lora_rank": 2})],
     ids=["checkpointing", "attention", "lora"],
 )
-def test_an_engine_in_tiles_learns_the_same_and_gathers_no_more(model, model_folder, two_ranks):
-    whole = two_ranks("engine", "in_tiles", model_folder, model)
-    tiled = two_ranks("engine", "in_tiles", model_folder, {**model, "tiled_mlp": 4})
+def test_an_engine_in_tiles_learns_the_same_and_gathers_no_more(strategy, model, model_folder, two_ranks):
+    whole = two_ranks("engine", "in_tiles", model_folder, strategy, model)
+    tiled = two_ranks("engine", "in_tiles", model_folder, strategy, {**model, "tiled_mlp": 4})
     for (said, norms, weights, gathers), expected in zip(tiled, whole, strict=True):
         torch.testing.assert_close(said, expected[0], rtol=1e-12, atol=1e-12)
         assert gathers == expected[3] > 0

@@ -16,7 +16,7 @@ TOLERANCE = 1e-6
 
 @pytest.fixture(scope="module")
 def without(experts_folder, one_rank):
-    ((gradients, _),) = one_rank("experts", "gradients", experts_folder, ONE_PROCESS[:1])
+    ((gradients, _),) = one_rank("experts", "gradients", experts_folder, "fsdp2", ONE_PROCESS[:1])
     return gradients[0]
 
 
@@ -36,12 +36,13 @@ def has_balance(results, without, balance):
 
 @pytest.mark.parametrize("model", [{}, {"use_remove_padding": False}, {"use_shared_prefix": False}], ids=str)
 def test_balance_in_one_process_by_any_cut(model, experts_folder, without, balance, one_rank):
-    (results,) = one_rank("experts", "gradients", experts_folder, ONE_PROCESS, False, WEIGHT, None, model)
+    (results,) = one_rank("experts", "gradients", experts_folder, "fsdp2", ONE_PROCESS, False, WEIGHT, None, model)
     has_balance(results, without, balance)
 
 
-def test_balance_in_two_processes(experts_folder, without, balance, two_ranks):
-    for results in two_ranks("experts", "gradients", experts_folder, TWO_PROCESSES, False, WEIGHT):
+@pytest.mark.parametrize("strategy", ["fsdp2", "fsdp"])
+def test_balance_in_two_processes(strategy, experts_folder, without, balance, two_ranks):
+    for results in two_ranks("experts", "gradients", experts_folder, strategy, TWO_PROCESSES, False, WEIGHT):
         has_balance(results, without, balance)
 
 
@@ -64,7 +65,7 @@ KEPT = {"enable_gradient_checkpointing": False}
 @pytest.fixture(scope="module")
 def kept(experts_folder, one_rank):
     """For own and replayed experts gradients and metrics without recomputation."""
-    call = "gradients", experts_folder, TWICE
+    call = "gradients", experts_folder, "fsdp2", TWICE
     return [one_rank("experts", *call, replays, WEIGHT, None, KEPT)[0] for replays in (False, True)]
 
 
@@ -73,17 +74,17 @@ def kept(experts_folder, one_rank):
 )
 def test_gradients_are_those_without_recomputation_bit_by_bit(save, replays, kept, experts_folder, one_rank):
     plain, want = kept[replays]
-    call = "gradients", experts_folder, TWICE, replays, WEIGHT, save, KEPT if save == "all" else {}
+    call = "gradients", experts_folder, "fsdp2", TWICE, replays, WEIGHT, save, KEPT if save == "all" else {}
     ((found, metrics),) = one_rank("experts", *call)
     assert torch.equal(found, plain)
     assert [m["router_aux_loss"] for m in metrics] == [m["router_aux_loss"] for m in want]
 
 
 def test_replay_by_any_cut(experts_folder, one_rank, two_ranks):
-    ((gradients, _),) = one_rank("experts", "gradients", experts_folder, ONE_PROCESS, True, WEIGHT)
+    ((gradients, _),) = one_rank("experts", "gradients", experts_folder, "fsdp2", ONE_PROCESS, True, WEIGHT)
     want = gradients[0]
-    results = two_ranks("experts", "gradients", experts_folder, TWO_PROCESSES, True, WEIGHT)
-    call = "gradients", experts_folder, ONE_PROCESS, True, WEIGHT, None, {"use_remove_padding": False}
+    results = two_ranks("experts", "gradients", experts_folder, "fsdp", TWO_PROCESSES, True, WEIGHT)
+    call = "gradients", experts_folder, "fsdp2", ONE_PROCESS, True, WEIGHT, None, {"use_remove_padding": False}
     padded = one_rank("experts", *call)
     for found in (gradients, *(each for each, _ in (*results, *padded))):
         for gradient in found:

@@ -124,7 +124,7 @@ def said(forward, batch, distribution, least_gain=NEVER):
     }
     weights = torch.arange(1.0, R + 1)
     loss = sum((x * weights[: len(x)]).sum() for rows in of_row.values() for x in rows)
-    model = forward._model
+    model = forward._plain
     model.zero_grad()
     loss.backward()
     gradient = torch.cat([torch.zeros(p.numel()) if p.grad is None else p.grad.flatten() for p in model.parameters()])
@@ -132,8 +132,8 @@ def said(forward, batch, distribution, least_gain=NEVER):
 
 
 def agree(model, batch, distribution):
-    padded = said(Forward(model, torch.device("cpu"), None), batch, distribution)
-    packs = Forward(model, torch.device("cpu"), "sdpa")
+    padded = said(Forward(model, model, torch.device("cpu"), None), batch, distribution)
+    packs = Forward(model, model, torch.device("cpu"), "sdpa")
     packed = said(packs, batch, distribution)
     assert packs.packs and model.config._attn_implementation == PACKED
     assert padded[0].keys() == packed[0].keys()
@@ -160,7 +160,7 @@ def test_prompts_that_are_computed_once_say_what_rows_say(name, groups):
     is_value = name.startswith("value ")
     model = made(VALUE_MODELS[name.removeprefix("value ")] if is_value else LANGUAGE_MODELS[name], torch.float64)
     model.set_experts_implementation("eager")  # torch's grouped products know no fp64
-    forward = Forward(model, torch.device("cpu"), "sdpa")
+    forward = Forward(model, model, torch.device("cpu"), "sdpa")
     distribution = None if is_value else Distribution(0.7, with_entropy=True)
     with KeepsFp64():
         rows, tree = (said(forward, groups, distribution, least_gain) for least_gain in (NEVER, 0.0))
@@ -261,7 +261,7 @@ def test_what_cannot_be_packed_is_padded_and_told(name, caplog):
     model = make()
     before = model.config._attn_implementation
     with caplog.at_level(logging.WARNING):
-        forward = Forward(model, torch.device("cpu"), attention)
+        forward = Forward(model, model, torch.device("cpu"), attention)
         assert not forward.packs and not forward.packs
     assert model.config._attn_implementation == before
     (message,) = [record.getMessage() for record in caplog.records if record.name == "rlx.engine.forward"]
@@ -272,7 +272,7 @@ def test_what_cannot_be_packed_is_padded_and_told(name, caplog):
 def test_positions_of_little_influence_are_noticed():
     model = OTHER_MODELS["roberta"][0]()
     model.roberta.embeddings.position_embeddings.weight.data.mul_(1e-6)
-    forward = Forward(model, torch.device("cpu"), "sdpa")
+    forward = Forward(model, model, torch.device("cpu"), "sdpa")
     assert not forward.packs and forward.why_padded == "its positions do not begin at 0"
 
 
@@ -289,14 +289,14 @@ LOOKS_AHEAD = {
 def test_a_model_that_looks_ahead_is_refused(name):
     model = made(LOOKS_AHEAD[name])
     with pytest.raises(ModelError, match=r"depends on later tokens, .* is_decoder=true"):
-        Forward(model, torch.device("cpu"), "sdpa").require_causal()
+        Forward(model, model, torch.device("cpu"), "sdpa").require_causal()
 
 
 def test_a_model_whose_forward_fails_is_refused():
     model = made(lambda: hf.Qwen2ForCausalLM(hf.Qwen2Config(**SHAPE))).double()
     model.lm_head.float()
     with pytest.raises(ModelError, match=r"Qwen2ForCausalLM: its forward fails on four tokens \(RuntimeError: .*dtype"):
-        Forward(model, torch.device("cpu"), None).require_causal()
+        Forward(model, model, torch.device("cpu"), None).require_causal()
 
 
 @pytest.mark.usefixtures("one_process")
@@ -304,7 +304,7 @@ def test_a_configuration_without_padding_is_read(batch):
     config = hf.CodeGenConfig(vocab_size=VOCAB, n_positions=32, n_ctx=32, n_embd=32, n_layer=2, n_head=4, rotary_dim=4)
     assert not hasattr(config, "pad_token_id")
     model = made(lambda: hf.CodeGenForCausalLM(config), attention="eager")
-    forward = Forward(model, torch.device("cpu"), None)
+    forward = Forward(model, model, torch.device("cpu"), None)
     assert said(forward, batch, Distribution(1.0, with_entropy=False))[1].norm() > 0
 
 
@@ -313,7 +313,7 @@ def test_randomness_in_training_is_not_taken_for_looking_ahead(batch):
         lambda: hf.GPT2LMHeadModel(hf.GPT2Config(vocab_size=VOCAB, n_positions=32, n_embd=32, n_layer=2, n_head=4))
     )
     assert model.config.resid_pdrop > 0
-    forward = Forward(model.train(), torch.device("cpu"), "sdpa")
+    forward = Forward(model.train(), model, torch.device("cpu"), "sdpa")
     forward.require_causal()
     assert said(forward, batch, Distribution(1.0, with_entropy=False))[1].norm() > 0
     assert forward.packs and model.training and model.transformer.h[0].mlp.dropout.training
@@ -345,7 +345,7 @@ READS_LOGITS = {
 def test_a_model_whose_head_cannot_be_replaced_is_read_by_its_logits(name, batch, caplog):
     model = made(READS_LOGITS[name], attention="eager" if name == "trocr" else "sdpa")
     with caplog.at_level(logging.WARNING):
-        forward = Forward(model, torch.device("cpu"), "sdpa")
+        forward = Forward(model, model, torch.device("cpu"), "sdpa")
         figures, gradient = said(forward, batch, Distribution(0.7, with_entropy=True))
     assert "log-probs are computed from logits" in caplog.text
     lengths = row_lengths(batch)
@@ -372,7 +372,7 @@ class Upcasting(hf.Qwen2ForCausalLM):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_model_that_returns_its_logits_in_fp32_ends_with_its_head(dtype):
     model = made(lambda: Upcasting(hf.Qwen2Config(**SHAPE))).to(dtype)
-    assert Forward(model, torch.device("cpu"), "sdpa")._head_ends_it
+    assert Forward(model, model, torch.device("cpu"), "sdpa")._head_ends_it
 
 
 KEPT = [
@@ -392,7 +392,7 @@ def test_offloading_changes_no_bit_of_prompts_that_are_computed_once(name, save,
     options = OffloadOptions(save=save, tier=tier, min_bytes=0, directory=str(tmp_path) if tier == "disk" else None)
     for offloads in (False, True):
         handle = enable_activation_offloading(model, save != "all", options) if offloads else None
-        forward = Forward(model, torch.device("cpu"), "sdpa")
+        forward = Forward(model, model, torch.device("cpu"), "sdpa")
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
             for _ in range(1 + (save == "auto") * 2):  # which measures first
                 steps.append(said(forward, groups, Distribution(0.7, with_entropy=True), 0.0))

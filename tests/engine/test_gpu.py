@@ -72,6 +72,7 @@ def engine(
     folder: str,
     device: torch.device,
     fsdp: FSDPConfig,
+    strategy: str = "fsdp2",
     offload: bool = True,
     recompute: bool = True,
     **options: Any,
@@ -82,7 +83,7 @@ def engine(
         enable_activation_offload=offload,
         activation_offload=ActivationOffloadConfig(**options),
     )
-    return Engine(model, fsdp, device=device, optim=OptimConfig(lr=1e-4), total_steps=10)
+    return Engine(model, fsdp, strategy=strategy, device=device, optim=OptimConfig(lr=1e-4), total_steps=10)
 
 
 def update(trained: Engine, rows: int = 8) -> dict[str, float]:
@@ -90,11 +91,12 @@ def update(trained: Engine, rows: int = 8) -> dict[str, float]:
     return trained.update(ragged(), MicroBatchRule(rows=rows), objective)
 
 
+@pytest.mark.parametrize("strategy", ["fsdp2", "fsdp"])
 @pytest.mark.parametrize("offload", [True, False])
 @pytest.mark.parametrize("rows", [5, 8, 32])
-def test_bf16_gradients_are_finite_and_near_those_of_fp32(gpu, large, offload, rows):
+def test_bf16_gradients_are_finite_and_near_those_of_fp32(gpu, large, strategy, offload, rows):
     exact = update(engine(large, gpu, FP32), rows)
-    metrics = update(engine(large, gpu, FSDPConfig(), offload), rows)
+    metrics = update(engine(large, gpu, FSDPConfig(), strategy, offload), rows)
     assert metrics["skipped"] == 0
     assert metrics["grad_norm"] == pytest.approx(exact["grad_norm"], rel=0.05)
     assert metrics["loss"] == pytest.approx(exact["loss"], abs=0.02)
@@ -105,7 +107,7 @@ def test_packed_rows_say_in_bf16_what_padded_ones_say(gpu, large):
     found = {}
     for name, fsdp, packs in (("exact", FP32, True), ("padded", FSDPConfig(), False), ("packed", FSDPConfig(), True)):
         model = ModelConfig(path=large, use_remove_padding=packs)
-        said = Engine(model, fsdp, device=gpu).log_probs(ragged(), MicroBatchRule(tokens=2000), 1.0)
+        said = Engine(model, fsdp, strategy="fsdp2", device=gpu).log_probs(ragged(), MicroBatchRule(tokens=2000), 1.0)
         found[name] = said["log_probs"]
     off = {name: (found[name] - found["exact"]).abs().mean() for name in ("padded", "packed")}
     assert 0 < off["packed"] <= 1.5 * off["padded"]
@@ -119,7 +121,7 @@ def test_the_host_waits_for_the_device_once_not_for_each_micro_batch(gpu, large,
         ids[:, :PROMPT], mask[:, :PROMPT] = (x[::8, :PROMPT].repeat_interleave(8, dim=0) for x in (ids, mask))
         batch = batch.with_(input_ids=ids, attention_mask=mask)
     model = ModelConfig(path=large, use_shared_prefix=shared)
-    made, waits = Engine(model, FSDPConfig(), device=gpu), []
+    made, waits = Engine(model, FSDPConfig(), strategy="fsdp2", device=gpu), []
     for rows in (8, 32, 8):  # the first call compiles, and finds out what the model can do
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")
@@ -186,7 +188,7 @@ def test_a_streamed_base_gives_the_same_bits_and_leaves_the_device(gpu, large, q
     for streams in (False, True) if has_resident else (True, True):
         model = ModelConfig(path=large, layer_offload=streams, **lora)
         fsdp = FSDPConfig(model_dtype="bf16", param_offload=True)
-        trained = Engine(model, fsdp, device=gpu, optim=OptimConfig(lr=1e-2), total_steps=10)
+        trained = Engine(model, fsdp, strategy="fsdp2", device=gpu, optim=OptimConfig(lr=1e-2), total_steps=10)
         figures = [update(trained)]
         trained.memory.to_host()
         said = trained.log_probs(ragged(), MicroBatchRule(rows=8), 1.0)["log_probs"]
@@ -209,9 +211,10 @@ def device_tensors(trained: Engine) -> list[torch.Tensor]:
 
 
 @pytest.mark.usefixtures("deterministic")
-def test_a_round_trip_changes_no_bit_and_training_goes_on_as_without(gpu, large):
-    still = engine(large, gpu, FP32)
-    moved = engine(large, gpu, replace(FP32, **PARKED))
+@pytest.mark.parametrize("strategy", ["fsdp2", "fsdp"])
+def test_a_round_trip_changes_no_bit_and_training_goes_on_as_without(gpu, large, strategy):
+    still = engine(large, gpu, FP32, strategy)
+    moved = engine(large, gpu, replace(FP32, **PARKED), strategy)
     moved.stepper.on_host = OptimizerStateOnHost(  # in many pieces
         moved.stepper.optimizer, host_arena(True), "model_optimizer_state", gpu, piece_bytes=MIB
     )
@@ -244,11 +247,12 @@ def device_memory() -> DeviceMemory:
     return DeviceMemory(total - free, torch.cuda.memory_allocated(), torch.cuda.memory_reserved())
 
 
-def test_at_rest_the_device_is_free_for_others_and_no_cycle_needs_more_than_the_first(gpu, wide):
+@pytest.mark.parametrize("strategy", ["fsdp2", "fsdp"])
+def test_at_rest_the_device_is_free_for_others_and_no_cycle_needs_more_than_the_first(gpu, wide, strategy):
     gc.collect()
     torch.cuda.empty_cache()
     empty = device_memory()
-    trained = engine(wide, gpu, FSDPConfig(**PARKED))
+    trained = engine(wide, gpu, FSDPConfig(**PARKED), strategy)
     parameter_bytes = sum(p.numel() * 4 for p in trained.root.parameters())
     trained.memory.to_host()
     assert device_memory().allocated <= empty.allocated + 0.1 * parameter_bytes, "before the first step, too"

@@ -34,15 +34,15 @@ def kind(request):
 
 
 WAYS = {
-    "policy": (None, True),
-    "corrected": ("attention", "auto"),
-    "value": ("boundary", False),
+    "policy": ("fsdp2", None, True),
+    "corrected": ("fsdp", "attention", "auto"),
+    "value": ("fsdp2", "boundary", False),
 }
 
 
 @pytest.fixture(scope="module")
 def way(kind):
-    """What is kept of activations, and whether prompts are shared."""
+    """Strategy, what is kept of activations, and whether prompts are shared."""
     return WAYS[kind]
 
 
@@ -57,18 +57,18 @@ def expected_of_losses(model_folder, one_rank):
 
 
 def test_one_process_by_any_cut(way, kind, expected, model_folder, one_rank):
-    (results,) = one_rank("invariance", "cut_gradients", model_folder, (kind,), ONE_PROCESS)
+    (results,) = one_rank("invariance", "cut_gradients", model_folder, (kind,), way[0], ONE_PROCESS)
     agree(results, expected)
 
 
 def test_two_processes_with_any_shares(way, kind, expected, model_folder, two_ranks):
-    for results in two_ranks("invariance", "cut_gradients", model_folder, (kind,), TWO_PROCESSES):
+    for results in two_ranks("invariance", "cut_gradients", model_folder, (kind,), way[0], TWO_PROCESSES):
         agree(results, expected)
 
 
 def test_every_policy_loss_in_two_processes(expected_of_losses, model_folder, two_ranks):
     cases = TWO_PROCESSES[-2:]
-    for results in two_ranks("invariance", "cut_gradients", model_folder, LOSSES, cases):
+    for results in two_ranks("invariance", "cut_gradients", model_folder, LOSSES, "fsdp2", cases):
         agree(results, expected_of_losses)
 
 
@@ -79,7 +79,9 @@ def test_four_processes_of_which_some_have_no_rows_or_the_same(model_folder, one
     """
     kinds = ("policy", "gspo")
     dealt = [(1, (3, 0, 4, 1), "reordered"), (2, (8, 0), "left"), (2, (3, 5), None), (4, (8,), None)]
-    calls = [(model_folder, kinds, [(shares, TOKENS[0], change)], together) for together, shares, change in dealt]
+    calls = [
+        (model_folder, kinds, "fsdp2", [(shares, TOKENS[0], change)], together) for together, shares, change in dealt
+    ]
     expected = one_rank("invariance", "naive", model_folder, kinds)[0]
     for of_rank in four_ranks("invariance", "several", calls):
         for results in of_rank:
@@ -91,8 +93,8 @@ SHARED = [((8,), ROWS[2], None), ((8,), TOKENS[1], "reordered")]
 
 @pytest.mark.slow
 def test_two_processes_that_share_every_sequence(way, kind, expected, model_folder, two_ranks):
-    offload, _ = way
-    for results in two_ranks("invariance", "cut_gradients", model_folder, (kind,), SHARED, 2, offload):
+    strategy, offload, _ = way
+    for results in two_ranks("invariance", "cut_gradients", model_folder, (kind,), strategy, SHARED, 2, offload):
         agree(results, expected)
 
 
@@ -106,7 +108,7 @@ GROUPS = [((8,), ROWS[0], None), ((8,), ROWS[2], None), ((8,), TOKENS[0], "left"
 
 
 def test_prompts_that_are_computed_once(way, kind, expected_of_groups, model_folder, one_rank):
-    arguments = (model_folder, (kind,), GROUPS, 1, None, way[1] or True)
+    arguments = (model_folder, (kind,), way[0], GROUPS, 1, None, way[2] or True)
     (results,) = one_rank("invariance", "grouped_gradients", *arguments)
     agree(results, expected_of_groups)
     saved = [figures["tokens_saved"] for figures in results[1]]
@@ -116,7 +118,7 @@ def test_prompts_that_are_computed_once(way, kind, expected_of_groups, model_fol
 @pytest.mark.slow
 def test_prompts_that_are_computed_once_in_two_processes(way, kind, expected_of_groups, model_folder, two_ranks):
     cases = [((5, 3), ROWS[0], None), ((4, 4), ROWS[2], None), ((8, 0), TOKENS[0], None)]
-    arguments = (model_folder, (kind,), cases, 1, "boundary", True)
+    arguments = (model_folder, (kind,), way[0], cases, 1, "boundary", True)
     for results in two_ranks("invariance", "grouped_gradients", *arguments):
         agree(results, expected_of_groups)
 
@@ -125,9 +127,9 @@ def test_prompts_that_are_computed_once_in_two_processes(way, kind, expected_of_
 def test_prompts_that_are_computed_once_in_processes_that_share_them(
     way, kind, expected_of_groups, model_folder, two_ranks
 ):
-    offload, _ = way
+    strategy, offload, _ = way
     cases = [((8,), ROWS[0], None), ((8,), TOKENS[0], "reordered")]
-    arguments = (model_folder, (kind,), cases, 2, offload, True)
+    arguments = (model_folder, (kind,), strategy, cases, 2, offload, True)
     for results in two_ranks("invariance", "grouped_gradients", *arguments):
         agree(results, expected_of_groups)
         assert max(figures["tokens_saved"] for figures in results[1]) > 0.2
@@ -140,7 +142,7 @@ def expected_of_conversations(kind, model_folder, one_rank):
 
 def test_conversations_of_several_rows(way, kind, expected_of_conversations, model_folder, one_rank):
     cases = [((8,), ROWS[0], None), ((8,), ROWS[3], "reordered"), ((8,), TOKENS[0], None)]
-    arguments = (model_folder, (kind,), cases, 1, None, way[1], True)
+    arguments = (model_folder, (kind,), "fsdp2", cases, 1, None, way[2], True)
     (results,) = one_rank("invariance", "grouped_gradients", *arguments)
     agree(results, expected_of_conversations)
 
@@ -148,7 +150,7 @@ def test_conversations_of_several_rows(way, kind, expected_of_conversations, mod
 def test_conversations_of_several_rows_in_two_processes(way, kind, expected_of_conversations, model_folder, two_ranks):
     """Rows of a conversation are on both."""
     cases = [((4, 4), ROWS[2], None), ((5, 3), TOKENS[0], "reordered"), ((8, 0), ROWS[1], "reordered")]
-    arguments = (model_folder, (kind,), cases, 1, None, "auto", True)
+    arguments = (model_folder, (kind,), way[0], cases, 1, None, "auto", True)
     for results in two_ranks("invariance", "grouped_gradients", *arguments):
         agree(results, expected_of_conversations)
 
@@ -157,6 +159,6 @@ def test_conversations_of_several_rows_in_two_processes(way, kind, expected_of_c
 def test_conversations_of_several_rows_in_processes_that_share_them(
     kind, expected_of_conversations, model_folder, two_ranks
 ):
-    arguments = (model_folder, (kind,), [((8,), TOKENS[1], "reordered")], 2, None, True, True)
+    arguments = (model_folder, (kind,), "fsdp2", [((8,), TOKENS[1], "reordered")], 2, None, True, True)
     for results in two_ranks("invariance", "grouped_gradients", *arguments):
         agree(results, expected_of_conversations)

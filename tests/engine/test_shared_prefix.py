@@ -45,7 +45,7 @@ def test_rows_that_fork_at_four_depths_say_what_rows_say(name, turns):
     assert max(depths) == 4 and tree.starts[-1] < 6 * (P + R) / 2
     model = made(LANGUAGE_MODELS[name], torch.float64)
     model.set_experts_implementation("eager")  # torch's grouped products know no fp64
-    forward = Forward(model, torch.device("cpu"), "sdpa")
+    forward = Forward(model, model, torch.device("cpu"), "sdpa")
     with KeepsFp64():
         rows, shared = (said(forward, turns, BOTH, least_gain) for least_gain in (1.0, 0.0))
     alike(shared, rows)
@@ -55,7 +55,7 @@ def test_rows_that_fork_at_four_depths_say_what_rows_say(name, turns):
 def test_tiles_say_what_whole_rows_say_and_offloading_changes_no_bit(name, close, turns):
     register_attention(packed_attention)
     model = made(LANGUAGE_MODELS[name], torch.float64)
-    forward = Forward(model, torch.device("cpu"), "sdpa")
+    forward = Forward(model, model, torch.device("cpu"), "sdpa")
     rows = said(forward, turns, BOTH)
     tiling = enable_tiling(model, 3)
     assert tiling.mlps and (tiling.norms or name == "gpt2")

@@ -27,7 +27,7 @@ def test_a_checkpoint_becomes_a_folder_that_answers(tmp_path: Path, one_process:
     model.save_pretrained(tmp_path / "start")
     tokenizer.save_pretrained(tmp_path / "start")
     config = ModelConfig(path=str(tmp_path / "start"))
-    engine = Engine(config, FSDPConfig(), device=torch.device("cpu"), tokenizer=tokenizer)
+    engine = Engine(config, FSDPConfig(), strategy="fsdp2", device=torch.device("cpu"), tokenizer=tokenizer)
     checkpoint, exported = tmp_path / "global_step_1" / "actor", tmp_path / "exported"
     engine.weights.save(checkpoint, ("model",))
 

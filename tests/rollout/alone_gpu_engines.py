@@ -46,7 +46,7 @@ def model(tmp_path_factory):
 @pytest.fixture(scope="module")
 def trainer(gpu, model):
     fsdp = FSDPConfig(param_offload=True, optimizer_offload=True)
-    return Engine(model, fsdp, device=gpu, optim=OptimConfig(lr=0.0), total_steps=100)
+    return Engine(model, fsdp, strategy="fsdp2", device=gpu, optim=OptimConfig(lr=0.0), total_steps=100)
 
 
 def settings(count):

@@ -100,7 +100,7 @@ def pair(request, gpu, cudnn_attention, tmp_path_factory) -> Iterator[Pair]:
     fsdp = FSDPConfig(param_offload=True, optimizer_offload=True)
     experts = ExpertOptions() if request.param == "experts" else None
     optim = OptimConfig(lr=0.0)
-    engine = Engine(model, fsdp, device=gpu, optim=optim, total_steps=100, experts=experts)
+    engine = Engine(model, fsdp, strategy="fsdp2", device=gpu, optim=optim, total_steps=100, experts=experts)
     engine.memory.to_host()
     # Graphs and their compiler for one of them.
     rollout = RolloutConfig(

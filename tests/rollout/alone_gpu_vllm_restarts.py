@@ -31,7 +31,7 @@ def test_it_takes_adapters_and_sleeps_with_its_base_in_host_memory(gpu, cudnn_at
     make_model("dense").save_pretrained(tmp_path)
     model = ModelConfig(path=str(tmp_path), lora_rank=8)
     fsdp = FSDPConfig(model_dtype="bf16")
-    engine = Engine(model, fsdp, device=gpu, optim=OptimConfig(lr=1e-3), total_steps=9)
+    engine = Engine(model, fsdp, strategy="fsdp2", device=gpu, optim=OptimConfig(lr=1e-3), total_steps=9)
     rollout = RolloutConfig(name="vllm", gpu_memory_utilization=UTILIZATION, max_num_seqs=64, enforce_eager=eager)
     vllm = build_rollout(rollout, model, gpu, PROMPT + RESPONSE, seed=1)
 
@@ -65,7 +65,7 @@ def test_it_takes_adapters_and_sleeps_with_its_base_in_host_memory(gpu, cudnn_at
 def test_log_probs_are_at_the_temperature_and_before_the_cut(gpu, cudnn_attention, tmp_path, temperature, top_p, top_k):
     make_model("dense").save_pretrained(tmp_path)
     model = ModelConfig(path=str(tmp_path))
-    engine = Engine(model, FSDPConfig(), device=gpu, optim=OptimConfig(lr=0.0), total_steps=9)
+    engine = Engine(model, FSDPConfig(), strategy="fsdp2", device=gpu, optim=OptimConfig(lr=0.0), total_steps=9)
     cut = {"temperature": temperature, "top_p": top_p, "top_k": top_k}
     rollout = RolloutConfig(name="vllm", gpu_memory_utilization=UTILIZATION, max_num_seqs=64, enforce_eager=True, **cut)
     vllm = build_rollout(rollout, model, gpu, PROMPT + RESPONSE, seed=1)

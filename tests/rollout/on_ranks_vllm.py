@@ -50,16 +50,16 @@ NOW: list[Setup] = []
 KEPT: list[DequantizedBase] = []
 
 
-def trainer(model: ModelConfig) -> Engine:
-    return Engine(model, FSDPConfig(), device=CPU, optim=OptimConfig(lr=1e-2), total_steps=10)
+def trainer(model: ModelConfig, strategy: str) -> Engine:
+    return Engine(model, FSDPConfig(), strategy=strategy, device=CPU, optim=OptimConfig(lr=1e-2), total_steps=10)
 
 
-def start(folder, model, rollout, context=CONTEXT):
+def start(folder, strategy, model, rollout, context=CONTEXT):
     """Builds all of it, without weights in the samplers; says what the process was like before vLLM and after."""
     chosen = ModelConfig(path=folder, **model)
     kwargs = EngineKwargsConfig(vllm={"block_size": 32, "kv_cache_memory_bytes": 1 << 22})
     settings = RolloutConfig(name="vllm", engine_kwargs=kwargs, **rollout)
-    engine = trainer(chosen)
+    engine = trainer(chosen, strategy)
     if chosen.quantization is not None:
         KEPT.append(DequantizedBase(engine))
         chosen = replace(chosen, path=KEPT[-1].path)
@@ -315,9 +315,9 @@ def step(engine: Engine, batch: Batch) -> dict[str, float]:
     return engine.update(batch, ROWS, PolicyObjective(ActorConfig(), 0.7, RESPONSE))
 
 
-def trained(folder):
+def trained(folder, strategy="fsdp2"):
     """Weights and metrics after two steps of a fresh engine, on rows that nobody sampled."""
-    engine, g = trainer(ModelConfig(path=folder)), torch.Generator().manual_seed(dist.get_rank())
+    engine, g = trainer(ModelConfig(path=folder), strategy), torch.Generator().manual_seed(dist.get_rank())
     mask = torch.ones(6, PROMPT + RESPONSE, dtype=torch.bool)
     batch = Batch.of(
         {

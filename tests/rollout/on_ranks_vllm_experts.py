@@ -75,7 +75,7 @@ def mismatch(folder, dtype):
     sampler.engine.close()
     real, found = batch["response_mask"], []
     for replays in (False, True):
-        options = {"device": CPU, "experts": ExpertOptions(replays)}
+        options = {"strategy": "fsdp2", "device": CPU, "experts": ExpertOptions(replays)}
         figures = Engine(ModelConfig(path=folder), FSDPConfig(), **options).log_probs(batch, ROWS, 1.0)
         off = (figures["log_probs"] - batch["rollout_log_probs"]).abs()[real].mean().item()
         shares = [figures[name][real].mean().item() for name in ("differing_experts", "differing_experts_used")]

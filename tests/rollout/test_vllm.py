@@ -16,16 +16,18 @@ from rlx.rollout.sampler import build_rollout
 RESPONSE = 12
 GREEDY = Sampling(RESPONSE, temperature=0.0, with_log_probs=False)
 
-# name -> model folder, keys of the model, keys of the rollout
+# name -> model folder, strategy of the trainer's engine, keys of the model, keys of the rollout
 SETUPS = {
-    "data parallel": ("tied", {}, {"temperature": 0.7, "top_p": 0.9, "top_k": 30, "stop": ("?",)}),
+    "data parallel": ("tied", "fsdp2", {}, {"temperature": 0.7, "top_p": 0.9, "top_k": 30, "stop": ("?",)}),
     "tensor parallel": (
         "untied",
+        "fsdp",
         {"override_config": {"rms_norm_eps": 0.5}},
         {"tensor_model_parallel_size": 2, "top_p": 0.8, "top_k": 20},
     ),
     "LoRA, few at once": (
         "tied",
+        "fsdp2",
         {"lora_rank": 4},
         {"tensor_model_parallel_size": 2, "seed_requests": False, "max_num_seqs": 2, "max_num_batched_tokens": 16},
     ),
@@ -43,7 +45,7 @@ class Started(NamedTuple):
 
     @property
     def rollout(self) -> RolloutConfig:
-        return RolloutConfig(**SETUPS[self.name][2])
+        return RolloutConfig(**SETUPS[self.name][3])
 
     @property
     def sampling(self) -> Sampling:

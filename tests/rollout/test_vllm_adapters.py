@@ -19,7 +19,7 @@ MERGED = {"lora_rank": 4, "lora": LoraConfig(use_rslora=True, merge=True)}
 
 @pytest.fixture(scope="module")
 def ranks(vllm_ranks, folders):
-    vllm_ranks("vllm", "start", folders["tied"], LORA, {"temperature": 0.7}, 256)
+    vllm_ranks("vllm", "start", folders["tied"], "fsdp2", LORA, {"temperature": 0.7}, 256)
     vllm_ranks("vllm", "sync", 0)
     yield vllm_ranks
     vllm_ranks("vllm", "stop")
@@ -58,7 +58,7 @@ def test_new_adapters_reach_both_samplers_and_old_prefixes_are_forgotten(ranks):
 @pytest.mark.nightly
 def test_adapters_reach_each_of_several_engines(vllm_ranks, folders):
     several = {"temperature": 0.7, "engines_per_gpu": 2}
-    vllm_ranks("vllm", "start", folders["tied"], LORA, several, 256)
+    vllm_ranks("vllm", "start", folders["tied"], "fsdp2", LORA, several, 256)
     for version in (0, 1):
         vllm_ranks("vllm", "sync", version)
         vllm_ranks("vllm", "sleep")
@@ -125,7 +125,7 @@ def test_samplers_have_the_dequantised_base(vllm_ranks, tmp_path):
         TinyModelConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2)
     ):
         part.save_pretrained(tmp_path)
-    vllm_ranks("vllm", "start", str(tmp_path), LORA | {"quantization": "nf4"}, {"temperature": 0.7})
+    vllm_ranks("vllm", "start", str(tmp_path), "fsdp2", LORA | {"quantization": "nf4"}, {"temperature": 0.7})
     for version in (0, 1):
         vllm_ranks("vllm", "sync", version)
         as_hf(vllm_ranks)
@@ -137,7 +137,7 @@ def test_samplers_have_the_dequantised_base(vllm_ranks, tmp_path):
 
 @pytest.mark.slow
 def test_the_mismatch_in_bf16_is_small_with_merged_weights(vllm_ranks, folders):
-    vllm_ranks("vllm", "start", folders["tied"], MERGED, {"temperature": 0.7, "dtype": "bf16"})
+    vllm_ranks("vllm", "start", folders["tied"], "fsdp2", MERGED, {"temperature": 0.7, "dtype": "bf16"})
     vllm_ranks("vllm", "sync", 0)
     vllm_ranks("vllm", "learn")
     vllm_ranks("vllm", "sync", 1)

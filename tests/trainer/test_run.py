@@ -65,7 +65,7 @@ def test_ppo_on_two_processes_resumes_and_its_critic_offloads(train, custom, cap
     options = [
         *(*custom("varied"), "trainer.total_training_steps=3", "trainer.save_freq=2", "algorithm.adv_estimator=gae"),
         *("algorithm.use_kl_in_reward=True", "algorithm.kl_ctrl.type=adaptive", "trainer.n_gpus_per_node=2"),
-        "trainer.critic_warmup=1",
+        *("trainer.critic_warmup=1", "actor_rollout_ref.actor.strategy=fsdp"),
         *("actor_rollout_ref.model.activation_offload.save=attention", "critic.model.activation_offload.min_bytes=0"),
         *("critic.model.activation_offload.tier=disk", "critic.ulysses_sequence_parallel_size=2"),
         *(f"critic.model.activation_offload.directory={disk}", "actor_rollout_ref.actor.optim.lr_warmup_steps=3"),
@@ -114,7 +114,7 @@ def test_a_run_passes_over_damaged_checkpoints_resumes_on_other_processes_and_be
         data[-5] ^= 1
         shard.write_bytes(data)
     auto = [*options, "trainer.resume_mode=auto"]
-    assert train(*auto, "trainer.n_gpus_per_node=2")[0] == folder
+    assert train(*auto, "trainer.n_gpus_per_node=2", "actor_rollout_ref.actor.strategy=fsdp")[0] == folder
     printed = capfd.readouterr()
     assert all(f"passed over global_step_{step}" in printed.out + printed.err for step in (2, 3))
     assert sorted(os.listdir(saved / "superseded")) == ["global_step_2", "global_step_3"]

@@ -270,9 +270,9 @@ def _others(s: CheckContext, key: str, other: str) -> Iterator[tuple[str, Any]]:
     _, part, *rest = other.split(".")
     for role in roles.sharded_roles(s.config):
         if key.startswith((f"{role.key}.", f"{role.model_key}.", f"{role.fsdp_key}.")):
-            places = {"model": role.model_key, "fsdp": role.fsdp_key}
+            places = {"strategy": role.strategy_key, "model": role.model_key, "fsdp": role.fsdp_key}
             place = ".".join([places.get(part, f"{role.key}.{part}"), *rest])
-            yield place, s.value(place)
+            yield place, role.strategy if part == "strategy" else s.value(place)
 
 
 def _limit(key: str) -> str:

@@ -9,6 +9,7 @@ from rlx.config.check.declared import OWN, CheckContext, Faults
 from rlx.config.check.folders import correct_path, is_hub_name
 from rlx.config.faults import Fault
 from rlx.config.forecast.decoders import decoder_of
+from rlx.config.machine import processes
 from rlx.config.schema import ARITHMETIC, FORMS, TOKENIZER_FILES, ModelConfig, PPOConfig, rejections, roles
 from rlx.config.schema.keys import read_bounds
 from rlx.config.schema.tree import as_text
@@ -66,6 +67,32 @@ def updates_survive_rounding(s: CheckContext) -> Faults:
             remedy = f"set {masters}=True, or {dtype}=fp32, or {lossy}=True to train anyway"
             expected = f"fp32 masters, or a learning rate of {HALF_DISTANCE:.0e} or more"
             yield s.fault(what, expected, remedy, dtype, masters, lr, lossy)
+
+
+def fsdp1_can_do_it(s: CheckContext) -> Faults:
+    """The configuration uses nothing that FSDP1 computes wrongly with gradient accumulation."""
+    world = processes(s.config)
+    for role in roles.sharded_roles(s.config):
+        fsdp, key = role.fsdp, role.fsdp_key
+        if role.strategy != "fsdp":
+            continue
+        remedy, rank, dtype = f"set {role.strategy_key}=fsdp2", f"{role.model_key}.lora_rank", f"{key}.model_dtype"
+        if role.trained and role.model.lora_rank > 0:
+            if world == 1:
+                what, got = (
+                    "FSDP1 cannot train adapters in a single process",
+                    f"{rank}={role.model.lora_rank}, 1 process",
+                )
+                yield s.fault(what, "FSDP2", f"{remedy}, or {rank}=0", rank, got=got)
+            elif fsdp.model_dtype == "bf16":
+                what, either = "FSDP1 keeps a layer's parameters in one type", f"{remedy}, or {dtype}=fp32"
+                got = f"fp32 adapters ({rank}={role.model.lora_rank}), {dtype}=bf16"
+                yield s.fault(what, "FSDP2", either, dtype, rank, got=got)
+        if 0 < fsdp.fsdp_size < world and (fsdp.fsdp_size == 1 or not fsdp.reshards(world)):
+            keys = (f"{key}.fsdp_size", f"{key}.reshard_after_forward")
+            expected = "groups of 2 or more processes that reshard after forward"
+            what, either = "FSDP1 cannot replicate these sharding groups", f"{remedy}, or {keys[0]}=-1"
+            yield s.fault(what, expected, either, *keys)
 
 
 # Validation
@@ -399,7 +426,7 @@ def reward_model_is_one(s: CheckContext) -> Faults:
 
 
 COMBINATION_RULES = (
-    *(tokens_hold_the_longest_row, updates_survive_rounding, validation_can_run),
+    *(tokens_hold_the_longest_row, updates_survive_rounding, fsdp1_can_do_it, validation_can_run),
     *(critic_is_used, samples_can_be_compared, bounds_suit_the_tests, layers_can_stream, offload_options_agree),
     *(vllm_is_there, vllm_can_run_the_model, vllm_takes_the_options, sampler_can_be_apart, responses_can_end),
     *(form_is_an_expression, reward_parts_can_be_added, reward_model_is_one),

@@ -215,7 +215,7 @@ def _of_states(forecast: MemoryForecast, roles: list[ModelRole]) -> Iterator[Cha
     if rollout.name == "vllm" and not rollout.free_cache_engine:
         yield Change(f"{ROLLOUT}.free_cache_engine", True)
     for role in roles:
-        if role.model.lora_rank > 0 and role.fsdp.model_dtype == "fp32":
+        if role.model.lora_rank > 0 and role.fsdp.model_dtype == "fp32" and role.strategy == "fsdp2":
             yield Change(f"{role.fsdp_key}.model_dtype", "bf16")  # of the frozen weights; adapters stay in fp32
     for role in roles:
         if not role.fsdp.reshards(processes(forecast.config)):
@@ -227,7 +227,7 @@ def _of_states(forecast: MemoryForecast, roles: list[ModelRole]) -> Iterator[Cha
     compiles = forecast.config.actor_rollout_ref.actor.use_torch_compile
     for role in roles:  # streams in each micro-batch; the flags above move weights and states between phases alone
         # As `layers_can_stream` in rlx/config/check/rules.py has it.
-        can_stream = has_frozen_layers(role) and not compiles
+        can_stream = role.strategy == "fsdp2" and has_frozen_layers(role) and not compiles
         if not role.model.layer_offload and can_stream:
             engine = Change(f"{role.model_key}.enable_activation_offload", True)
             recomputes = role.trained and role.model.enable_gradient_checkpointing

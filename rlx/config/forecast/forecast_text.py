@@ -224,7 +224,7 @@ def role_checkpoints(forecast: MemoryForecast) -> dict[str, RoleCheckpoint]:
         exported = own.decoder.parameters * own.stored * ("hf_model" in saved.save_contents)
         staged = 0.0
         if saved.async_save:
-            in_place = not exported
+            in_place = forecast.roles[name].strategy == "fsdp2" and not exported
             weights_on_host = in_place and (own.steps_on_host or own.weights_rest_on_host)
             moving = in_place * min(state, own.moving_state * own.shards)
             state_on_host = state if in_place and own.steps_on_host else moving

@@ -29,6 +29,7 @@ from rlx.config.schema.keys import Unused, beside, group, in_state, key, needs, 
 from rlx.config.schema.model import (
     LARGEST_SEED,
     MODEL_JSON_FILES,
+    STREAMS,
     TOKENIZER_FILES,
     ActivationOffloadConfig,
     LoraConfig,
@@ -227,7 +228,7 @@ class RewardModelSourceConfig:
     attn_implementation: str = key(
         "sdpa", "Attention kernel, as transformers names it.", package="flash-attn", package_for=("flash_attention_2",)
     )
-    layer_offload: bool = key(False, "As `actor_rollout_ref.model.layer_offload`.")
+    layer_offload: bool = key(False, "As `actor_rollout_ref.model.layer_offload`.", STREAMS)
     layer_offload_directory: str | None = key(None, "As the actor's.", is_path=True)
     fsdp_config: FSDPConfig = group(FSDPConfig, "Sharding and precision.")
 

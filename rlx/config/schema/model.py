@@ -74,6 +74,9 @@ class LoraConfig:
     use_rslora: bool = key(False, "rsLoRA: scale by alpha / sqrt(rank) instead of alpha / rank.")
 
 
+STREAMS = needs("layer offloading needs FSDP2", "role.strategy", "fsdp2")
+
+
 def packed(what: str, **when: Any) -> tuple[Need, ...]:
     text = f"{what} are packed rows in rlx's own attention"
     return (
@@ -99,7 +102,7 @@ class ModelConfig:
     activation_offload: ActivationOffloadConfig = group(
         ActivationOffloadConfig, "How.", without("enable_activation_offload")
     )
-    layer_offload: bool = key(False, "Keep frozen weights of layers in host memory, fetched one layer ahead.")
+    layer_offload: bool = key(False, "Keep frozen weights of layers in host memory, fetched one layer ahead.", STREAMS)
     layer_offload_directory: str | None = key(None, "Local folder for them instead; null: host memory.", is_path=True)
     use_remove_padding: bool = key(True, "Pack a micro-batch's sequences into one row without padding.")
     use_shared_prefix: bool | str = key(
@@ -128,6 +131,7 @@ class ModelConfig:
         None,
         "Hold the frozen weights of layers in 4.5 bits each (nf4); null: in model_dtype.",
         needs("weights that are trained cannot be quantised", "lora_rank", expected=" above 0"),
+        needs("a quantised base needs FSDP2", "role.strategy", "fsdp2"),
         needs("DoRA reads the base's weights, which are quantised", "lora.use_dora", False),
         needs("quantised weights have no fp64 form", "role.fsdp.model_dtype", "fp32", "bf16"),
         needs("quantised weights have no fp64 form", "role.fsdp.mixed_precision.param_dtype", "auto", "fp32", "bf16"),

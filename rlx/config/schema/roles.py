@@ -37,11 +37,17 @@ class ModelRole(NamedTuple):
     fsdp_key: str
     model: ModelConfig
     fsdp: FSDPConfig
+    strategy: str
     mini_batch_prompts: int
     micro: MicroSize  # size of a forward on one process
     trained: bool  # whether it has gradients and an optimizer
     sequence_parallel_size: int = 1  # processes that share each sequence
     optimizer_bytes: float | None = None  # of its state for a weight; None: two numbers of the weight's type
+
+    @property
+    def strategy_key(self) -> str:
+        """The key of `strategy`; the reference has the actor's."""
+        return f"{self.key}.strategy" if self.name != "ref" else "actor_rollout_ref.actor.strategy"
 
 
 def has_critic(config: PPOConfig) -> bool:
@@ -132,6 +138,8 @@ def log_prob_size(settings: RolloutConfig | RefConfig, actor: ActorConfig) -> Mi
 def _optimizer_bytes(optim: OptimConfig, fsdp: FSDPConfig, model: ModelConfig) -> float | None:
     if model.lora_rank:
         return None  # adapters are fp32
+    if optim.optimizer == "AdamW8bit":
+        return 2 * (1 + 4 / 256)  # a scale in fp32 for each 256 numbers
     has_masters = optim.optimizer == "AdamW" and optim.master_weights and fsdp.model_dtype == "bf16"
     return 12 if has_masters else None  # an fp32 master and two fp32 moments
 
@@ -139,12 +147,13 @@ def _optimizer_bytes(optim: OptimConfig, fsdp: FSDPConfig, model: ModelConfig) -
 def _trained_role(
     name: str, keys: tuple[str, str, str], settings: ActorConfig | CriticConfig, model: ModelConfig, fsdp: FSDPConfig
 ) -> ModelRole:
-    assert settings.ppo_mini_batch_size is not None, "the actor's are never null"
+    assert settings.strategy is not None and settings.ppo_mini_batch_size is not None, "the actor's are never null"
     return ModelRole(
         name,
         *keys,
         model=model,
         fsdp=fsdp,
+        strategy=settings.strategy,
         mini_batch_prompts=settings.ppo_mini_batch_size,
         micro=update_size(settings),
         trained=True,
@@ -195,6 +204,7 @@ def reward_role(config: PPOConfig) -> ModelRole:
         fsdp_key="reward_model.model.fsdp_config",
         model=reward_model(settings),
         fsdp=settings.model.fsdp_config,
+        strategy=settings.strategy or actor.strategy,
         mini_batch_prompts=config.data.train_batch_size,
         micro=update_size(actor) if micro == (None, None) else micro,
         trained=False,

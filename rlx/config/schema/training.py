@@ -10,17 +10,22 @@ from rlx.config.schema.model import ModelConfig, packed
 from rlx.config.schema.rollout import WATCHES_ROUTERS, RolloutConfig
 
 
-def _torchao(other: str, *values: Any) -> Need:
-    return needs("torchao's AdamW cannot be used here", other, *values, when=lambda name: name == "_AdamW")
+def _torchao(other: str, *values: Any, of: tuple[str, ...] = ("_AdamW", "AdamW8bit"), **more: Any) -> Need:
+    return needs("torchao's optimizers cannot be used here", other, *values, when=lambda name: name in of, **more)
 
 
-# It steps bf16 weights on the device.
+# They step bf16 weights on the device; 8-bit moments fit neither FSDP2's DTensors nor a checkpoint.
 TORCHAO_NEEDS = (
     _torchao("role.fsdp.model_dtype", "bf16"),
+    _torchao("role.strategy", "fsdp2", of=("_AdamW",)),
+    _torchao("role.strategy", "fsdp", of=("AdamW8bit",)),
     _torchao("role.model.lora_rank", 0),
     _torchao("role.fsdp.offload_policy", False),
     _torchao("role.fsdp.optimizer_offload", False),
     _torchao("role.fsdp.optimizer_state", "device", None),
+    _torchao(
+        "role.checkpoint.save_contents", expected=" without the optimizer", example="[model,extra]", of=("AdamW8bit",)
+    )._replace(met=lambda saved: "optimizer" not in saved),
 )
 
 
@@ -30,9 +35,9 @@ class OptimConfig:
 
     optimizer: str = key(
         "AdamW",
-        "AdamW is torch's; _AdamW is torchao's, with stochastic rounding of bf16 weights.",
+        "AdamW is torch's; _AdamW and AdamW8bit are torchao's, with stochastic rounding of bf16 weights.",
         *TORCHAO_NEEDS,
-        choices=("AdamW", "_AdamW"),
+        choices=("AdamW", "_AdamW", "AdamW8bit"),
         package="torchao>=0.18",
     )
     lr: float = key(1e-6, "Peak learning rate.", minimum=0)
@@ -86,6 +91,7 @@ class FSDPConfig:
         needs(TWO_WAYS, "param_offload", False),
         needs(TWO_WAYS, "optimizer_offload", False),
         needs(TWO_WAYS, "optimizer_state", None),
+        needs("FSDP1 loses gradients with its CPU offload", "role.strategy", "fsdp2"),
     )
     reshard_after_forward: bool | str = key(
         "auto",
@@ -156,7 +162,7 @@ class RouterReplayConfig:
 
 @dataclass(frozen=True)
 class ActorConfig:
-    strategy: str = key("fsdp2", "Sharding: FSDP2, under either name.", choices=("fsdp", "fsdp2"))
+    strategy: str = key("fsdp2", "Sharding: FSDP2 or FSDP1.", choices=("fsdp", "fsdp2"))
     ppo_mini_batch_size: int = key(256, "Prompts per optimizer step.", minimum=1, divides="data.train_batch_size")
     ppo_micro_batch_size_per_gpu: int | None = key(
         None,

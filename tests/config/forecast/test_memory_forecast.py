@@ -536,6 +536,7 @@ SAVES = ("trainer.save_freq=1", f"{ACTOR}.fsdp_config.model_dtype=bf16", f"{ACTO
         ((), 14, 14),
         ((f"{ACTOR}.fsdp_config.optimizer_offload=True",), 14, 2),
         ((f"{ACTOR}.fsdp_config.optimizer_offload=True", f"{ACTOR}.fsdp_config.param_offload=True"), 14, 0),
+        ((f"{ACTOR}.fsdp_config.optimizer_offload=True", f"{ACTOR}.strategy=fsdp"), 14, 14),
         ((f"{ACTOR}.checkpoint.save_contents=[model,hf_model]",), 4, 2),
         ((f"{ACTOR}.checkpoint.async_save=False",), 14, 0),
     ],
