@@ -1,18 +1,19 @@
 #!/usr/bin/env bash
 # GRPO on GSM8K with a 7B model on one machine with eight GPUs.
 #
+#   python -m rlx.data.gsm8k --out data/gsm8k        # from the Hugging Face hub, or from files: see --help
 #   examples/gsm8k_8gpu.sh [key=value ...]
 #
-# vLLM generates the responses. MODEL names another model, DATA another folder of GSM8K's files, PYTHON the interpreter
-# that has rlx.
+# vLLM generates the responses. MODEL names another model, DATA the folder of train.parquet and test.parquet, PYTHON the
+# interpreter that has rlx.
 set -euo pipefail
 MODEL=${MODEL:-Qwen/Qwen2.5-7B-Instruct}
-DATA=${DATA:-hf://datasets/openai/gsm8k/main}
+DATA=${DATA:-data/gsm8k}
 
 "${PYTHON:-python}" -m rlx.main_ppo \
   algorithm.adv_estimator=grpo \
-  data.train_files="$DATA/train*" \
-  data.val_files="$DATA/test*" \
+  data.train_files="$DATA/train.parquet" \
+  data.val_files="$DATA/test.parquet" \
   data.train_batch_size=512 \
   data.max_prompt_length=512 \
   data.max_response_length=1024 \

@@ -1,19 +1,20 @@
 #!/usr/bin/env bash
 # GRPO on GSM8K with LoRA adapters of a 7B model on one GPU of 80 GB.
 #
+#   python -m rlx.data.gsm8k --out data/gsm8k        # from the Hugging Face hub, or from files: see --help
 #   examples/lora_1gpu.sh [key=value ...]
 #
 # The base is in bf16, the adapters in fp32. vLLM keeps the base and takes the adapters. The reference of the KL is the policy with
-# its adapters off. MODEL names another model, DATA another folder of GSM8K's files, PYTHON the interpreter that has rlx.
+# its adapters off. MODEL names another model, DATA the folder of train.parquet and test.parquet, PYTHON the interpreter that has rlx.
 # docs/lora.md has more.
 set -euo pipefail
 MODEL=${MODEL:-Qwen/Qwen2.5-7B-Instruct}
-DATA=${DATA:-hf://datasets/openai/gsm8k/main}
+DATA=${DATA:-data/gsm8k}
 
 "${PYTHON:-python}" -m rlx.main_ppo \
   algorithm.adv_estimator=grpo \
-  data.train_files="$DATA/train*" \
-  data.val_files="$DATA/test*" \
+  data.train_files="$DATA/train.parquet" \
+  data.val_files="$DATA/test.parquet" \
   data.train_batch_size=64 \
   data.max_prompt_length=512 \
   data.max_response_length=1024 \

@@ -15,6 +15,7 @@ MODULES = {
     "eval": "rlx.trainer.evaluate",
     "export": "rlx.export",
     "report": "rlx.trainer.report",
+    "gsm8k": "rlx.data.gsm8k",
     "serve": "rlx.serve",
     "view": "rlx.view",
 }

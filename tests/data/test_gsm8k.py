@@ -1,6 +1,10 @@
+import re
+
+import pyarrow.parquet as pq
 import pytest
 
-from rlx.data.files import gsm8k_row
+from rlx.data import gsm8k
+from rlx.data.files import gsm8k_row, open_rows
 
 
 def test_row():
@@ -27,3 +31,31 @@ def test_row():
 def test_row_faults(row, what):
     with pytest.raises(ValueError, match=what):
         gsm8k_row(row, "train", 0)
+
+
+def test_command(gsm8k_file, tmp_path):
+    out = tmp_path / "new" / "folder"
+    assert gsm8k.main(["--train", gsm8k_file, "--test", gsm8k_file, "--out", str(out)]) == 0
+    assert {path.name for path in out.iterdir()} == {"train.parquet", "test.parquet"}
+    rows = pq.read_table(out / "test.parquet").to_pylist()
+    official = open_rows(gsm8k_file).read(0, 100)
+    assert rows == [gsm8k_row(row, "test", i) for i, row in enumerate(official)]
+
+
+def test_command_names_the_row_at_fault(write_jsonl, gsm8k_file, tmp_path, capsys):
+    bad = write_jsonl([{"question": "q", "answer": "#### 1"}, {"question": "q", "answer": "none"}])
+    assert gsm8k.main(["--train", gsm8k_file, "--test", bad, "--out", str(tmp_path)]) == 2
+    shown = " ".join(capsys.readouterr().err.split())
+    assert "line 2: got an answer that ends in" in shown and "Traceback" not in shown
+
+
+def test_command_without_a_file(gsm8k_file, tmp_path, capsys):
+    assert gsm8k.main(["--train", str(tmp_path / "no.jsonl"), "--test", gsm8k_file, "--out", str(tmp_path)]) == 2
+    assert "no.jsonl" in capsys.readouterr().err.replace("\n", "")
+    assert gsm8k.main(["--train", "no/such-data", "--test", gsm8k_file, "--out", str(tmp_path)]) == 2
+    printed = " ".join(capsys.readouterr().err.split())
+    assert re.fullmatch(
+        r"\S.*: no/such-data: no such file, and the hub did not return it .* pass a downloaded file with --train, .*",
+        printed,
+    )
+    assert "Retrying" not in printed

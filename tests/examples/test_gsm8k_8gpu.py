@@ -1,5 +1,4 @@
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,8 +12,10 @@ FIXTURE = ROOT / "tests" / "fixtures" / "gsm8k_tiny.jsonl"
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     data = tmp_path_factory.mktemp("gsm8k")
-    (data / "train.jsonl").write_text(FIXTURE.read_text() * 100)  # a batch has up to 512 rows
-    shutil.copy(FIXTURE, data / "test.jsonl")
+    many = data / "train.jsonl"
+    many.write_text(FIXTURE.read_text() * 100)  # a batch has up to 512 rows
+    command = [sys.executable, "-m", "rlx.data.gsm8k", "--train", many, "--test", FIXTURE, "--out", data]
+    subprocess.run(command, check=True, capture_output=True)
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     return {**os.environ, "PATH": path, "DATA": str(data), "MODEL": "builtin:tiny", "CUDA_VISIBLE_DEVICES": ""}
 

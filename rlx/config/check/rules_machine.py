@@ -7,6 +7,7 @@ from rlx.config.check import folders
 from rlx.config.check.declared import OWN, CheckContext, Faults
 from rlx.config.schema import ARITHMETIC
 from rlx.config.schema.roles import TINY, has_critic, is_tiny, sharded_roles, trained_roles
+from rlx.program import program
 from rlx.row_files import DATA_KINDS, SAVED, data_kind, data_parts
 from rlx.step_folders import step_of
 
@@ -122,9 +123,9 @@ def data_files_exist(s: CheckContext) -> Faults:
             if file.startswith("builtin:"):
                 what, remedy = "there is no such built-in task", f"set {key}={ARITHMETIC}"
             elif not (parts := data_parts(file)):
-                what, remedy, path = "a data file does not exist", folders.correct_path(key), Path(file)
-                if path.parent.name == "gsm8k":
-                    remedy = f"set {key}=hf://datasets/openai/gsm8k/main/{path.stem}*.parquet, or {remedy}"
+                what, remedy, folder = "a data file does not exist", folders.correct_path(key), Path(file).parent
+                if folder.name == "gsm8k":
+                    remedy = f"run `{program('gsm8k')} --out {folder}`, or {remedy}"
                 if (Path(file) / "dataset_dict.json").is_file():
                     what, remedy = "a data set with several splits was named", f"name a split: {key}={file}/train"
             elif not {*map(data_kind, parts)} <= {*DATA_KINDS, SAVED}:

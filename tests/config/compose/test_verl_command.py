@@ -64,9 +64,7 @@ def test_the_command_of_verl_with_everything_there_is_valid(verdict, tmp_path: P
 
 
 def test_the_experiment_of_that_name_is_the_command_of_verl():
-    words = filled_in(
-        "Qwen/Qwen2.5-7B-Instruct", *(f"hf://datasets/openai/gsm8k/main/{n}*.parquet" for n in ("train", "test"))
-    )
+    words = filled_in("Qwen/Qwen2.5-7B-Instruct", "data/gsm8k/train.parquet", "data/gsm8k/test.parquet")
     words += ["trainer.project_name=gsm8k", "trainer.experiment_name=grpo_8gpu"]
     assert compose(["experiment=gsm8k_grpo_8gpu"]).config == compose(words).config
 
