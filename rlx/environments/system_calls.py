@@ -1,8 +1,4 @@
-"""The system calls that a model's program may not make, as a filter of the kernel (seccomp): Linux on x86-64 and 64-bit Arm.
-
-Calls that need a capability, such as mounts, modules and clocks, are not listed: a program has none, and cannot make a namespace in
-which it would have some.
-"""
+"""The system calls that a model's program may not make, as a filter of the kernel (seccomp): Linux on x86-64 and 64-bit Arm."""
 
 import errno
 import platform
@@ -10,9 +6,27 @@ import struct
 
 # Numbers of <asm/unistd_64.h> of x86-64, and of <asm-generic/unistd.h> for Arm; None: the machine has no such call.
 DENIED: dict[str, tuple[int | None, int | None]] = {
-    # What is mounted outside.
+    # Mounts and roots.
+    "mount": (165, 40),
+    "umount2": (166, 39),
+    "pivot_root": (155, 41),
+    "chroot": (161, 51),
+    "fsopen": (430, 430),
+    "fsconfig": (431, 431),
+    "fsmount": (432, 432),
+    "fspick": (433, 433),
+    "open_tree": (428, 428),
+    "move_mount": (429, 429),
+    "mount_setattr": (442, 442),
+    "open_tree_attr": (467, 467),
     "statmount": (457, 457),
     "listmount": (458, 458),
+    "open_by_handle_at": (304, 265),
+    "name_to_handle_at": (303, 264),
+    "quotactl": (179, 60),
+    "quotactl_fd": (443, 443),
+    "swapon": (167, 224),
+    "swapoff": (168, 225),
     # Name spaces, other processes and their memory.
     "unshare": (272, 97),
     "setns": (308, 268),
@@ -66,9 +80,28 @@ DENIED: dict[str, tuple[int | None, int | None]] = {
     "fanotify_mark": (301, 263),
     "vmsplice": (278, 75),
     "modify_ldt": (154, None),
+    "uselib": (134, None),
     "personality": (135, 92),
-    # The kernel's log.
+    "lookup_dcookie": (212, 18),
+    # The machine.
+    "reboot": (169, 142),
+    "kexec_load": (246, 104),
+    "kexec_file_load": (320, 294),
+    "init_module": (175, 105),
+    "finit_module": (313, 273),
+    "delete_module": (176, 106),
     "syslog": (103, 116),
+    "acct": (163, 89),
+    "settimeofday": (164, 170),
+    "clock_settime": (227, 112),
+    "clock_adjtime": (305, 266),
+    "adjtimex": (159, 171),
+    "sethostname": (170, 161),
+    "setdomainname": (171, 162),
+    "iopl": (172, None),
+    "ioperm": (173, None),
+    "vhangup": (153, 58),
+    "nfsservctl": (180, 42),
 }
 CLONE, CLONE3, IOCTL, SOCKETPAIR = (56, 220), (435, 435), (16, 29), (53, 199)
 AF_UNIX = 1
