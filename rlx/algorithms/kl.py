@@ -25,7 +25,16 @@ def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, kind: str) -> Tensor:
     the policy's own tokens this is the gradient of each token's KL. The gradients of k1 (0) and k3 (that of the reverse KL) are
     not. Neither contains the effect of a token on the KL of later tokens; the KL in the reward does.
 
-    `log_probs`, `ref_log_probs` and the result are (B, T); it is differentiable in both.
+    Args:
+        log_probs: (B, T) of the policy.
+        ref_log_probs: (B, T) of the reference.
+        kind: one of the names above.
+
+    Returns:
+        (B, T), differentiable in both inputs.
+
+    Raises:
+        ValueError: the kind is unknown.
 
     Source: J. Schulman, "Approximating KL Divergence", http://joschu.net/blog/kl-approx.html; the gradients,
     arXiv:2506.09477; their combination, verl-project/verl@018f23b.
@@ -40,10 +49,12 @@ def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, kind: str) -> Tensor:
         return difference.abs()
     if kind in ("mse", "k2"):
         return 0.5 * difference.square()
-    assert kind in ("low_var_kl", "k3"), kind
-    difference = difference.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    # expm1 keeps the digits that exp(-d) - 1 loses if the two policies nearly agree.
-    return ((-difference).expm1() + difference).clamp(max=K3_LIMIT)
+    if kind in ("low_var_kl", "k3"):
+        difference = difference.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+        # expm1 keeps the digits that exp(-d) - 1 loses if the two policies nearly agree.
+        return ((-difference).expm1() + difference).clamp(max=K3_LIMIT)
+    kinds = "kl, k1, abs, mse, k2, low_var_kl or k3"
+    raise ValueError(f"KL estimator: got {kind!r}, expected {kinds}, or one with + behind")
 
 
 class KLController:
@@ -53,14 +64,21 @@ class KLController:
     source: samples count at most as many as horizon, so that a batch of over five horizons cannot turn the coefficient's sign.
 
     Args:
-        coef: first coefficient.
-        target: KL to reach, in the unit of `update`'s; None: the coefficient is fixed.
-        horizon: samples over which the coefficient adapts.
+        coef: first coefficient, >= 0.
+        target: KL to reach, > 0, in the unit of `update`'s; None: the coefficient is fixed.
+        horizon: samples over which the coefficient adapts, >= 1.
+
+    Raises:
+        ValueError: an argument is out of its range.
 
     Source: Ziegler et al. 2019, arXiv:1909.08593, with samples / horizon for its K_beta as in the code published with it.
     """
 
     def __init__(self, coef: float, target: float | None = None, horizon: int = 1) -> None:
+        if not (math.isfinite(coef) and coef >= 0):
+            raise ValueError(f"kl_coef: got {coef}, expected a finite number >= 0")
+        if target is not None and not (target > 0 and horizon >= 1):
+            raise ValueError(f"target_kl: got {target}, expected > 0; horizon: got {horizon}, expected >= 1")
         self.coef, self.target, self.horizon = coef, target, horizon
         self._type = "fixed" if target is None else "adaptive"
 

@@ -80,9 +80,14 @@ def vanilla(
 
     `clip_fraction` is 1 where the clip is active, `clip_fraction_lower` where the dual clip is.
 
+    Raises:
+        ValueError: clip_c is not above 1.
+
     Source: PPO, arXiv:1707.06347, equation 7; dual clip, arXiv:1912.09729; separate bounds, DAPO,
     arXiv:2503.14476, equation 10.
     """
+    if not settings.clip_c > 1:
+        raise ValueError(f"clip_ratio_c: got {settings.clip_c}, expected a number above 1 (verl's default is 3.0)")
     advantages = advantages.detach()
     ratio = _log_ratio(log_probs, old_log_probs).exp()
     surrogate, clipped = _clipped_surrogate(ratio, advantages, settings)
@@ -137,8 +142,13 @@ def sapo(
     loss = -A 4 / tau sigmoid(tau (r - 1)), with tau_pos for A > 0 and tau_neg otherwise. At r = 1 its gradient is the
     policy gradient. The paper averages over each sequence, then over sequences: loss_agg_mode seq-mean-token-mean.
 
+    Raises:
+        ValueError: a temperature is not positive.
+
     Source: arXiv:2511.20347; verl-project/verl@018f23b, `sapo`.
     """
+    if not (settings.tau_pos > 0 and settings.tau_neg > 0):
+        raise ValueError(f"tau_pos, tau_neg: got {settings.tau_pos}, {settings.tau_neg}, expected positive numbers")
     advantages = advantages.detach()
     tau = torch.full_like(log_probs, settings.tau_neg).masked_fill(advantages > 0, settings.tau_pos)
     ratio = _log_ratio(log_probs, old_log_probs).exp()
@@ -188,13 +198,28 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float)
     Returns:
         loss (B, T), and statistics (B, T) without gradient: `clip_fraction` is 1 where the clip is active.
 
+    Raises:
+        ValueError: clip is not positive.
+
     Source: OpenAI baselines' PPO2; the factor 0.5 as in verl.
     """
+    if not clip > 0:
+        raise ValueError(f"cliprange_value: got {clip}, expected a positive number")
     old_values, returns = old_values.detach(), returns.detach()
     near = torch.clamp(values, old_values - clip, old_values + clip)
     plain, bounded = (values - returns).square(), (near - returns).square()
     clipped = (bounded > plain).to(values.dtype)
     return 0.5 * torch.maximum(plain, bounded), {"clip_fraction": clipped}
+
+
+AGGREGATION_MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+
+
+def _check(mask_BT: Tensor, mode: str) -> None:
+    if mode not in AGGREGATION_MODES:
+        raise ValueError(f"loss_agg_mode: got {mode!r}, expected one of {', '.join(AGGREGATION_MODES)}")
+    if mask_BT.dim() != 2 or mask_BT.dtype != torch.bool:
+        raise ValueError(f"mask: got shape {tuple(mask_BT.shape)} {mask_BT.dtype}, expected (B, T) torch.bool")
 
 
 def token_weights(
@@ -211,18 +236,26 @@ def token_weights(
 
     Args:
         mask_BT: (B, T) bool, True on tokens that count.
-        mode: `actor.loss_agg_mode`.
+        mode: one of AGGREGATION_MODES.
         horizon: longest response allowed [tokens]; only read by `seq-mean-token-sum-norm`.
         dtype: of the weights, the loss's.
         sample_tokens_B: (B,) int64, tokens that count in all rows of the row's sample; None: each row is a sample.
 
+    Raises:
+        ValueError: the mode is unknown, the mask has another type, or a horizon that is read is below 1.
+
     Source: modes of verl (`agg_loss`); the division by a constant horizon is Dr. GRPO's, arXiv:2503.20783.
     """
+    _check(mask_BT, mode)
     weights_BT = mask_BT.to(dtype)
     if mode == "seq-mean-token-mean":
         tokens_B = mask_BT.sum(dim=1) if sample_tokens_B is None else sample_tokens_B
         return weights_BT / tokens_B.clamp(min=1)[:, None]
-    return weights_BT / horizon if mode == "seq-mean-token-sum-norm" else weights_BT
+    if mode == "seq-mean-token-sum-norm":
+        if horizon < 1:
+            raise ValueError(f"horizon: got {horizon}, expected the longest response in tokens, at least 1")
+        return weights_BT / horizon
+    return weights_BT
 
 
 def denominator(mask_BT: Tensor, mode: str, sample_tokens_B: Tensor | None = None) -> Tensor:
@@ -231,7 +264,9 @@ def denominator(mask_BT: Tensor, mode: str, sample_tokens_B: Tensor | None = Non
     A row without a token in the mask (B, T) does not count, so rows that are added to keep processes in step change nothing.
     The result is a scalar int64, exact under any order of summation; 0 if no row counts. If samples have several rows, each counts
     as its share of `sample_tokens_B`: then it is fp64, and the sum over whole samples is a whole number but for rounding.
+    Raises ValueError as `token_weights`.
     """
+    _check(mask_BT, mode)
     if mode == "token-mean":
         return mask_BT.sum()
     if sample_tokens_B is None:

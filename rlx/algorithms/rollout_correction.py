@@ -5,7 +5,7 @@ assumes. With d = trainer's log-prob - sampler's log-prob of a sampled token, it
 function of d over the tokens of the mask. Shape letters: B samples, T response tokens.
 
 All functions take `trainer` (B, T) and `sampler` (B, T), the log-probs of the sampled tokens, and `mask_BT` (B, T) bool, True on
-response tokens; entries elsewhere are not read.
+response tokens; entries elsewhere are not read. They raise ValueError if the shapes differ or the mask has another type.
 
 All is computed in fp64, in which the order of a sum changes no digit that matters. Log-ratios are clamped to +-EXP_LIMIT before
 exp, so that squares stay finite. Nothing carries a gradient.
@@ -20,9 +20,18 @@ from torch import Tensor
 EXP_LIMIT = 300.0
 RATIO_LIMIT = 2.0  # a token with a ratio outside [1 / RATIO_LIMIT, RATIO_LIMIT] counts in `ratio_beyond_2`
 
+WEIGHT_LEVELS = ("token", "sequence")
+RATIO_CRITERIA = ("token_k1", "seq_sum_k1", "seq_mean_k1")  # bounded on both sides
+DIVERGENCE_CRITERIA = ("seq_mean_k3", "seq_max_k2")  # bounded above
+
 
 def _log_ratio(trainer: Tensor, sampler: Tensor, mask_BT: Tensor) -> Tensor:
     """Return d (B, T) in fp64, 0 outside the mask."""
+    if not trainer.shape == sampler.shape == mask_BT.shape or mask_BT.dim() != 2 or mask_BT.dtype != torch.bool:
+        shapes = [tuple(x.shape) for x in (trainer, sampler, mask_BT)]
+        raise ValueError(
+            f"log-probs and mask: got {shapes} {mask_BT.dtype}, expected three of shape (B, T), the mask of type bool"
+        )
     return (trainer.detach().double() - sampler.detach().double()).masked_fill(~mask_BT, 0.0)
 
 
@@ -122,6 +131,7 @@ def importance_weights(
     - IcePop's mask: w if low <= w <= high, else 0.
 
     Args:
+        trainer, sampler, mask_BT: as above.
         level: `token` or `sequence`.
         low: None, or the lower bound of weights that are kept.
         high: cap, or the upper bound of weights that are kept.
@@ -130,11 +140,16 @@ def importance_weights(
     Returns:
         (B, T) fp32 >= 0 without gradient, 0 outside the mask; exactly 1 for equal log-probs.
 
+    Raises:
+        ValueError: also if the level is unknown.
+
     Source: token level, Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training",
     https://fengyao.notion.site/off-policy-rl, after Ionides 2008; sequence level, Liu et al. 2025,
     https://richardli.xyz/rl-collapse, Seq-TIS, and with `low` its Seq-MIS; the mask, arXiv:2510.18855, section on IcePop;
     the product with PPO's clipped loss, decoupled PPO, arXiv:2110.00641; `normalize`, verl-project/verl@20c30bf.
     """
+    if level not in WEIGHT_LEVELS:
+        raise ValueError(f"rollout_is: got {level!r}, expected one of {', '.join(WEIGHT_LEVELS)}")
     d = _log_ratio(trainer, sampler, mask_BT)
     ratio = _exp(d if level == "token" else d.sum(dim=1, keepdim=True))
     weights = ratio.clamp(max=high) if low is None else ratio.where((ratio >= low) & (ratio <= high), 0.0)
@@ -156,7 +171,17 @@ def accepted(
     - `seq_mean_k3`: the mean of r - 1 - d, which estimates KL(sampler || trainer), is at most high.
     - `seq_max_k2`: the largest d^2 / 2 is at most high.
 
-    A `low` of None means 1 / high. The result is (B, T) bool.
+    Args:
+        trainer, sampler, mask_BT: as above.
+        criterion: one of the names above.
+        low: lower bound; None for 1 / high, not read by the last two.
+        high: upper bound.
+
+    Returns:
+        (B, T) bool, a subset of the mask.
+
+    Raises:
+        ValueError: also if the criterion is unknown.
 
     Source: product and geometric mean, Liu et al. 2025, https://richardli.xyz/rl-collapse, parts 2 and 3 (Seq-MIS, Geo-RS),
     the geometric mean as the sequence's ratio also arXiv:2507.18071, equation 7; the last two, arXiv:2512.23075. The names
@@ -172,10 +197,14 @@ def accepted(
     elif criterion == "seq_mean_k1":
         statistic = (d.sum(dim=1) / lengths_B)[:, None]
     elif criterion == "seq_mean_k3":
-        return mask_BT & ((_k3(d).sum(dim=1) / lengths_B)[:, None] <= high)
+        statistic = (_k3(d).sum(dim=1) / lengths_B)[:, None]
+    elif criterion == "seq_max_k2":
+        statistic = 0.5 * d.square().amax(dim=1, keepdim=True)
     else:
-        assert criterion == "seq_max_k2", criterion
-        return mask_BT & (0.5 * d.square().amax(dim=1, keepdim=True) <= high)
+        known = ", ".join(RATIO_CRITERIA + DIVERGENCE_CRITERIA)
+        raise ValueError(f"rollout_rs: got {criterion!r}, expected one of {known}")
+    if criterion in DIVERGENCE_CRITERIA:
+        return mask_BT & (statistic <= high)
     lowest = -math.log(high) if low is None else math.log(low)
     return mask_BT & (statistic >= lowest) & (statistic <= math.log(high))
 

@@ -3,7 +3,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlx.algorithms.losses import denominator, token_weights
+from rlx.algorithms.losses import AGGREGATION_MODES, denominator, token_weights
 from rlx.config.schema import AGGREGATIONS
 
 MASK = torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0], [0, 0, 0, 0]]).bool()
@@ -39,7 +39,7 @@ def test_like_the_loop_and_the_same_for_any_cut(data):
     order = torch.randperm(rows, generator=source)
     cuts = sorted(data.draw(st.lists(st.integers(0, rows), max_size=4)))
     parts = [order[a:b] for a, b in zip([0, *cuts], [*cuts, rows], strict=True)]
-    for mode in AGGREGATIONS:
+    for mode in AGGREGATION_MODES:
         total = sum((token_weights(mask[p], mode, 7, torch.float64) * loss[p]).sum() for p in parts)
         count = sum(denominator(mask[p], mode) for p in parts)
         assert abs(total / count - naive(loss, mask, mode, 7)) <= 1e-12
@@ -51,7 +51,7 @@ def test_like_the_loop_and_the_same_for_any_cut(data):
         assert abs(aggregate(wide_loss, wide, mode, 7) - total / count) <= 1e-12
 
 
-@pytest.mark.parametrize("mode", AGGREGATIONS)
+@pytest.mark.parametrize("mode", AGGREGATION_MODES)
 def test_nothing_to_count(mode):
     mask = torch.zeros(2, 3, dtype=torch.bool)
     assert denominator(mask, mode) == 0
@@ -63,7 +63,23 @@ def test_denominator_is_exact_beyond_fp32():
     assert denominator(mask, "token-mean").item() == 2**24 + 1
 
 
+def test_modes_are_those_of_the_configuration():
+    assert AGGREGATION_MODES == AGGREGATIONS
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_weights_have_the_dtype_asked_for(dtype):
-    for mode in AGGREGATIONS:
+    for mode in AGGREGATION_MODES:
         assert token_weights(MASK, mode, 8, dtype).dtype == dtype
+
+
+def test_errors():
+    with pytest.raises(ValueError, match="got 'mean', expected one of token-mean"):
+        token_weights(MASK, "mean", 8)
+    with pytest.raises(ValueError, match="got 'mean'"):
+        denominator(MASK, "mean")
+    with pytest.raises(ValueError, match=r"torch\.float32, expected"):
+        denominator(MASK.float(), "token-mean")
+    with pytest.raises(ValueError, match="horizon: got 0"):
+        token_weights(MASK, "seq-mean-token-sum-norm", 0)
+    token_weights(MASK, "token-mean", 0)

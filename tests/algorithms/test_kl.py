@@ -90,6 +90,8 @@ def test_kinds_are_those_of_the_configuration():
     zero = torch.zeros(1, 1)
     for kind in KL_LOSS_ESTIMATORS:
         assert kl_estimate(zero, zero, kind).item() == 0
+    with pytest.raises(ValueError, match="got 'k4', expected kl, k1"):
+        kl_estimate(zero, zero, "k4")
 
 
 def test_fixed_controller():
@@ -139,3 +141,9 @@ def test_errors():
         controller.load_state_dict(KLController(0.1).state_dict())
     with pytest.raises(ValueError, match=r"resume with algorithm\.kl_ctrl\.type=adaptive"):
         KLController(0.1).load_state_dict(controller.state_dict())
+    for bad in (-1.0, math.nan):
+        with pytest.raises(ValueError, match="kl_coef: got"):
+            KLController(bad)
+    for target, horizon in ((0.0, 10), (0.1, 0)):
+        with pytest.raises(ValueError, match="target_kl: got"):
+            KLController(0.1, target, horizon)

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlx.algorithms.losses import (
+    AGGREGATION_MODES,
     POLICY_LOSSES,
     LossSettings,
     denominator,
@@ -14,7 +15,7 @@ from rlx.algorithms.losses import (
     value_loss,
     vanilla,
 )
-from rlx.config.schema import AGGREGATIONS, LOSS_MODES
+from rlx.config.schema import LOSS_MODES
 
 F64 = torch.float64
 LOW, HIGH, C = 0.2, 0.3, 3.0
@@ -100,6 +101,12 @@ def test_only_the_trained_values_get_a_gradient():
     value, old, returns = (torch.randn(2, 3, requires_grad=True) for _ in range(3))
     value_loss(value, old, returns, 0.5)[0].sum().backward()
     assert [t.grad is not None for t in (value, old, returns)] == [True, False, False]
+
+
+@pytest.mark.parametrize("c", [1.0, 0.5, math.nan])
+def test_dual_clip_must_exceed_one(c):
+    with pytest.raises(ValueError, match=r"clip_ratio_c: got .*, expected a number above 1"):
+        policy([1.0], [1.0], clip_c=c)
 
 
 # ------------------------------------------------------------------- the other losses, by plain loops over floats
@@ -198,7 +205,7 @@ def test_where_the_policy_has_not_moved_every_loss_has_the_policy_gradient(name)
 
 
 @pytest.mark.parametrize("name", POLICY_LOSSES)
-@given(seed=st.integers(0, 9999), mode=st.sampled_from(AGGREGATIONS), cuts=st.sets(st.integers(1, 5)))
+@given(seed=st.integers(0, 9999), mode=st.sampled_from(AGGREGATION_MODES), cuts=st.sets(st.integers(1, 5)))
 def test_the_gradient_of_a_mini_batch_does_not_depend_on_its_cut_order_and_padding(name, seed, mode, cuts):
     """Whole, and in parts of reordered rows, each padded on both sides with numbers that must not be read."""
     source = torch.Generator().manual_seed(seed)
@@ -231,6 +238,13 @@ def test_gspo_with_an_advantage_per_token_shares_the_ratio_only():
     assert loss[0].tolist() == pytest.approx([-ratio, 3 * ratio]) == gradient[0].tolist()
 
 
+@pytest.mark.parametrize(("pos", "neg"), [(0.0, 1.0), (1.0, -1.0)])
+def test_temperatures_must_be_positive(pos, neg):
+    one = torch.ones(1, 1)
+    with pytest.raises(ValueError, match="tau_pos, tau_neg: got"):
+        POLICY_LOSSES["sapo"](one, one, one, one.bool(), LossSettings(LOW, HIGH, tau_pos=pos, tau_neg=neg))
+
+
 # ------------------------------------------------------------------------------------------------------ the critic
 
 
@@ -246,6 +260,8 @@ def test_value_loss_by_hand():
     assert values.grad.tolist() == [[-2.0, 0.0, 2.0, 0.0, 0.0]]
 
 
-def test_value_clip_can_be_switched_off():
+def test_value_clip_can_be_switched_off_and_must_be_positive():
     one, far = torch.ones(1, 1), torch.full((1, 1), 100.0)
     assert value_loss(one, far, one + 1, math.inf)[0].item() == 0.5
+    with pytest.raises(ValueError, match="cliprange_value: got 0"):
+        value_loss(one, one, one, 0.0)

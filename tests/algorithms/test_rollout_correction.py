@@ -233,3 +233,15 @@ def test_rejection_is_by_row_and_keeps_within_the_mask(rows, criterion, high, ra
         assert all(
             row.any() == kept.all() for row, kept in ((f, f[m]) for f, m in zip(found, mask, strict=True)) if len(kept)
         )
+
+
+def test_what_cannot_be_compared_is_refused():
+    logs, mask = torch.zeros(2, 3), torch.ones(2, 3, dtype=torch.bool)
+    with pytest.raises(ValueError, match=r"\(2, 2\)"):
+        mismatch_sums(logs, logs[:, :2], mask)
+    with pytest.raises(ValueError, match="bool"):
+        not_vetoed(logs, logs, mask.float(), 0.1)
+    with pytest.raises(ValueError, match="rollout_is"):
+        importance_weights(logs, logs, mask, "geometric", None, 2.0, False)
+    with pytest.raises(ValueError, match="rollout_rs"):
+        accepted(logs, logs, mask, "token", 0.5, 2.0)
