@@ -259,7 +259,10 @@ def load_prompts(config: DataConfig, tokenizer: PreTrainedTokenizerBase, split: 
     if custom.path is None:
         return PromptDataset(files, config, tokenizer, split)
     key = DATASET.key
-    dataset: PromptDataset = load_callable(custom.path, custom.name or "", DATASET)(files, config, tokenizer, split)
+    if custom.name is None:
+        got = f"{key}.path is {custom.path!r}, but {key}.name is not set"
+        raise UserCodeError(f"{got}; expected the name of the class in it")
+    dataset: PromptDataset = load_callable(custom.path, custom.name, DATASET)(files, config, tokenizer, split)
     missing = [name for name in INTERFACE if not hasattr(dataset, name)]
     if missing:
         raise UserCodeError(

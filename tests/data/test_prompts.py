@@ -336,7 +336,7 @@ def test_custom_class(tokenizer, custom):
 
 @pytest.mark.parametrize(
     "name, what",
-    [("Poor", r"Poor in .* lacks \['__len__', 'batch'\]"), ("Rich", "has no 'Rich'"), (None, "has no '', it has")],
+    [("Poor", r"Poor in .* lacks \['__len__', 'batch'\]"), ("Rich", "has no 'Rich'"), (None, "name is not set")],
 )
 def test_custom_class_faults(tokenizer, custom, name, what):
     with pytest.raises(UserCodeError, match=what):
