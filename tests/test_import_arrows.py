@@ -243,8 +243,11 @@ def test_libraries_stay_where_they_belong(imports: list[Import]):
     assert misplaced_libraries(imports) == []
 
 
-def test_one_file_imports_vllm(imports: list[Import]):
-    assert len({found.importer for found in imports if found.name == "vllm"}) <= 1
+def test_two_files_import_vllm(imports: list[Import]):
+    assert {found.importer for found in imports if found.name == "vllm"} == {
+        "rlx.rollout.vllm",
+        "rlx.rollout.vllm_exact",
+    }
 
 
 def test_nothing_imports_an_entry_point(imports: list[Import]):

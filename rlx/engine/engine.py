@@ -22,6 +22,7 @@ from rlx.engine.optimizer_state import Stepper
 from rlx.engine.saving import CheckpointWriter
 from rlx.engine.sharding import precision_of, shard
 from rlx.engine.weights import Weights
+from rlx.models.exact import Kernels, use_kernels
 from rlx.models.hf_folder import FolderParts
 from rlx.models.loading import Head, load_config
 from rlx.models.lora import require_called_adapters
@@ -57,6 +58,7 @@ class Engine:
         seed: of a fresh value head and adapters.
         name: of the role, in messages and accounts of host memory.
         sequence_parallel: number of neighbouring processes that share each sequence and get the same rows.
+        kernels: of the sampler, which forward then uses, see `rlx.models.exact`.
 
     The configuration was checked before. Raises ValueError if the model does not fit it.
     """
@@ -78,10 +80,13 @@ class Engine:
         name: str = "model",
         sequence_parallel: int = 1,
         experts: ExpertOptions | None = None,
+        kernels: Kernels | None = None,
     ):
         precision = precision_of(fsdp, device)
         plain, layers, adapters = build_model(model, head, precision.stored, seed, optim is not None, device)
         folder_parts = FolderParts.of(plain, head, tokenizer, load_config(model).dtype, model.trust_remote_code)
+        if kernels is not None:
+            use_kernels(plain, kernels)
         for layer in layers if compile_layers else ():
             layer.compile()
         streaming, streamed = None, frozenset[torch.nn.Parameter]()
@@ -120,7 +125,8 @@ class Engine:
             if sequence_parallel > 1:
                 self._forward.require_packing(sequence_parallel)
         # Asked only if configured, because `shares_prefixes` warns of models that cannot.
-        gain = model.least_gain if model.least_gain < NEVER and self._forward.shares_prefixes else NEVER
+        shares = kernels is None and model.least_gain < NEVER and self._forward.shares_prefixes
+        gain = model.least_gain if shares else NEVER
         self.batcher = MicroBatcher(self._forward.packs, gain, sequences, device)
         self.sharded.reshard()
 

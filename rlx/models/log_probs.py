@@ -20,11 +20,14 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import product
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+
+if TYPE_CHECKING:
+    from rlx.models.exact import Kernels
 
 logger = logging.getLogger(__name__)
 
@@ -57,13 +60,19 @@ def token_log_probs(
 
 
 def head_log_probs(
-    hidden: Tensor, weight: Tensor, ids: Tensor, temperature: float, with_entropy: bool
+    hidden: Tensor,
+    weight: Tensor,
+    ids: Tensor,
+    temperature: float,
+    with_entropy: bool,
+    kernels: "Kernels | None" = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Return what `token_log_probs` returns for the logits hidden @ weight.T, with only one chunk of logits in memory.
 
     Logits and everything after them are in fp32 or wider, see Note [logits in fp32]; `hidden` is (..., H). Backward computes the logits
     of all chunks but the last again, and rounds their gradient to the type of `hidden`. The gradient of a bf16 or fp16 weight (V, H)
-    is the fp32 sum of the chunks' products, rounded to its type like any other product.
+    is the fp32 sum of the chunks' products, rounded to its type like any other product. With the sampler's `kernels` log-probs are
+    its own, to the bit.
     """
     if hidden.shape[:-1] != ids.shape or weight.shape[1:] != hidden.shape[-1:]:
         raise ValueError(
@@ -72,7 +81,7 @@ def head_log_probs(
         )
     if torch.is_autocast_enabled(hidden.device.type) and hidden.dtype != torch.float64:  # as in a linear map
         hidden, weight = (x.to(torch.get_autocast_dtype(x.device.type)) for x in (hidden, weight))
-    figures = _HeadLogProbs.apply(hidden.flatten(0, -2), weight, ids.flatten(), temperature, with_entropy)
+    figures = _HeadLogProbs.apply(hidden.flatten(0, -2), weight, ids.flatten(), temperature, with_entropy, kernels)
     log_probs, entropy = (None if x is None else x.view(ids.shape) for x in figures)
     return log_probs, entropy
 
@@ -88,7 +97,8 @@ def head_replaced(
     """
 
     def forward(hidden: Tensor) -> Tensor:
-        log_probs, entropy = head_log_probs(hidden, head.weight, ids, temperature, with_entropy)
+        kernels = getattr(head, "exact_kernels", None)
+        log_probs, entropy = head_log_probs(hidden, head.weight, ids, temperature, with_entropy, kernels)
         if entropy is None:
             return log_probs.unsqueeze(-1)
         return torch.stack([log_probs, entropy if entropy_in_loss else entropy.detach()], dim=-1)
@@ -260,7 +270,13 @@ class _HeadLogProbs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, ids_N: Tensor, temperature: float, with_entropy: bool
+        ctx: Any,
+        hidden_NH: Tensor,
+        weight_VH: Tensor,
+        ids_N: Tensor,
+        temperature: float,
+        with_entropy: bool,
+        kernels: "Kernels | None",
     ) -> tuple[Tensor, Tensor | None]:
         count, vocabulary = len(ids_N), len(weight_VH)
         figures = _begin(ctx, hidden_NH, ids_N, temperature, with_entropy)
@@ -270,8 +286,11 @@ class _HeadLogProbs(torch.autograd.Function):
         most = ctx.chunks[-1].stop - ctx.chunks[-1].start
         logits = hidden_NH.new_empty(most, vocabulary, dtype=wide)
         for chunk in ctx.chunks:
-            of_chunk = _write_product(logits[: chunk.stop - chunk.start], hidden_NH[chunk], weight_VH)
+            of_chunk, factors = logits[: chunk.stop - chunk.start], (hidden_NH[chunk], weight_VH)
+            _write_product(of_chunk, *factors) if kernels is None else kernels.product(*factors, of_chunk)
             _fill(figures, chunk, _read_pass(of_chunk, ids_N[chunk], ctx.temperature, with_entropy))
+            if kernels is not None:
+                figures[0][chunk] = _sampled(kernels, of_chunk, ids_N[chunk], temperature)
         ctx.save_for_backward(hidden_NH, weight_VH, ids_N, *figures[1:])
         # Not a saved tensor: backward writes to it, and offloading a tensor that is needed next gains nothing.
         ctx.logits = logits if any(ctx.needs_input_grad) else None
@@ -305,7 +324,16 @@ class _HeadLogProbs(torch.autograd.Function):
                 _add_product(grad_weight, gradient.T, hidden_NH[chunk], is_first=number == 0)
             del of_chunk, gradient
         del logits, narrow  # before the sum is copied
-        return grad_hidden, None if grad_weight is None else grad_weight.to(weight_VH.dtype), None, None, None
+        return grad_hidden, None if grad_weight is None else grad_weight.to(weight_VH.dtype), *[None] * 4
+
+
+def _sampled(kernels: "Kernels", logits: Tensor, ids: Tensor, temperature: float) -> Tensor:
+    """Return the sampler's log-probs. It divides logits by a number, which rounds otherwise than division by a tensor."""
+    if temperature == 1:
+        return kernels.token_log_probs(logits, ids)
+    step = max(1, CHUNK_ELEMENTS // logits.shape[1])
+    parts = zip(logits.split(step), ids.split(step), strict=True)
+    return torch.cat([kernels.token_log_probs(x / temperature, each) for x, each in parts])
 
 
 def _begin(ctx: Any, inputs: Tensor, ids: Tensor, temperature: float, with_entropy: bool) -> list[Tensor]:

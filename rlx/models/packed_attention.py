@@ -160,6 +160,7 @@ def packed_attention(
     scaling: float | None = None,
     window: int | None = None,
     dropout: float = 0.0,
+    exact: Callable[..., Tensor] | None = None,
 ) -> Tensor:
     """Return causal attention (1, N, H, D of value): each token attends to itself and the earlier tokens of its sequences.
 
@@ -168,14 +169,17 @@ def packed_attention(
     at most window x 2 window elements. `tree_attention` computes sequences with common tokens.
 
     `query` is (1, H, N, D); `key` and `value` are (1, H or a divisor of it, N, D), where D of value may differ. `starts` (S + 1,) int32
-    has the first token of each of the tree's S segments, and N. `window` counts the token itself.
+    has the first token of each of the tree's S segments, and N. `window` counts the token itself. `exact` computes whole sequences
+    in place of the kernels above, see `rlx.models.exact`.
     """
     tensors = (query, key, value)
     # Observers of torch functions then see one function, whichever kernel it uses.
     if has_torch_function(tensors):
-        rest = (starts, tree, scaling, window, dropout)
+        rest = (starts, tree, scaling, window, dropout, exact)
         result: Tensor = handle_torch_function(packed_attention, tensors, *tensors, *rest)
         return result
+    if exact is not None:
+        return exact(query, key, value, tree, scaling)
     longest = max(tree.lengths)
     has_window = window is not None and window < longest
     if not tree.is_flat:
@@ -248,7 +252,8 @@ def _attention(
     if cu_seq_lens_q is None:
         return _sequence(query, key, value, scaling, sliding_window, dropout).transpose(1, 2).contiguous(), None
     assert sequence_tree is not None
-    options = (cu_seq_lens_q, sequence_tree, scaling, sliding_window, dropout)
+    exact = getattr(module, "exact_attention", None)
+    options = (cu_seq_lens_q, sequence_tree, scaling, sliding_window, dropout, exact)
     if sequence_group is None:
         return packed_attention(query, key, value, *options).contiguous(), None
     query, key, value = (heads_for_tokens(x, sequence_group) for x in (query, key, value))

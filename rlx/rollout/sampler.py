@@ -14,6 +14,7 @@ from rlx.config.schema import ModelConfig, RolloutConfig
 from rlx.config.vllm_range import supported_vllm
 from rlx.data.batch import Batch, BatchError
 from rlx.errors import ExplainedError
+from rlx.models.exact import TORCH, Kernels
 from rlx.models.loading import load_config
 from rlx.rollout.engines import EngineProcess, EngineRollout, start_engines
 from rlx.rollout.hf import HFRollout
@@ -79,6 +80,16 @@ def build_rollout(
     if model.sends_adapters:
         sampler.add_adapters(model)
     return sampler
+
+
+def kernels_of_sampler(device: torch.device) -> Kernels:
+    """Return the operations of the sampler with `rollout.exact`; on a CPU, where `rlx check` rejects it, torch's."""
+    if device.type == "cpu":
+        return TORCH
+    from rlx.rollout import vllm_exact  # imports vLLM
+
+    vllm_exact.require_device(device)
+    return vllm_exact.KERNELS
 
 
 def sampler_dtype(rollout: RolloutConfig, device: torch.device) -> torch.dtype:

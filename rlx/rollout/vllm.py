@@ -1,4 +1,4 @@
-"""Sample with vLLM in the process that trains and on the same device. Only this file imports vLLM and knows its versions.
+"""Sample with vLLM in the process that trains and on the same device. This file and `vllm_exact.py` alone import vLLM and know its versions.
 
 Importing this module imports vLLM, with the settings that let it run in a process that trains.
 """
@@ -24,6 +24,7 @@ from rlx.config.schema import ModelConfig, RolloutConfig
 from rlx.config.vllm_range import supported_vllm
 from rlx.errors import did_you_mean, storing
 from rlx.heartbeat import beat
+from rlx.models.exact import rotary_table
 from rlx.models.loading import load_config, load_skeleton
 from rlx.models.lora import AdapterKind, peft_name, write_config
 from rlx.rollout import vllm_support as support
@@ -507,6 +508,11 @@ class VLLMRollout(Rollout):
         self._asleep: set[str] = set()  # parts whose memory is free
         self._waiting: dict[int, None] = {}  # requests that the engine has not got yet, oldest first
         self._steps = 0  # since it got some
+        if rollout.exact:
+            from rlx.rollout import vllm_exact
+
+            vllm_exact.require_device(device)
+            vllm_exact.use_in_engine(functools.partial(rotary_table, config))
         try:
             usual = Sampling(2, rollout.temperature, rollout.top_p, rollout.top_k or -1)
             self.engine = VLLMEngine(options, on_cpu=device.type == "cpu", sampling=usual)
@@ -517,6 +523,10 @@ class VLLMRollout(Rollout):
         free = device.type == "cpu" or self.engine.has_free_seeds
         self.has_seeds = free if rollout.seed_requests is None else rollout.seed_requests
         try:
+            if rollout.exact and not self.engine.has_free_seeds:
+                raise ValueError(
+                    f"rollout.exact=True: vLLM {_version} runs it with its first runner, expected its second; {USE_HF}"
+                )
             self._check_model(parameters)
         except ValueError as error:
             self.engine.close()

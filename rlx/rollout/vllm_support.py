@@ -92,6 +92,10 @@ def engine_options(
         own["enable_sleep_mode"] = rollout.free_cache_engine
         # It would look up the devices of other ranks, which a process under Ray does not see. NCCL does not need them.
         own["disable_custom_all_reduce"] = True
+        if rollout.exact:
+            # Compiled code rounds otherwise. Graphs hold the same kernels as steps that launch them one by one.
+            own["compilation_config"] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+            own |= {"attention_backend": "FLASH_ATTN", "disable_cascade_attn": True}
         graphs = {"compilation_config", "cudagraph_capture_sizes", "max_cudagraph_capture_size"}
         if not rollout.enforce_eager and not graphs & rollout.engine_kwargs.vllm.keys():
             own["cudagraph_capture_sizes"] = graph_sizes(rollout.max_num_seqs)

@@ -16,7 +16,7 @@ from rlx.algorithms.kl import KLController, kl_estimate
 from rlx.algorithms.rollout_correction import accepted, importance_weights, not_vetoed
 from rlx.cluster.placement import share_ranges
 from rlx.config.schema import ActorConfig, AlgorithmConfig, CriticConfig, RolloutCorrectionConfig, rejections
-from rlx.config.schema.roles import has_reference, has_reference_model, log_prob_pass
+from rlx.config.schema.roles import has_reference, has_reference_model, log_prob_pass, takes_sampled_log_probs
 from rlx.data.batch import EXPERTS, SAMPLE_TOKENS, SEQUENCE, Batch, concat, partition
 from rlx.data.seeding import seed_for
 from rlx.errors import ExplainedError
@@ -97,7 +97,7 @@ class Learner:
         The batch has a row for each conversation.
         """
         correction, metrics = self._config.algorithm.rollout_correction, step_metrics.describe_policy(whole)
-        if correction.bypass_mode:
+        if takes_sampled_log_probs(self._config):
             return whole, metrics
         metrics |= step_metrics.mismatch(whole)
         if self._run.has_stale_tokens:
@@ -130,7 +130,9 @@ class Learner:
                         whole, compared = self._compared(whole)
                         batch, metrics = apart(whole), metrics | compared
                     else:
-                        each.append(self._workers.call(role, "update", batch=sent)[0])
+                        is_compared = self._config.actor_rollout_ref.rollout.exact and role == "actor" and not each
+                        method = "update_equal" if is_compared else "update"
+                        each.append(self._workers.call(role, method, batch=sent)[0])
             metrics |= _joined(role, each)
         return batch, metrics
 

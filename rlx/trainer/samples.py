@@ -17,7 +17,7 @@ from rlx.algorithms.advantages import ESTIMATORS, overlong_penalty
 from rlx.cluster.group import Call, Meanwhile
 from rlx.cluster.placement import share_ranges
 from rlx.config.schema import OverlongBufferConfig
-from rlx.config.schema.roles import has_environment, has_reward_model
+from rlx.config.schema.roles import has_environment, has_reward_model, takes_sampled_log_probs
 from rlx.data.batch import Batch, concat
 from rlx.environments.conversation import Conversation
 from rlx.environments.role import batch_of, rows_of
@@ -85,7 +85,7 @@ class SampleSource:
         batch = all_rows(batch.with_({"numbers": numbers(scores)}))
         if trainer.balance_batch:
             batch = balance(batch, self._run.workers.mesh("actor").shares, self._least_gain)
-        if self._config.algorithm.rollout_correction.bypass_mode:
+        if takes_sampled_log_probs(self._config):
             batch = batch.with_(old_log_probs=batch["rollout_log_probs"])
         return batch, {**metrics, **extras(scores, "reward"), "reward/accuracy": scores.right().mean().item()}
 

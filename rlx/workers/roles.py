@@ -33,6 +33,7 @@ from rlx.engine.objectives import Objective, PolicyObjective, ValueObjective
 from rlx.environments.role import ConversationSampler
 from rlx.errors import storing
 from rlx.identity import machine_identity
+from rlx.models.exact import require_equal
 from rlx.models.loading import generation_of, load_config
 from rlx.models.lora import adapters_off
 from rlx.rollout.engines import EngineProcess
@@ -42,6 +43,7 @@ from rlx.rollout.sampler import (
     build_rollout,
     continue_batch,
     generate_batch,
+    kernels_of_sampler,
     sampler_dtype,
     stop_tokens,
 )
@@ -136,12 +138,15 @@ class ActorRole(TrainedRole):
             experts=ExpertOptions(actor.router_replay.mode == "R3", actor.router_aux_loss_coef)
             if asks_for_experts(policy)
             else None,
+            kernels=kernels_of_sampler(device) if policy.rollout.exact else None,
         )
         self._link, self._sends_adapters = link, policy.model.sends_adapters
         self._temperature = policy.rollout.temperature
         self._log_prob_rule = MicroBatchRule(*log_prob_size(policy.rollout, actor))
         self._ref_rule = MicroBatchRule(*log_prob_size(policy.ref, actor))
         longest, correction = config.data.max_response_length, config.algorithm.rollout_correction
+        if policy.rollout.exact:  # the sampler's log-probs are the old ones
+            correction = replace(correction, bypass_mode=True)
         objective = PolicyObjective(actor, self._temperature, longest, correction)
         super().__init__("actor", engine, actor.checkpoint, MicroBatchRule(*update_size(actor)), objective)
         self._of_first_update = objective.of_first_update()
@@ -178,6 +183,13 @@ class ActorRole(TrainedRole):
         metrics, figures = self.engine.update_and_read(batch, self._rule, self._of_first_update)
         columns = Batch.of({"old_log_probs": figures.pop("log_probs"), **figures})
         return {f"actor/{key}": value for key, value in metrics.items()}, columns
+
+    def update_equal(self, batch: Batch) -> dict[str, float]:
+        """Do what `update` does, with the weights that sampled the rows. Raises UnequalLogProbs if the sampler's log-probs differ."""
+        metrics, figures = self.engine.update_and_read(batch, self._rule, self._objective)
+        compared = figures["log_probs"], batch["old_log_probs"], batch["response_mask"]
+        require_equal(*compared, batch.responses())
+        return {f"actor/{key}": value for key, value in metrics.items()}
 
     def differs_in_training(self) -> bool:
         """Return whether updates compute other log-probs than `log_probs`, so that `first_update` must not be called."""

@@ -336,8 +336,8 @@ def test_compiling_keeps_no_page_locked_copy_of_the_logits(tmp_path):
     environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}  # the fastest variants are kept there
     ran = subprocess.run([sys.executable, "-c", COMPILES], env=environment, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
-    # Copies of 256 tokens' logits, 78 MB, in blocks of 128 MiB; all logits have 1.2 GB.
-    assert int(ran.stdout) <= 2**28
+    # Copies of 256 tokens' logits in fp32 and gradients in bf16, in blocks of 256 and 128 MiB; all logits have 2.5 GB.
+    assert int(ran.stdout) <= 2**28 + 2**27
 
 
 def test_a_compiler_that_fails_is_told_once_and_changes_nothing(monkeypatch, caplog):

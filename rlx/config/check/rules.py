@@ -8,7 +8,7 @@ from pathlib import Path
 from rlx.config.check.declared import OWN, CheckContext, Faults
 from rlx.config.check.folders import correct_path, is_hub_name
 from rlx.config.faults import Fault
-from rlx.config.forecast.decoders import decoder_of
+from rlx.config.forecast.decoders import decoder_of, keys_of
 from rlx.config.machine import processes
 from rlx.config.schema import ARITHMETIC, FORMS, TOKENIZER_FILES, ModelConfig, PPOConfig, rejections, roles
 from rlx.config.schema.keys import read_bounds
@@ -333,6 +333,40 @@ def sampler_can_be_apart(s: CheckContext) -> Faults:
         yield s.fault(what, expected, f"set {MODEL}.lora.merge=True, or {keys[0]}=0", *keys)
 
 
+EXACT = f"{ROLLOUT}.exact"
+EXACT_KINDS, EXACT_WIDTHS = ("llama", "qwen2", "qwen3"), (64, 128)
+
+
+def sampler_and_trainer_can_be_equal(s: CheckContext) -> Faults:
+    """Each operation of the model has a kernel that gives sampler and trainer the same bits, on this machine with this vLLM."""
+    model, version = s.config.actor_rollout_ref.model, s.machine.vllm if s.machine.name is None else None
+    if not s.value(EXACT):
+        return
+    keys, shape, others = keys_of(model), decoder_of(model), list[str]()
+    rope = keys.get("rope_parameters") or keys.get("rope_scaling") or {}
+    for what, found, known in (
+        ("a model of type", keys.get("model_type", "llama"), EXACT_KINDS),
+        ("rotary embeddings of type", rope.get("rope_type", "default"), ("default", "llama3")),
+        ("the activation", keys.get("hidden_act", "silu"), ("silu",)),
+        ("attention with heads of width", shape.head_width if isinstance(shape, Decoder) else 64, EXACT_WIDTHS),
+        ("attention with a window of", max(w or 0 for w in shape.windows) if isinstance(shape, Decoder) else 0, (0,)),
+        # vLLM pads it, and Triton's log-softmax adds in another order where rows do not begin at multiples of 16 elements.
+        (
+            "a vocabulary that 64 divides with remainder",
+            shape.vocabulary % 64 if isinstance(shape, Decoder) else 0,
+            (0,),
+        ),
+    ):
+        others += [f"{what} {found}"] * (found not in known)
+    others += [] if s.on_accelerator else ["a CPU"]
+    others += [f"vLLM {version}"] * (version is not None and not version.startswith("0.26."))
+    if others:
+        kinds = f"{', '.join(EXACT_KINDS)} with heads of width 64 or 128, a vocabulary that 64 divides, no windows"
+        what, expected = "equal log-probs were not measured here", f"{kinds}, vLLM 0.26 and an H100 or H200"
+        got = ", ".join(others)
+        yield s.fault(what, expected, f"set {EXACT}=False", EXACT, f"{MODEL}.path", got=got)
+
+
 def responses_can_end(s: CheckContext) -> Faults:
     """Stop strings are texts, turns of a conversation end by themselves, and a bias has a token id and a number."""
     stop, eos, val = f"{ROLLOUT}.stop", f"{ROLLOUT}.ignore_eos", f"{ROLLOUT}.val_kwargs"
@@ -429,5 +463,6 @@ COMBINATION_RULES = (
     *(tokens_hold_the_longest_row, updates_survive_rounding, fsdp1_can_do_it, validation_can_run),
     *(critic_is_used, samples_can_be_compared, bounds_suit_the_tests, layers_can_stream, offload_options_agree),
     *(vllm_is_there, vllm_can_run_the_model, vllm_takes_the_options, sampler_can_be_apart, responses_can_end),
+    sampler_and_trainer_can_be_equal,
     *(form_is_an_expression, reward_parts_can_be_added, reward_model_is_one),
 )

@@ -48,14 +48,13 @@ def decoder_of(model: ModelConfig, has_head: bool = True) -> Known:
 def positions_of(model: ModelConfig) -> int | None:
     """Return the most positions of a model by its config.json, including stretched rotary embeddings; None if not known."""
     try:
-        file = config_file(model.path or "")
-        keys = {} if file is None else _keys_of_text(file, model)
+        keys = keys_of(model)
         own = next((int(keys[name]) for name in ("max_position_embeddings", "n_positions") if keys.get(name)), None)
         rope = keys.get("rope_parameters") or keys.get("rope_scaling") or {}
         if own is None or not rope.get("factor"):
             return own
         return max(own, int(rope["factor"] * (rope.get("original_max_position_embeddings") or own)))
-    except (AttributeError, OSError, TypeError, ValueError):
+    except (AttributeError, TypeError, ValueError):
         return None  # loading the model reports it
 
 
@@ -63,6 +62,15 @@ def fewest_positions(config: PPOConfig) -> int | None:
     """Return the most positions that all models of a run have; None if none is known."""
     models = {role.model.path: role.model for role in sharded_roles(config)}
     return min((known for model in models.values() if (known := positions_of(model)) is not None), default=None)
+
+
+def keys_of(model: ModelConfig) -> dict[str, Any]:
+    """Return the keys of a model's config.json with the overrides, those of a text model inside beside them; empty if it is not here."""
+    try:
+        file = config_file(model.path or "")
+        return {} if file is None else _keys_of_text(file, model)
+    except (AttributeError, OSError, TypeError, ValueError):
+        return {}  # loading the model reports it
 
 
 def _keys_of_text(file: Path, model: ModelConfig) -> dict[str, Any]:

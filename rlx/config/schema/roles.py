@@ -237,6 +237,11 @@ class LogProbPass(NamedTuple):
     why: str
 
 
+def takes_sampled_log_probs(config: PPOConfig) -> bool:
+    """Return whether the sampler's log-probs are the old ones."""
+    return config.algorithm.rollout_correction.bypass_mode or config.actor_rollout_ref.rollout.exact
+
+
 def log_prob_pass(config: PPOConfig, step: int = 1) -> LogProbPass:
     """Return which samples of a step take a pass for old log-probs.
 
@@ -244,8 +249,8 @@ def log_prob_pass(config: PPOConfig, step: int = 1) -> LogProbPass:
     """
     algorithm, policy, size = config.algorithm, config.actor_rollout_ref, config.data.train_batch_size
     correction, by_sequence = algorithm.rollout_correction, algorithm.rollout_correction.rollout_is == "sequence"
-    if correction.bypass_mode:
-        return LogProbPass(0, "bypass_mode takes the sampler's")
+    if takes_sampled_log_probs(config):
+        return LogProbPass(0, f"{'bypass_mode' if correction.bypass_mode else 'rollout.exact'} takes the sampler's")
     forks = has_environment(config) and policy.rollout.multi_turn.on_rewritten_history == "fork"
     normalizes = correction.rollout_is is not None and correction.rollout_is_batch_normalize
     needed_first = {

@@ -129,6 +129,21 @@ class PartialConfig:
     )
 
 
+POLICY, RATIOS = "actor_rollout_ref", "algorithm.rollout_correction"
+SAME = "log-probs are equal only if sampler and trainer run the same kernels on whole sequences of the same weights"
+EQUAL: dict[str, tuple[Any, ...]] = {
+    **{"name": ("vllm",), "dtype": ("auto", "bf16"), "calculate_log_probs": (True,), "partial.max_staleness": (0,)},
+    **{"tensor_model_parallel_size": (1,), f"{POLICY}.model.lora_rank": (0,), f"{POLICY}.model.use_liger": (False,)},
+    **{f"{POLICY}.model.use_remove_padding": (True,), f"{POLICY}.model.attn_implementation": ("sdpa",)},
+    **{f"{POLICY}.model.use_shared_prefix": ("auto", False), f"{POLICY}.actor.use_torch_compile": (False,)},
+    **{f"{POLICY}.actor.strategy": ("fsdp2",), f"{POLICY}.actor.ulysses_sequence_parallel_size": (1,)},
+    f"{POLICY}.actor.fsdp_config.model_dtype": ("fp32", "bf16"),
+    f"{POLICY}.actor.fsdp_config.mixed_precision.param_dtype": ("auto", "bf16"),
+    **{f"{RATIOS}.{name}": (None,) for name in ("rollout_is", "rollout_rs", "rollout_token_veto_threshold")},
+}
+"""The values with which `exact` can be."""
+
+
 @dataclass(frozen=True)
 class RolloutConfig:
     name: str = key("vllm", "Generation engine: transformers (`hf`) or `vllm`.", choices=("hf", "vllm"))
@@ -141,6 +156,11 @@ class RolloutConfig:
     ignore_eos: bool = key(False, "Only stop strings and max_response_length end a response.")
     dtype: str = key("auto", "Type of weights; auto: bf16, on CPU fp32.", choices=("auto", "bf16", "fp16", "fp32"))
     max_num_seqs: int = key(1024, "Sequences decoded at once.", minimum=1)
+    exact: bool = key(
+        False,
+        "vLLM: the trainer computes with the sampler's kernels, so that log-probs are equal to the bit.",
+        *(needs(SAME, other, *values) for other, values in EQUAL.items()),
+    )
     calculate_log_probs: bool = key(True, "Return the sampler's log-probs, which show its mismatch with the trainer.")
     enable_rollout_routing_replay: bool = key(
         False,
