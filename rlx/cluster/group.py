@@ -107,6 +107,7 @@ class WorkerGroup:
         self._hang_timeout_s = hang_timeout_s
         self._locations: dict[int, WorkerLocation] = {}
         self._open = True
+        self._begun: list[Call] = []  # that no one has waited for so far
         # Without events of its calls, which Ray's gcs_server would collect: 17.6 kB per step of a tiny run.
         options = {"enable_task_events": False, "concurrency_groups": {WATCH: 1}}
         actor = ray.remote(max_restarts=0, max_task_retries=0, **options)(WorkerProcess)
@@ -191,7 +192,8 @@ class WorkerGroup:
             self._processes[rank].call.remote(role, method, rank in answering, *arguments): rank
             for rank, arguments in zip(ranks, sent, strict=True)
         }
-        return Call(role, method, calls, answering, 0 if batch is None else len(batch))
+        self._begun.append(Call(role, method, calls, answering, 0 if batch is None else len(batch)))
+        return self._begun[-1]
 
     def results(self, call: Call, beside: Call | None = None, meanwhile: Meanwhile | None = None) -> list[Any]:
         """Wait for a call that has begun, and for one `beside` it that it works with; return the results of the first."""
@@ -226,8 +228,13 @@ class WorkerGroup:
     def _collect(
         self, calls: Mapping[Any, int], role: str, method: str, stream: "_Stream | None" = None
     ) -> dict[int, Any]:
-        """Return the results by rank. After a failure wait a little for its cause, end the group and raise that."""
-        rank_of = dict(calls)
+        """Return the results by rank. After a failure wait a little for its cause, end the group and raise that.
+
+        A call that has begun in other processes counts too if it fails meanwhile.
+        """
+        for begun in [each for each in self._begun if not each.ranks.keys().isdisjoint(calls)]:
+            self._begun.remove(begun)
+        rank_of, beside = dict(calls), {call: rank for begun in self._begun for call, rank in begun.ranks.items()}
         results: dict[int, Any] = {}
         faults: list[RankFault] = []
         seen: set[tuple[int, str, str]] = set()
@@ -236,18 +243,20 @@ class WorkerGroup:
         look_s = min(LOOK_S, SLOW_START_S, self._hang_timeout_s / 4)
         give_up_s = inf
         while rank_of and (left_s := give_up_s - time.monotonic()) > 0:
-            done = (stream.wait if stream else _wait)(list(rank_of), min(left_s, look_s))
+            done = (stream.wait if stream else _wait)([*rank_of, *beside], min(left_s, look_s))
             for call in done:
-                rank = rank_of.pop(call)
+                is_own = call in rank_of
+                rank = (rank_of if is_own else beside).pop(call)
                 result = _receive(call, rank, self._locations.get(rank))
                 if isinstance(result, WorkerReply):
-                    _forward(result.log, seen)
+                    if is_own:
+                        _forward(result.log, seen)
                     result = result.fault or result.value
                 if isinstance(result, RankFault):
                     faults.append(result)
                     grace_s = COLLECTIVE_GRACE_S if result.kind == "collective" else GRACE_S
                     give_up_s = min(give_up_s, time.monotonic() + grace_s)
-                else:
+                elif is_own:
                     results[rank] = result
             if rank_of and not faults and time.monotonic() > slow_s:
                 slow_s = inf
@@ -262,6 +271,9 @@ class WorkerGroup:
             return {rank: results[rank] for rank in sorted(results)}
         self.close()
         cause = first_cause(faults)
+        for begun in self._begun:
+            if cause.rank in begun.ranks.values():
+                role, method = begun.role, begun.method
         others = tuple(fault for fault in faults if fault is not cause)
         raise WorkerFailure(role, method, cause, self._locations.get(cause.rank), others)
 

@@ -108,6 +108,8 @@ def command_of(policy: Policy, given: Sequence[str]) -> tuple[Path, list[str]]:
         config.data.val_batch_size is None and config.reward.reward_manager.name != "batch"
     ):  # which scores them together
         added.append(f"{PARTS}={max(1, PART // (val.n if val.do_sample else 1))}")
+    if config.trainer.n_rollout_gpus:
+        added.append("trainer.n_rollout_gpus=0")  # nothing trains
     if policy.checkpoint is not None:
         added += ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={written(str(policy.checkpoint))}"]
     paths = {key: value_at(config, key) for key, leaf in LEAVES.items() if leaf.info.is_path}

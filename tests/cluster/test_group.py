@@ -151,6 +151,18 @@ def test_first_cause_wins_over_the_collective_that_others_sit_in(worker_class, d
         group.call("actor", "add", 1, 2)
 
 
+def test_pools_work_at_the_same_time_and_a_failure_of_one_ends_a_call_of_the_other(worker_class):
+    pools = {"train": 0, "sample": 1}
+    group = WorkerGroup(Placement.reserve(1, (1, 1), "cpu"), worker_class, pool_of=pools).build("x")
+    begun = group.begin("sample", "add", 2, 3)
+    assert group.call("train", "add", 1, 1) == [(0, 2)] and group.results(begun) == [(0, 5)]
+    assert group.call("process", "add", 1, 2) == [(0, 3)] * 2, "each is rank 0 of its process group"
+    group.begin("sample", "reduce", "nothing")  # fails: torch.distributed is not set up
+    with pytest.raises(WorkerFailure) as caught:
+        group.call("train", "work_slowly", 100)
+    assert (caught.value.rank, caught.value.role, caught.value.method) == (1, "sample", "reduce")
+
+
 def test_a_constructor_that_raises_ends_the_group(worker_class):
     pool = Placement.reserve(1, 1, "cpu")
     with pytest.raises(WorkerFailure) as caught:
