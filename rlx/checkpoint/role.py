@@ -9,6 +9,7 @@
 """
 
 import json
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
@@ -25,6 +26,7 @@ from rlx.checkpoint.manifest import (
     damage,
     damaged_chunks,
     few,
+    is_count,
     read_json,
     require_keys,
 )
@@ -85,9 +87,23 @@ def read_description(folder: Path) -> Description:
     require_keys(path, found, [each.name for each in fields(Description)])
     try:
         adapters = {layer: Adapter(*values) for layer, values in found["adapters"].items()}
-        return Description(**{**found, "contents": tuple(found["contents"]), "adapters": adapters})
+        right = {
+            "head": found["head"] in ("lm", "value", "score"),
+            "contents": isinstance(found["contents"], list)
+            and {"model", "optimizer", "extra", "hf_model"}.issuperset(found["contents"]),
+            "steps": is_count(found["steps"]),
+            "updates": is_count(found["updates"]) and (found["steps"] in range(found["updates"] + 1)),
+            "adapters": all(
+                [*map(type, kind)] == [bool, bool, str, int] and math.isfinite(scale) and kind[-1] >= 0
+                for scale, *kind in adapters.values()
+            ),
+            **{name: isinstance(found[name], str | None) for name in ("quantization", "base")},
+        }
     except (TypeError, AttributeError) as error:
         raise CheckpointError(f"{path}: is no description that rlx wrote ({error})") from None
+    if wrong := [f"{name}={found[name]!r:.60}" for name, is_right in right.items() if not is_right]:
+        raise CheckpointError(f"{path}: is no description that rlx wrote: got {', '.join(wrong)}")
+    return Description(**{**found, "contents": tuple(found["contents"]), "adapters": adapters})
 
 
 def require_undamaged(folder: Path) -> None:

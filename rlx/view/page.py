@@ -29,6 +29,7 @@ FIRST_GUESS = 0.3  # of the share of its bytes that packed JSON has
 SHOWN_DIGITS = 4  # significant ones of a number in the page
 TITLE_LENGTH = 100
 LARGEST_GAP = 1.0  # nats, whose colour is full
+LARGEST = 1 << 53  # of whole numbers that a browser reads
 Sample = dict[str, Any]
 OF_TOKENS = ("token_ids", "tokens", "loss_mask", "advantages", "log_prob_gap")
 """The lists of a sample with an entry per token."""
@@ -136,8 +137,7 @@ class _Packed:
         self._limit = limit
 
     def add(self, sample: Sample, file: str) -> None:
-        if len({len(sample[name]) for name in OF_TOKENS}) > 1:
-            raise ValueError(f"lists of different lengths: {', '.join(OF_TOKENS)}")
+        _require_places(sample)
         row = json.dumps(_tokens(sample), separators=(",", ":"))
         share = self._used / self._raw if self._raw else FIRST_GUESS  # that packing leaves
         fits = self._used + (self._row_bytes + len(row)) * share <= self._limit
@@ -167,6 +167,25 @@ _COLUMNS = (
     *("step", "group", "sample", "branch", "source", "reward", "tokens", "trained", "turns"),
     *("calls", "failed", "seconds", "reason", "title", "file", "block", "at"),
 )
+
+
+def _require_places(sample: Sample) -> None:
+    """Raise ValueError for what the page would show in a wrong place, without an error of its own."""
+    lengths = {name: len(sample[name]) for name in OF_TOKENS}
+    if len(set(lengths.values())) > 1:
+        raise ValueError(f"got lists of {lengths} entries, expected as many as tokens")
+    for name in ("step", "group", "sample", "branch"):
+        value = sample.get(name, 0)
+        if type(value) is not int or not 0 <= value < LARGEST:
+            raise ValueError(f"{name}: got {value!r:.40}, expected a whole number from 0 on")
+    turns, end = sample["turns"], lengths["tokens"]
+    if not isinstance(turns, list) or not all(isinstance(turn.get("calls") or [], list) for turn in turns):
+        raise TypeError("turns or their calls: expected lists")
+    for turn in turns:
+        if not 0 <= turn["start"] <= turn["end"] <= end:
+            raise ValueError(
+                f"a turn: got tokens {turn['start']} to {turn['end']}, expected a part of the {end} tokens"
+            )
 
 
 def _summary(sample: Sample) -> tuple[Any, ...]:

@@ -18,7 +18,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from rlx.checkpoint.manifest import damaged_chunks, seal
+from rlx.checkpoint.manifest import CheckpointError, damaged_chunks, seal
+from rlx.checkpoint.role import read_description
 from rlx.export import main
 from rlx.trainer.checkpoints import DriverState, refusal_of, write_driver_state
 
@@ -293,6 +294,27 @@ def harmed(saved, tmp_path, monkeypatch):
 
     yield make
     assert not (tmp_path / "ran").exists(), "a pickle was read"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("contents", "model"),
+        ("contents", ["model", "pickle"]),
+        ("updates", "2"),
+        ("updates", -1),
+        ("steps", "1"),
+        ("updates", 0),  # after 2 steps
+        ("head", []),
+        ("base", 5),
+        ("adapters", {"x": [math.inf, False]}),
+        ("adapters", {"x": [1.0, False, False, "weight", -1]}),
+    ],
+)
+def test_a_forged_description_is_named(name, value, harmed):
+    folder = harmed(edited("actor/checkpoint.json", **{name: value})) / "actor"
+    with pytest.raises(CheckpointError, match=rf"checkpoint.json: is no description .* got .*{name}="):
+        read_description(folder)
 
 
 @pytest.mark.parametrize("damage", ACCIDENTS)

@@ -61,6 +61,7 @@ ATTACKS = {
     "mounts a tmpfs": "return libc.mount(b'none', b'/tmp', b'tmpfs', 0, None) == 0",
     "unmounts the scratch": "return libc.umount2(b'/tmp', 2) == 0",
     "unmounts the root": "return libc.umount2(b'/', 2) == 0",
+    "opens the tree of mounts": "return call(428, 428, -100, b'/', 0)",
     "changes its root": "return libc.chroot(b'/tmp') == 0",
     "makes a device": "os.mknod('disk', 0o60600, os.makedev(8, 0))\nreturn True",
     # Name spaces and rights.

@@ -70,6 +70,8 @@ FAULTS = {
     "nested too deep": line(DEEP + "\n"),
     "no step": sample(step=...),
     # Numbers
+    "step that is a text": sample(step="1"),
+    "step beyond a browser": sample(step=HUGE),
     "reward that is a text": sample(reward="1"),
     "reward without bound": sample(reward=HUGE),
     "numbers with a text": sample(numbers={"rule": "1"}),
@@ -78,8 +80,12 @@ FAULTS = {
     "mask that is too short": sample(loss_mask=[1]),
     "advantages of texts": sample(advantages=["nan"] * 24),
     # Turns
+    "turns that are an object": sample(turns={}),
     "turn that is a list": sample(turns=[[]]),
     "turn without a role": turn(role=...),
+    "turn that begins below 0": turn(start=-3),
+    "turn beyond the end": turn(end=99),
+    "calls that are a text": turn(calls="add"),
     "turn with a text for seconds": turn(seconds="fast"),
     # Metrics
     "metrics without a step": metrics('{"reward/mean": 1}'),

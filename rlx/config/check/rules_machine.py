@@ -71,7 +71,7 @@ def ray_has_a_short_folder(s: CheckContext) -> Faults:
         return
     given = s.config.ray_kwargs.ray_init.get("_temp_dir")
     name = "RAY_TMPDIR" if given is None else "ray_kwargs.ray_init._temp_dir"
-    length = len(os.fsencode(Path(str(given or os.environ.get("RAY_TMPDIR") or "/tmp")).absolute()))
+    length = len(os.fsencode(os.path.abspath(os.path.expanduser(str(given or os.environ.get("RAY_TMPDIR") or "/tmp")))))
     if length > LONGEST_RAY_FOLDER:
         expected = f"at most {LONGEST_RAY_FOLDER} bytes: Ray adds 81 for its sockets, whose path has at most 107"
         what, remedy = "the path of Ray's folder is too long", f"set {name} to a short path, such as /tmp"
