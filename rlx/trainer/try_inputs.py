@@ -315,13 +315,15 @@ def check_user_code(config: PPOConfig, broken: frozenset[str], machine: Machine)
 
 
 def isolation_of_programs(config: PPOConfig) -> str | None:
-    """Return a line about the sandbox of the tool `python`; None without the tool, or with arguments that `check_user_code` rejects."""
+    """Return a line about the sandbox of the tool `python`; None without the tool, or where `check_user_code` rejects it."""
     own = config.environment
     if own.path is not None or own.name != "python":
         return None
     from rlx.environments.built_in_tools import program_limits
-    from rlx.environments.sandbox import isolation_text
+    from rlx.environments.sandbox import isolation_fault, isolation_text
 
+    if isolation_fault():
+        return None
     with suppress(UserCodeError):
         return f"python tool: {isolation_text(program_limits(own.kwargs))}"
     return None

@@ -23,7 +23,7 @@ from sandbox_attacks import ATTACKS, outcomes
 import rlx
 from rlx.driver import main
 from rlx.environments import sandbox
-from rlx.environments.built_in_tools import PythonTool
+from rlx.environments.built_in_tools import PythonTool, program_limits
 from rlx.environments.protocol import Turn
 from rlx.environments.sandbox import SandboxLimits, check_isolation, isolation_fault, run_python
 from rlx.environments.system_calls import DENIED, MACHINES
@@ -158,12 +158,16 @@ def test_nothing_outlives_a_program():
 
 
 @isolated
-def test_a_check_says_which_isolation_a_run_has_and_what_limits_processes(capsys):
+def test_a_check_says_which_isolation_a_run_has_and_what_limits_processes(capsys, monkeypatch):
     command = ["--check", "environment.name=python", "environment.kwargs={processes: 9}", "environment.rewards=add"]
-    main([*command, "actor_rollout_ref.rollout.multi_turn.max_assistant_turns=2", "trainer.device=cpu"])
+    command += ["actor_rollout_ref.rollout.multi_turn.max_assistant_turns=2", "trainer.device=cpu"]
+    main(command)
     said = " ".join(capsys.readouterr().out.split())
     assert "python tool: programs run in bubblewrap" in said
     assert "RLIMIT_NPROC=9 limits their processes, no cgroup" in said
+    monkeypatch.setattr(sandbox, "isolation_fault", lambda: "tried so")
+    main(command)
+    assert "programs run" not in capsys.readouterr().out, "the fault alone says it"
 
 
 def test_without_isolation_nothing_runs(monkeypatch):
@@ -233,6 +237,13 @@ def test_values_that_are_no_limits_are_rejected_all_at_once(values):
     with pytest.raises(UserCodeError) as raised:
         PythonTool.prepare(**values)
     assert all(f"environment.kwargs.{name}: got {value!r}" in str(raised.value) for name, value in values.items())
+
+
+def test_a_key_that_is_gone_is_named_with_its_remedy():
+    with pytest.raises(
+        UserCodeError, match=r"got require_isolation, expected of file_bytes.*: remove require_isolation"
+    ):
+        program_limits({"time_s": 1.0, "require_isolation": False})
 
 
 @isolated
