@@ -108,6 +108,7 @@ class WorkerGroup:
         self._locations: dict[int, WorkerLocation] = {}
         self._open = True
         self._begun: list[Call] = []  # that no one has waited for so far
+        self._succeeded = set[Any]()  # their parts that have ended well, whose results may be large
         # Without events of its calls, which Ray's gcs_server would collect: 17.6 kB per step of a tiny run.
         options = {"enable_task_events": False, "concurrency_groups": {WATCH: 1}}
         actor = ray.remote(max_restarts=0, max_task_retries=0, **options)(WorkerProcess)
@@ -234,7 +235,9 @@ class WorkerGroup:
         """
         for begun in [each for each in self._begun if not each.ranks.keys().isdisjoint(calls)]:
             self._begun.remove(begun)
-        rank_of, beside = dict(calls), {call: rank for begun in self._begun for call, rank in begun.ranks.items()}
+            self._succeeded.difference_update(begun.ranks)
+        watched = {call: rank for begun in self._begun for call, rank in begun.ranks.items()}
+        rank_of, beside = dict(calls), {call: watched[call] for call in watched if call not in self._succeeded}
         results: dict[int, Any] = {}
         faults: list[RankFault] = []
         seen: set[tuple[int, str, str]] = set()
@@ -258,6 +261,8 @@ class WorkerGroup:
                     give_up_s = min(give_up_s, time.monotonic() + grace_s)
                 elif is_own:
                     results[rank] = result
+                else:
+                    self._succeeded.add(call)
             if rank_of and not faults and time.monotonic() > slow_s:
                 slow_s = inf
                 logger.warning(

@@ -1,6 +1,7 @@
 import contextlib
 import functools
 import os
+import tempfile
 
 import pytest
 
@@ -8,6 +9,13 @@ import pytest
 @pytest.fixture(scope="session")
 def worker_class():
     """A small worker, defined here so that it travels by value: tests are no package that workers could import."""
+
+    class Traced:
+        def __init__(self, folder):
+            self.folder = folder
+
+        def __reduce__(self):
+            return tempfile.mkdtemp, (None, None, self.folder)
 
     class Recorder:
         def __init__(self, name, distributed=False):
@@ -59,6 +67,9 @@ def worker_class():
 
         def facts(self, role, batch, factor):
             return {"rank": int(os.environ["RANK"]), "rows": len(batch), "sum": factor * int(batch["seed"].sum())}
+
+        def traced(self, role, folder):
+            return Traced(folder)  # whoever reads it makes a folder there
 
         def add(self, role, a, b):
             return int(os.environ["RANK"]), a + b

@@ -151,12 +151,18 @@ def test_first_cause_wins_over_the_collective_that_others_sit_in(worker_class, d
         group.call("actor", "add", 1, 2)
 
 
-def test_pools_work_at_the_same_time_and_a_failure_of_one_ends_a_call_of_the_other(worker_class):
+def test_pools_work_at_the_same_time_and_a_failure_of_one_ends_a_call_of_the_other(worker_class, tmp_path):
     pools = {"train": 0, "sample": 1}
     group = WorkerGroup(Placement.reserve(1, (1, 1), "cpu"), worker_class, pool_of=pools).build("x")
     begun = group.begin("sample", "add", 2, 3)
     assert group.call("train", "add", 1, 1) == [(0, 2)] and group.results(begun) == [(0, 5)]
     assert group.call("process", "add", 1, 2) == [(0, 3)] * 2, "each is rank 0 of its process group"
+    begun = group.begin("sample", "traced", str(tmp_path))
+    ray.wait([*begun.ranks])
+    assert [group.call("train", "add", 1, 1) for _ in range(3)] == [[(0, 2)]] * 3 and len(group.results(begun)) == 1
+    assert len([*tmp_path.iterdir()]) == 2, (
+        "a result, which may be large, is read once for its failure and once for its value"
+    )
     group.begin("sample", "reduce", "nothing")  # fails: torch.distributed is not set up
     with pytest.raises(WorkerFailure) as caught:
         group.call("train", "work_slowly", 100)
