@@ -44,6 +44,7 @@ REFUSED = {
 
 OF_THE_RESUME = ("trainer.resume_mode", "trainer.resume_from_path")
 SAID = ("trainer.total_epochs", "trainer.total_training_steps", "trainer.critic_warmup", "trainer.device")
+SAMPLERS = "trainer.n_rollout_gpus"  # with max_staleness, samplers of their own have another round of tokens
 LENGTHS = {"trainer.total_training_steps": "step", "trainer.total_epochs": "epoch"}
 FREE = (
     *("trainer.*", "ray_kwargs.*", "warm_start.cache_dir"),
@@ -138,7 +139,12 @@ def keep(folder: Path, text: str, step: int, changed: list[ChangedKey]) -> list[
     pairs = {change.key: {"before": change.before, "now": change.now} for change in changed}
     _write(file, head + yaml.safe_dump(pairs, sort_keys=False, default_flow_style=None))
     others = [change for change in changed if change.key not in longer(changed, text)]
-    free = [each for each in others if _is_one_of(each.key, FREE) and not _is_one_of(each.key, SAID)]
+    has_rounds = bool(flat(text, folder).get("actor_rollout_ref.rollout.partial.max_staleness"))
+    said = (
+        *SAID,
+        *(each.key for each in others if has_rounds and each.key == SAMPLERS and 0 in (each.before, each.now)),
+    )
+    free = [each for each in others if _is_one_of(each.key, FREE) and not _is_one_of(each.key, said)]
     told = [f"from step {step} on the run trains differently: {change}" for change in others if change not in free]
     if free:
         told.append(f"changed from step {step} on, with the same results: {'; '.join(map(str, free))}")

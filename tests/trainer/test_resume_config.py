@@ -66,6 +66,16 @@ def test_changes_are_said_and_kept_in_a_file_of_their_own(run: Path):
     assert stat.S_IMODE((run / "config_2_from_step_40.yaml").stat().st_mode) == modes_of_the_umask()
 
 
+def test_samplers_of_their_own_train_differently_only_with_rounds_of_tokens(tmp_path: Path):
+    rounds, own = "actor_rollout_ref.rollout.partial.max_staleness", "trainer.n_rollout_gpus"
+    differs, same = "from step 4 on the run trains differently: ", "changed from step 4 on, with the same results: "
+    for staleness, before, now, said in [(2, 0, 1, differs), (2, 2, 1, same), (0, 0, 1, same)]:
+        folder, key = tmp_path / f"{staleness}_{before}", f"{rounds}={staleness}"
+        folder.mkdir()
+        keep(folder, text(key, f"{own}={before}"), 0, [])
+        assert resume(folder, 4, key, f"{own}={now}") == [f"{said}{own}: {before} -> {now}"]
+
+
 @pytest.mark.parametrize(
     ("keys", "is_calm"),
     [
