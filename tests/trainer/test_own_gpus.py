@@ -31,7 +31,8 @@ def kill_an_engine(data_source, solution_str, ground_truth, extra_info=None):
         Path(__file__).with_name("killed").touch(exist_ok=False)
     except FileExistsError:
         return len(set(solution_str)) / 16
-    engines = [each for each in psutil.process_iter() if "rlx.rollout.engine_process" in each.cmdline()]
+    programs = psutil.process_iter(["cmdline"])  # None of one that has ended meanwhile
+    engines = [each for each in programs if "rlx.rollout.engine_process" in (each.info["cmdline"] or ())]
     engines[0].kill()
     return 0.0
 """
