@@ -191,9 +191,7 @@ def test_code_of_the_users_own_is_tried_before_anything_starts(capsys, run_is, c
     printed = capsys.readouterr()
     assert printed.out == ("rlx check: 4 fault(s), listed above\n" if check else "")
     assert (
-        "Traceback" not in printed.err
-        and printed.err.startswith("4 fault(s)")
-        and "1. unknown key trainer.sed" in printed.err
+        "Traceback" not in printed.err and "4 fault(s)" in printed.err and "1. unknown key trainer.sed" in printed.err
     )
     assert "3. the reward function of your own cannot be used" in printed.err
     assert "no 'compute_score'" in " ".join(printed.err.split()), "long lines are wrapped"
@@ -307,7 +305,8 @@ def test_a_finished_run_names_whole_commands_that_go_on_from_it(capsys, run_is, 
     again = ["trainer.device=cpu", "trainer.logger=[jsonl]", "trainer.seed=7", "trainer.resume_mode=resume_path"]
     again += [f"trainer.resume_from_path={saved}", "trainer.total_training_steps=20"]
     assert more[:9] == ["python", "-m", "rlx.main_ppo", *again]
-    assert samples[:4] == ["python", "-m", "rlx.view", str(run)] and curves[:3] == ["tensorboard", "--logdir", str(run)]
+    assert samples[:4] == ["python", "-m", "rlx.view", str(run)]
+    assert Path(curves[0]).name == "tensorboard" and curves[1:3] == ["--logdir", str(run)]
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     assert main(command) == 0 and "rlx.export 'my run/checkpoints/global_step_10'" in capsys.readouterr().out
