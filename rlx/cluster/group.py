@@ -68,7 +68,7 @@ class HangWatch:
         ]
 
 
-class Call(NamedTuple):
+class BegunCall(NamedTuple):
     """A call that has begun, see `WorkerGroup.begin`."""
 
     role: str
@@ -107,7 +107,7 @@ class WorkerGroup:
         self._hang_timeout_s = hang_timeout_s
         self._locations: dict[int, WorkerLocation] = {}
         self._open = True
-        self._begun: list[Call] = []  # that no one has waited for so far
+        self._begun: list[BegunCall] = []  # that no one has waited for so far
         self._succeeded = set[Any]()  # their parts that have ended well, whose results may be large
         # Without events of its calls, which Ray's gcs_server would collect: 17.6 kB per step of a tiny run.
         options = {"enable_task_events": False, "concurrency_groups": {WATCH: 1}}
@@ -170,14 +170,14 @@ class WorkerGroup:
     def call(
         self, role: str, method: str, *args: Any, batch: "Batch | None" = None, meanwhile: Meanwhile | None = None
     ) -> list[Any]:
-        """Call all ranks of a role with the same arguments and return their results in the order of ranks.
+        """BegunCall all ranks of a role with the same arguments and return their results in the order of ranks.
 
         With a batch each rank gets its share of the rows as the first argument, and there is one result per share. `meanwhile`
         gets what the worker's `finished(role)` returns while the ranks are at work.
         """
         return self.results(self.begin(role, method, *args, batch=batch), meanwhile=meanwhile)
 
-    def begin(self, role: str, method: str, *args: Any, batch: "Batch | None" = None) -> Call:
+    def begin(self, role: str, method: str, *args: Any, batch: "Batch | None" = None) -> BegunCall:
         """Begin what `call` does. Other pools can be called before `results`; calls of one process run in their order."""
         if not self._open:
             raise RuntimeError(f"{role}.{method} called on a worker group that is closed or has failed")
@@ -193,10 +193,12 @@ class WorkerGroup:
             self._processes[rank].call.remote(role, method, rank in answering, *arguments): rank
             for rank, arguments in zip(ranks, sent, strict=True)
         }
-        self._begun.append(Call(role, method, calls, answering, 0 if batch is None else len(batch)))
+        self._begun.append(BegunCall(role, method, calls, answering, 0 if batch is None else len(batch)))
         return self._begun[-1]
 
-    def results(self, call: Call, beside: Call | None = None, meanwhile: Meanwhile | None = None) -> list[Any]:
+    def results(
+        self, call: BegunCall, beside: BegunCall | None = None, meanwhile: Meanwhile | None = None
+    ) -> list[Any]:
         """Wait for a call that has begun, and for one `beside` it that it works with; return the results of the first."""
         stream = meanwhile and _Stream([self._processes[rank] for rank in call.answering], call.role, meanwhile)
         calls = {**call.ranks, **(beside.ranks if beside else {})}
@@ -207,7 +209,7 @@ class WorkerGroup:
         """Send each share of the rows to its ranks; join the results, one row per row sent, in order. See `call`."""
         return self.joined(self.begin(role, method, *args, batch=batch), meanwhile)
 
-    def joined(self, call: Call, meanwhile: Meanwhile | None = None) -> "Batch":
+    def joined(self, call: BegunCall, meanwhile: Meanwhile | None = None) -> "Batch":
         """Wait for a call with a batch that has begun, and join its results as `split` does."""
         from rlx.data.batch import concat  # imports torch, and the workers start before this process has it
 

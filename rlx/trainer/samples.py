@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from rlx.algorithms.advantages import ESTIMATORS, overlong_penalty
-from rlx.cluster.group import Call, Meanwhile
+from rlx.cluster.group import BegunCall, Meanwhile
 from rlx.cluster.placement import share_ranges
 from rlx.config.schema import OverlongBufferConfig
 from rlx.config.schema.roles import has_environment, has_reward_model, takes_sampled_log_probs
@@ -52,7 +52,7 @@ class SampleSource:
         self._run, self._config = run, run.config
         self._unfinished: Metrics = {}  # of the last phase of generation with a queue
         # Rows of a phase that runs, the draw and the row there of each, and the call
-        self._phase: tuple[Batch, list[tuple[Draw, int]], Call] | None = None
+        self._phase: tuple[Batch, list[tuple[Draw, int]], BegunCall] | None = None
         self._failed = FailedConversations(run.config.environment, run.progress)
         self._has_judge, self._has_environment = has_reward_model(run.config), has_environment(run.config)
         self._least_gain = run.config.actor_rollout_ref.model.least_gain
@@ -103,12 +103,12 @@ class SampleSource:
             answers = self._answers(rows, self._begin(sent, purpose))
         return concat([each for each in answers if each is not None])
 
-    def _begin(self, sent: Batch, purpose: str) -> Call:
+    def _begin(self, sent: Batch, purpose: str) -> BegunCall:
         if self._run.sampler_lost:
             self._run.send_weights(updates=0)
         return self._run.workers.begin("rollout", "generate", purpose, batch=sent)
 
-    def _answers(self, rows: Batch, call: Call) -> list[Batch | None]:
+    def _answers(self, rows: Batch, call: BegunCall) -> list[Batch | None]:
         """Return the answer of each of the sampler's shares, and begin to score what they finish.
 
         None is that of a sampler in processes of its own that failed, which has begun anew and waits for weights.
