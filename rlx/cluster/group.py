@@ -170,7 +170,7 @@ class WorkerGroup:
     def call(
         self, role: str, method: str, *args: Any, batch: "Batch | None" = None, meanwhile: Meanwhile | None = None
     ) -> list[Any]:
-        """BegunCall all ranks of a role with the same arguments and return their results in the order of ranks.
+        """Call all ranks of a role with the same arguments and return their results in the order of ranks.
 
         With a batch each rank gets its share of the rows as the first argument, and there is one result per share. `meanwhile`
         gets what the worker's `finished(role)` returns while the ranks are at work.
