@@ -373,7 +373,7 @@ def test_a_command_is_an_agent(sampler_of, tiny, tmp_path):
     assert own[1]["reason"].startswith("error: raised CommandFailed: RLX_RESULT is no JSON")
     assert own[3]["reason"] == "error: raised CommandFailed: the command ended with exit code 4: I said 3"
     orphans = [each for each in psutil.process_iter(["cmdline"]) if each.info["cmdline"] == ["sleep", seconds]]
-    assert not orphans
+    assert not psutil.wait_procs(orphans, timeout=30)[1], "all are killed, and end as soon as they get a core"
 
 
 HOSTILE = """
