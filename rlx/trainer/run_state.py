@@ -98,10 +98,11 @@ class Run:
 
     def send_weights(self, updates: int) -> None:
         """Send the actor's weights to the sampler, `updates` after those that it has."""
-        version, workers = self.policy_version + updates, self.workers
-        sends = workers.begin("actor", "send") if self.config.trainer.n_rollout_gpus else None
-        workers.results(workers.begin("rollout", "sync", version), beside=sends)
-        self.policy_version, self.sampler_lost = version, False
+        version, workers, self.sampler_lost = self.policy_version + updates, self.workers, True
+        while self.sampler_lost:  # again if a sampler in processes of its own failed meanwhile
+            sends = workers.begin("actor", "send") if self.config.trainer.n_rollout_gpus else None
+            self.sampler_lost = False in workers.results(workers.begin("rollout", "sync", version), beside=sends)
+        self.policy_version = version
 
     def of_driver(self) -> DriverState:
         """Return what a checkpoint keeps."""

@@ -313,7 +313,8 @@ class RolloutRole:
         self._generate_s = 0.0  # of the same calls
         self._sync_s: dict[str, float] = {}  # of the last sync
         self._synced: int | None = None  # version of the actor's weights at the last sync
-        self._source, self._failures = source, 0  # failures in a row
+        self._source, self._is_linked = source, isinstance(source, LinkedWeights)
+        self._failures = 0  # in a row
         self._pad_token_id = int(tokenizer.pad_token_id)
         stops = stop_tokens(tokenizer, source.generation)
         self._conversations = ConversationSampler(config, tokenizer) if has_environment(config) else None
@@ -337,23 +338,17 @@ class RolloutRole:
         if self.sampler.version is None and self._synced is not None:
             self.sync(self._synced)  # the sampler slept and lost its weights
         done: dict[int, Any] = {}
-        samples, error = self._attempt(batch, purpose, done)
-        if _on_any_rank(error is not None):
-            logger.warning("the sampler failed and is started again: %s", error or "on another rank")
+        while True:
+            samples, error = self._attempt(batch, purpose, done)
+            if not self._fails(error):
+                break
             # Without it draws depend on the other rows; and the ranks of a group must ask for the same ones.
             if not (self.sampling[purpose].by_position and self._is_alone):
                 done.clear()
-            if isinstance(self._source, LinkedWeights):
-                return self._after_failure(samples, error)
-            self.sampler.close()
-            self.sampler = self._build()
+            if self._is_linked:
+                return None
             assert self._synced is not None
             self.sync(self._synced)
-            samples, error = self._attempt(batch, purpose, done)
-            if _on_any_rank(error is not None):
-                self.sampler.close()
-                what = error or "in another process"
-                raise EngineError(f"the sampler failed again after a restart: {what}") from error
         assert samples is not None
         self._failures = 0
         load = self.sampler.take_load()
@@ -364,16 +359,22 @@ class RolloutRole:
             return samples
         return samples.with_prompts(_largest(samples.prompt_length))
 
-    def _after_failure(self, samples: Batch | None, error: EngineError | None) -> Batch | None:
-        """Start the sampler again if it failed, or one of its tensor-parallel group; else return the samples."""
-        if samples is not None and self._is_alone:
-            return samples
-        self.sampler.close()
+    def _fails(self, error: EngineError | None) -> bool:
+        """Return whether this sampler has failed, or one that it works with; then it is started again and needs weights.
+
+        With an actor elsewhere only the ranks of a tensor-parallel group work together. Raises EngineError: it has failed again,
+        without a whole call in between.
+        """
+        if not _on_any_rank(error is not None) or (self._is_linked and self._is_alone and error is None):
+            return False
         self._failures += 1
+        if self._failures == 1:
+            logger.warning("the sampler failed and is started again: %s", error or "on another rank")
+        self.sampler.close()
         if self._failures > 1:
             raise EngineError(f"the sampler failed again after a restart: {error or 'in another process'}") from error
         self.sampler = self._build()
-        return None
+        return True
 
     def finished(self) -> list[tuple[int, list[int]]]:
         """Return seed and tokens of finished rows, see `Rollout.finished`; a sampler that is started again repeats them."""
@@ -385,33 +386,50 @@ class RolloutRole:
         Beside it the seconds of the last sync by part: adapters gathered, the sampler's weights awake, new weights sent. Of a sampler
         that has this process to itself also the seconds of all calls, generate_s.
         """
-        load, spent, is_apart = joined_loads(self._loads), self._generate_s, isinstance(self._source, LinkedWeights)
+        load, spent = joined_loads(self._loads), self._generate_s
         self._loads, self._generate_s = [], 0.0
-        return load | self._sync_s | ({"generate_s": spent} if is_apart else {}) if load else {}
+        return load | self._sync_s | ({"generate_s": spent} if self._is_linked else {}) if load else {}
 
-    def sync(self, version: int) -> None:
+    def sync(self, version: int) -> bool:
         """Copy the actor's weights, or its adapters, to the sampler; `version` counts the updates. An actor elsewhere must `send` them.
 
+        If the sampler fails, it is started again and takes them once more; with an actor elsewhere the rank returns False, and
+        both sides must begin anew.
+
         Raises:
+            EngineError: the sampler failed a second time.
             StaleSamplerError: the actor's weights changed since the last sync and the sampler's did not.
         """
+        while self._fails(self._take_weights(version)):
+            if self._is_linked:
+                return False
+        self._synced = version
+        self._source.rest()
+        return True
+
+    def _take_weights(self, version: int) -> EngineError | None:
         started = time.monotonic()
         weights = self._source.weights()
         gathered = time.monotonic()
-        self.sampler.wake()
-        awake = time.monotonic()
         watched = self._changes.watched(weights)
-        self.sampler.update_weights(watched, version)
-        for _ in watched:  # to the end, whatever the sampler takes
-            pass
-        self._changes.require_change(self.sampler.probe(), version)
+        try:
+            self.sampler.wake()
+            awake = time.monotonic()
+            self.sampler.update_weights(watched, version)
+            for _ in watched:  # to the end, whatever the sampler takes
+                pass
+            self._changes.require_change(self.sampler.probe(), version)
+        except EngineError as error:
+            for _ in watched:  # other processes gather or receive them at the same time
+                pass
+            _clear_frames(error)
+            return error
         self._sync_s = {
             "sync_gather_s": gathered - started,
             "sync_wake_s": awake - gathered,
             "sync_send_s": time.monotonic() - awake,
         }
-        self._synced = version
-        self._source.rest()
+        return None
 
     def _attempt(self, batch: Batch, purpose: Purpose, done: dict[int, Any]) -> tuple[Batch | None, EngineError | None]:
         sampling = self.sampling[purpose]

@@ -7,6 +7,11 @@ import torch
 from run_tools import results, resume_from, transcript
 
 from rlx.cluster.errors import WorkerFailure
+from rlx.cluster.group import WorkerGroup
+from rlx.cluster.placement import Placement
+from rlx.config.schema.roles import pools_of_roles
+from rlx.rollout.protocol import EngineError
+from rlx.workers.worker import Worker
 
 APART = "trainer.n_rollout_gpus=1"
 STALE = ["actor_rollout_ref.rollout.partial.max_staleness=2", "algorithm.rollout_correction.rollout_is=token"]
@@ -51,13 +56,52 @@ def samples(folder, step):
     return [{name: sample[name] for name in names} for sample in transcript(folder, step)]
 
 
+def failing_worker():
+    """A worker whose sampler fails at the first sync after training, in the middle of the weights; the next one does not.
+
+    It is defined here so that it travels by value: tests are no package that workers could import.
+    """
+
+    class Failing(Worker):
+        def __init__(self, config, roles):
+            super().__init__(config, roles)
+            sampler = self.roles["rollout"].sampler if "rollout" in self.roles else None
+            update = sampler and sampler.update_weights
+
+            def fail(weights, version):
+                if version == 0:
+                    return update(weights, version)
+                next(iter(weights))
+                raise EngineError("injected")
+
+            if sampler:
+                sampler.update_weights = fail
+
+    return Failing
+
+
 @pytest.mark.e2e
 @pytest.mark.slow
 @pytest.mark.parametrize("task", ["learning", "talking"])
-def test_without_staleness_a_sampler_of_its_own_gives_the_synchronous_run(train, task, request):
-    task = request.getfixturevalue(task)
-    folder, together = train(*SHORT, *task)
-    own, apart = train(*SHORT, *task, APART)
+def test_without_staleness_a_sampler_of_its_own_that_is_replaced_gives_the_synchronous_run(
+    train, task, request, monkeypatch, capfd
+):
+    failing, settings = failing_worker(), [*SHORT, *request.getfixturevalue(task), "trainer.logger=[console,jsonl]"]
+
+    def start(config):
+        pools = [1] * (1 + config.trainer.n_rollout_gpus)
+        return WorkerGroup(Placement.reserve(1, pools, "cpu"), failing, pool_of=pools_of_roles(config))
+
+    def fail():
+        monkeypatch.setattr("rlx.trainer.launch.start_workers", start)
+
+    if task == "talking":
+        fail()
+    folder, together = train(*settings)
+    fail()
+    own, apart = train(*settings, APART)
+    failures = capfd.readouterr().out.count("the sampler failed and is started again: injected")
+    assert failures == (2 if task == "talking" else 1)
     for step in (1, 2):
         assert computed(apart[step]) == computed(together[step]) and samples(own, step) == samples(folder, step)
         assert weights(own, step) == weights(folder, step) != {}
