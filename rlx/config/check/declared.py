@@ -15,7 +15,7 @@ from rlx.offload.runtime.options import UNREAD_OPTIONS, OffloadOptions
 
 ACTOR, MODEL, OWN = "actor_rollout_ref.actor", "actor_rollout_ref.model", "custom_reward_function"
 PROCESSES = ("trainer.n_gpus_per_node", "trainer.nnodes")
-COUNTED = {"processes": PROCESSES, "sampling processes": PROCESSES}
+COUNTED: dict[str, tuple[str, ...]] = {"processes": PROCESSES, "sampling processes": PROCESSES}
 """The keys of limits that are no keys; with `n_rollout_gpus` that of sampling processes."""
 
 
@@ -193,8 +193,8 @@ def declared_limits_hold(s: CheckContext) -> Faults:
             continue
         if keys := COUNTED.get(limit, ()):
             most = processes(s.config) if limit == "processes" else roles.sampling_processes(s.config)
-            if limit != "processes" and s.config.trainer.n_rollout_gpus:
-                keys = ("trainer.n_rollout_gpus", "trainer.nnodes")
+            if limit != "processes" and (own := s.config.trainer.n_rollout_gpus):  # groups do not cross machines
+                most, limit, keys = own, f"{limit} of a machine", ("trainer.n_rollout_gpus",)
             got, remedy = f"{key}={value}, {most} process(es)", f", or change {keys[0]}"
         else:
             most, got, remedy = s.value(limit), "", ""
