@@ -235,7 +235,7 @@ def _of_states(forecast: MemoryForecast, roles: list[ModelRole]) -> Iterator[Cha
             yield Change(f"{role.model_key}.layer_offload", True, needs)
     shape = forecast.known.get("actor")
     for size in (2, 4, 8):
-        fits_machine = forecast.config.trainer.n_gpus_per_node % size == 0
+        fits_machine = forecast.config.trainer.samplers_per_node % size == 0
         fits_model = isinstance(shape, Decoder) and shape.heads % size == 0
         if rollout.name == "vllm" and rollout.tensor_model_parallel_size < size and fits_machine and fits_model:
             yield Change(f"{ROLLOUT}.tensor_model_parallel_size", size)

@@ -101,9 +101,9 @@ def _surprises(s: CheckContext) -> Iterator[str]:
             f"trainer.n_rollout_gpus={trainer.n_rollout_gpus} with {rules.STALENESS}=0: sampler and trainer take turns; with "
             f"{rules.STALENESS}=1 algorithm.rollout_correction.rollout_is=token they work at the same time"
         )
-    per_machine = trainer.n_gpus_per_node
-    if not s.on_accelerator and per_machine > s.machine.cpus:
-        yield f"trainer.n_gpus_per_node={per_machine} processes share {s.machine.cpus} CPU cores: the run will be slow"
+    if not s.on_accelerator and trainer.processes_per_node > s.machine.cpus:
+        own = f" and trainer.n_rollout_gpus={trainer.n_rollout_gpus}" * (trainer.n_rollout_gpus > 0)
+        yield f"trainer.n_gpus_per_node={trainer.n_gpus_per_node}{own} processes share {s.machine.cpus} CPU cores: the run will be slow"
 
 
 def _of_trained_roles(s: CheckContext) -> Iterator[str]:

@@ -27,12 +27,15 @@ def short_text(forecast: MemoryForecast) -> str:
     lines = _unknown(forecast)
     phases = forecast.phases()
     if phases and not forecast.on_device:
-        largest = max(phases, key=lambda phase: phase.peak)
-        count = forecast.config.trainer.n_gpus_per_node
+        trainer = forecast.config.trainer
+        apart = [phase for phase in phases if phase.name == "rollout" and trainer.n_rollout_gpus]  # beside the others
+        largest = max((phase for phase in phases if phase not in apart), key=lambda phase: phase.peak)
+        whole = trainer.n_gpus_per_node * largest.peak + trainer.n_rollout_gpus * sum(phase.peak for phase in apart)
         of = "" if forecast.machine.host_bytes is None else f" of {gb(forecast.machine.host_bytes)}"
+        where = " and ".join(phase.name for phase in (largest, *apart))
         lines.append(
-            f"memory: computed on the CPU; up to {gb(count * largest.peak)}{of} GB of host memory in {count} process(es), in "
-            f"{largest.name}, in addition to the memory of Python and torch"
+            f"memory: computed on the CPU; up to {gb(whole)}{of} GB of host memory in {trainer.processes_per_node} process(es), in "
+            f"{where}, in addition to the memory of Python and torch"
         )
     elif phases:
         rows = [("memory by phase", "peak GB", "of", LONGEST_COLUMN)]

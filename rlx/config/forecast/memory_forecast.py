@@ -70,9 +70,10 @@ class MemoryForecast:
 
     @property
     def host_bytes(self) -> float | None:
-        """The host's memory divided by its processes [bytes]; None if not known."""
-        whole = self.machine.host_bytes
-        return None if whole is None else whole / self.config.trainer.processes_per_node
+        """The host's memory divided by its processes, on a device by those that train [bytes]; None if not known."""
+        whole, trainer = self.machine.host_bytes, self.config.trainer
+        count = trainer.n_gpus_per_node if self.on_device else trainer.processes_per_node
+        return None if whole is None else whole / count
 
     @property
     def memory_bytes(self) -> float | None:

@@ -108,6 +108,10 @@ def test_what_can_run_has_no_faults(verdict, command: str):
         (f"{ACTOR}.use_kl_loss=True {ACTOR}.kl_loss_type=k1+", None),
         ("trainer.n_rollout_gpus=1", "sampler and trainer take turns"),
         (f"trainer.n_rollout_gpus=1 {ROLLOUT}.partial.max_staleness=1 {CORRECTION}.rollout_is=token", None),
+        (
+            f"trainer.n_rollout_gpus=99 {ROLLOUT}.partial.max_staleness=1 {CORRECTION}.rollout_is=token",
+            "n_gpus_per_node=1 and trainer.n_rollout_gpus=99 processes share",
+        ),
         (f"{JUDGE} algorithm.filter_groups.enable=True", "a score is at least 1, which means little for a reward"),
         (f"{JUDGE} reward_model.rule_weight=1 algorithm.filter_groups.enable=True", None),
     ],

@@ -125,6 +125,7 @@ def test_a_rollout_of_vllm_has_its_share_of_all_memory(forecast):
     apart = forecast(f"{ROLLOUT}.name=vllm", "trainer.n_rollout_gpus=1", on=on)
     assert parts(apart.phase("rollout")) == {"sampler": 5e9} and "sampler" not in parts(apart.phase("sync"))
     assert apart.phase("update_actor").parts["others"] == 0
+    assert apart.host_bytes == on.host_bytes, "the sampler keeps nothing there"
 
 
 def test_vllms_share_must_hold_the_weights_and_one_sequence(forecast):
@@ -525,6 +526,12 @@ def test_without_an_accelerator_one_line_speaks_of_the_host(forecast):
     (line,) = short_text(found).splitlines()
     most = max(phase.peak for phase in found.phases())
     assert f"up to {2 * most / 1e9:.2f} of 1.00 GB of host memory in 2 process(es), in update_actor" in line
+    apart = forecast("trainer.n_rollout_gpus=3", f"{MODEL}.enable_activation_offload=True", on=cpu)
+    both = apart.phase("update_actor").peak + 3 * apart.phase("rollout").peak
+    assert (
+        f"up to {both / 1e9:.2f} of 1.00 GB of host memory in 4 process(es), in update_actor and rollout"
+        in short_text(apart)
+    )
 
 
 SAVES = ("trainer.save_freq=1", f"{ACTOR}.fsdp_config.model_dtype=bf16", f"{ACTOR}.checkpoint.async_save=True")
