@@ -63,8 +63,7 @@ def storing(path: str | Path, then: str = "resume the run") -> Iterator[None]:
         path: the file or folder that is written; it need not exist.
         then: what to do when the cause is corrected.
 
-    Raises:
-        StorageError: the system refused to write, or no space is left.
+    Raises StorageError: the system refused to write, or no space is left.
     """
     try:
         yield

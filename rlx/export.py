@@ -40,10 +40,8 @@ def export(
         only_adapters: write the adapters in peft's format instead of the model with the adapters merged in.
         dtype: of the weights, one of DTYPES; None: that of the model that the run began with, unless it is the wider one.
 
-    Raises:
-        CheckpointError: there is no checkpoint, it is damaged, or it has no model or no adapters.
-        ModelError: the checkpoint's description of the model cannot be read.
-        ValueError: `out` is not empty.
+    Raises CheckpointError: there is no checkpoint, it is damaged, or it has no model or no adapters; ModelError: the checkpoint's
+    description of the model cannot be read; ValueError: `out` is not empty.
     """
     head = read_description(checkpoint).head
     if out.exists() and (not out.is_dir() or any(out.iterdir())):

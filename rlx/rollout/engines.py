@@ -174,9 +174,7 @@ class EngineRollout(Rollout):
         engines: the processes, see `start_engines`.
         silence_s: an engine that owes an answer and sends nothing for so long counts as hung, once it has started.
 
-    Raises:
-        ValueError: an engine rejects the model or the options.
-        EngineError: an engine ended at its start.
+    Raises ValueError: an engine rejects the model or the options; EngineError: an engine ended at its start.
     """
 
     def __init__(
@@ -358,8 +356,7 @@ class EngineRollout(Rollout):
     def _answers(self, engines: Sequence[EngineProcess]) -> dict[EngineProcess, wire.Answer]:
         """Return the answers of engines, but of those that are lost before they answer.
 
-        Raises:
-            ValueError, EngineError: an engine answered with an error; the others have answered too.
+        Raises ValueError, EngineError: an engine answered with an error; the others have answered too.
         """
         answers: dict[EngineProcess, wire.Answer] = {}
         while waiting := [engine for engine in engines if engine not in answers and engine.lost is None]:

@@ -41,9 +41,8 @@ class HFRollout(Rollout):
         with_experts: whether requests may ask for the experts of their tokens.
         tokenizer: for stop strings and bad words.
 
-    Raises:
-        EngineError: the model cannot be decoded with a cache, or counts positions in a way of its own.
-        RoutingError: the model's experts cannot be recorded.
+    Raises EngineError: the model cannot be decoded with a cache, or counts positions in a way of its own; RoutingError: the
+    model's experts cannot be recorded.
     """
 
     def __init__(
@@ -86,9 +85,8 @@ class HFRollout(Rollout):
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """See Rollout. The weights may come in any order, dtype and device; of tied weights one name is enough.
 
-        Raises:
-            ValueError: a name is unknown, missing or sent twice, a shape differs, or tied weights disagree. The model is then
-                half written and takes no requests until a complete set has arrived. Or requests are in flight.
+        Raises ValueError: a name is unknown, missing or sent twice, a shape differs, or tied weights disagree. The model is then
+        half written and takes no requests until a complete set has arrived. Or requests are in flight.
         """
         self._require_idle("update_weights")
         self.version = None

@@ -308,8 +308,7 @@ _DEVIATION = 2.0  # of the probe's weights, times the root of their width
 def inputs_of(model: PreTrainedModel) -> ForwardInputs:
     """Decode two short prompts with random weights to find out what the model's forward takes; changes the weights.
 
-    Raises:
-        EngineError: the model cannot be decoded with a cache, or counts positions in a way of its own.
+    Raises EngineError: the model cannot be decoded with a cache, or counts positions in a way of its own.
     """
     name, config = type(model).__name__, model.config.get_text_config()
     refused = f"rollout.name=hf cannot sample from {name}: %s; set rollout.name=vllm, or take another model"

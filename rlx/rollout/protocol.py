@@ -223,9 +223,8 @@ class Rollout(ABC):
     def add_request(self, request: Request) -> int:
         """Take a request and return its number, which no other request of this sampler has; wakes up if needed.
 
-        Raises:
-            ValueError: there are no weights, or the request cannot be completed.
-            EngineError: the sampler failed; build another.
+        Raises ValueError: there are no weights, or the request cannot be completed; EngineError: the sampler failed; build
+        another.
         """
         self._require_weights("add_request")
         if fault := self._any_fault(request):
@@ -235,10 +234,8 @@ class Rollout(ABC):
     def step(self) -> list[tuple[int, Completion]]:
         """Work on the requests in flight and return those that stopped, by number; [] if none did or none is in flight.
 
-        vLLM decodes one token of each request that has a place. The hf sampler completes up to `max_num_seqs` requests.
-
-        Raises:
-            EngineError: the sampler failed and all its requests are lost; build another.
+        vLLM decodes one token of each request that has a place. The hf sampler completes up to `max_num_seqs` requests. Raises
+        EngineError: the sampler failed and all its requests are lost; build another.
         """
         if not self._requests:
             return []
@@ -258,8 +255,7 @@ class Rollout(ABC):
     def abort(self, numbers: Iterable[int] | None = None) -> None:
         """End requests in flight, all of them if no numbers are given, and free all that they hold; they get no completion.
 
-        Raises:
-            ValueError: a number is of no request in flight; none is ended then.
+        Raises ValueError: a number is of no request in flight; none is ended then.
         """
         ended = list(self._requests if numbers is None else dict.fromkeys(numbers))
         unknown = [number for number in ended if number not in self._requests]
@@ -281,9 +277,8 @@ class Rollout(ABC):
             done: completions by index in `requests`, which are not sampled again. The others are added as they stop, so that a
                 sampler that takes the place of a failed one need not begin with the first.
 
-        Raises:
-            ValueError: there are no weights, a request cannot be completed, or others are in flight.
-            EngineError: the sampler failed; build another.
+        Raises ValueError: there are no weights, a request cannot be completed, or others are in flight; EngineError: the sampler
+        failed; build another.
         """
         self._require_weights("generate")
         self._require_idle("generate")
@@ -322,10 +317,8 @@ class Rollout(ABC):
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Replace all weights by `weights` (names as in the transformers model), asleep or not.
 
-        The weights are those of the whole model, or the adapters' by the names of `rlx.models.lora.add_lora`.
-
-        Raises:
-            ValueError: they do not fit the model, or requests are in flight: a completion has one policy.
+        The weights are those of the whole model, or the adapters' by the names of `rlx.models.lora.add_lora`. Raises ValueError:
+        they do not fit the model, or requests are in flight: a completion has one policy.
         """
 
     @abstractmethod
@@ -335,8 +328,7 @@ class Rollout(ABC):
     def sleep(self) -> None:
         """Free the device memory that the sampler can take back at the next call; if weights are lost, `version` becomes None.
 
-        Raises:
-            ValueError: requests are in flight.
+        Raises ValueError: requests are in flight.
         """
         self._require_idle("sleep")
 
@@ -468,8 +460,7 @@ class FirstRank:
     def decide(self, function: Callable[[], T]) -> T:
         """Call a function on the first rank and return its result on all of them; it is sent pickled.
 
-        Raises:
-            Exception: the function's error, on all ranks: RuntimeError with its class and message on the others.
+        Raises Exception: the function's error, on all ranks: RuntimeError with its class and message on the others.
         """
         if self._group is None:
             return function()

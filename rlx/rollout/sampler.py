@@ -49,9 +49,8 @@ def build_rollout(
         tokenizer: for stop strings and bad words.
         engines, silence_s: of `EngineRollout`; by default as many as `rollout.engines_per_gpu` are started now.
 
-    Raises:
-        ValueError: the sampler does not support the model or the options.
-        ImportError: vLLM is not installed in a version that rlx works with.
+    Raises ValueError: the sampler does not support the model or the options; ImportError: vLLM is not installed in a version that
+    rlx works with.
     """
     config = load_config(model)
     vocabulary = config.get_text_config().vocab_size
@@ -126,9 +125,7 @@ def generate_batch(
         The batch with input_ids, attention_mask, response_mask, policy_versions and, if `sampling` asks for them,
         rollout_log_probs and routed_experts, instead of prompt_ids and prompt_mask; without rows one without rows.
 
-    Raises:
-        ValueError: max_tokens exceeds `response_length`.
-        BatchError: a column is missing or a prompt is empty.
+    Raises ValueError: max_tokens exceeds `response_length`; BatchError: a column is missing or a prompt is empty.
     """
     if sampling.max_tokens > response_length:
         raise ValueError(

@@ -104,8 +104,7 @@ class VLLMEngine:
         sampling: of most requests. Kernels for it are compiled now, those of others at their first request. Log-probs are those
             at its temperature.
 
-    Raises:
-        ValueError: vLLM refuses the options or the model; the message holds its reason.
+    Raises ValueError: vLLM refuses the options or the model; the message holds its reason.
     """
 
     def __init__(self, options: Mapping[str, Any], on_cpu: bool, sampling: Sampling) -> None:
@@ -246,8 +245,7 @@ class VLLMEngine:
             tensors: by peft's names; vLLM overwrites them.
             folder: with peft's configuration of these adapters.
 
-        Raises:
-            ValueError: vLLM cannot take these adapters.
+        Raises ValueError: vLLM cannot take these adapters.
         """
         number = next(self._numbers)
         request = LoRARequest(f"version {number}", number, folder)
@@ -454,8 +452,7 @@ class VLLMRollout(Rollout):
         engine: vLLM's engine, public for benchmarks.
         has_seeds: whether each request draws from a seed of its own.
 
-    Raises:
-        ValueError: vLLM does not know or rejects an option, lacks the architecture, or finds too little free memory.
+    Raises ValueError: vLLM does not know or rejects an option, lacks the architecture, or finds too little free memory.
     """
 
     def __init__(

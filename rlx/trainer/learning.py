@@ -408,8 +408,7 @@ class SkippedUpdates:
     def judge(self, step: int, metrics: Mapping[str, float]) -> None:
         """Count the steps in a row in which a role skipped all its updates.
 
-        Raises:
-            UpdatesSkipped: there are MOST_SKIPPED of them.
+        Raises UpdatesSkipped: there are MOST_SKIPPED of them.
         """
         for role in ("actor", "critic"):
             norm = metrics.get(f"{role}/grad_norm")  # of the updates that were taken

@@ -45,8 +45,7 @@ class Trainer:
         Args:
             stopping: asked after each step whether the run is to save and end.
 
-        Raises:
-            Terminated: the run was to end. A checkpoint was written if there was time.
+        Raises Terminated: the run was to end. A checkpoint was written if there was time.
         """
         trainer, run = self.run.config.trainer, self.run
         run.send_weights(updates=0)

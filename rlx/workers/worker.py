@@ -54,8 +54,7 @@ class Worker:
     Attributes:
         roles: the hosted roles by name.
 
-    Raises:
-        ValueError: the device does not exist.
+    Raises ValueError: the device does not exist.
     """
 
     def __init__(self, config: PPOConfig, roles: Sequence[str]):
@@ -176,8 +175,7 @@ def join_process_group(choice: str, timeout_s: float = 1800.0) -> torch.device:
         choice: `trainer.device`: `cpu`, `cuda`, or `auto` for the accelerator that this process sees, if any.
         timeout_s: of collectives [s].
 
-    Raises:
-        ValueError: the requested device does not exist.
+    Raises ValueError: the requested device does not exist.
     """
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     seen = accelerator.type if accelerator is not None else "cpu"
