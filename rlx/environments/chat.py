@@ -21,18 +21,15 @@ PROBE, SAID, HIDDEN = "rlxPROBE", "rlxSAID", "rlxHIDDEN"
 NUMBERED = re.compile(HIDDEN)
 ANCHOR = "\n"
 MOST_HANGS = 3
-"""Chats that are tried alone although those before took too long."""
+"""Chats that are tried alone although those before took too long; the others get the first one's error."""
 Tools = list[dict[str, Any]]
+Opening = tuple[list[Message], Tools]
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 
 _CALL = {"id": "abcdefghi", "type": "function", "function": {"name": "f", "arguments": {}}}
-_TOOLS = [
-    {
-        "type": "function",
-        "function": {"name": "f", "description": "a", "parameters": {"type": "object", "properties": {}}},
-    }
-]
+_FUNCTION = {"name": "f", "description": "a", "parameters": {"type": "object", "properties": {}}}
+_TOOLS = [{"type": "function", "function": _FUNCTION}]
 _ROLES: dict[str, tuple[Message, Message]] = {
     "user": ({"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}),
     "tool": (
@@ -90,11 +87,15 @@ class Chat:
         self._end: str | None = None
         self._checked: set[tuple[str, bool]] = set()
 
-    def first(self, chats: Sequence[tuple[list[Message], Tools]]) -> list[Written | Exception]:
-        """Return the first prompt of each chat, from its messages and the schemas of its tools, or any error of the template."""
-        return _together_or_alone(self._first, chats)
+    def first(self, chats: Sequence[Opening], from_agents: bool = False) -> list[Written | Exception]:
+        """Return the first prompt of each chat, from its messages and the schemas of its tools, or any error of the template.
 
-    def _first(self, chats: Sequence[tuple[list[Message], Tools]]) -> list[Written]:
+        In messages `from_agents` special tokens are plain text, except in the assistant's.
+        """
+        hides = from_agents and self._tokenizer.chat_template is not None
+        return _together_or_alone(self._first_from_agents if hides else self._first, chats)
+
+    def _first(self, chats: Sequence[Opening]) -> list[Written]:
         if self._tokenizer.chat_template is None:
             return [Written(ids, "") for ids in text_ids(self._tokenizer, [contents_of(each) for each, _ in chats])]
         texts = self._prompts(chats)
@@ -102,24 +103,17 @@ class Chat:
         found = dict(zip(different, self._tokens(different), strict=True))
         return [Written([*found[text]], text) for text in texts]
 
-    def opened(self, chats: Sequence[tuple[list[Message], Tools]]) -> list[Written | Exception]:
-        """As `first`, for messages that an agent sends: special tokens are plain text except in the assistant's."""
-        return _together_or_alone(self._opened, chats)
-
-    def _opened(self, chats: Sequence[tuple[list[Message], Tools]]) -> list[Written]:
-        if self._tokenizer.chat_template is None:
-            return self._first(chats)
+    def _first_from_agents(self, chats: Sequence[Opening]) -> list[Written]:
         hidden: list[list[str]] = [[] for _ in chats]
-        safe = [
-            (
-                [self._hide(each, own, NUMBERED if each["role"] == "assistant" else self._marker) for each in messages],
-                tools,
-            )
-            for (messages, tools), own in zip(chats, hidden, strict=True)
-        ]
-        texts = self._prompts(safe)
+        markers = {"assistant": NUMBERED}
+        texts = self._prompts(
+            [
+                ([self._hide(each, own, markers.get(each["role"], self._marker)) for each in messages], tools)
+                for (messages, tools), own in zip(chats, hidden, strict=True)
+            ]
+        )
         ids = self._ids([None] * len(texts), texts, hidden)
-        return [Written(*each) for each in zip(ids, texts, strict=True)]
+        return [*map(Written, ids, texts)]
 
     def plain_ids(self, text: str, behind: bool) -> list[int]:
         """Return the tokens of a text without messages: at the beginning, or behind another."""
@@ -140,9 +134,7 @@ class Chat:
     def texts_of(self, completions: Sequence[Completion]) -> list[str]:
         """Return the turns' texts with special tokens and stop strings, without the stop tokens that ended them."""
         ended = [own.finish_reason == "stop" and own.stop_string is None for own in completions]
-        turns = [
-            own.token_ids[:-1] if by_token else own.token_ids for own, by_token in zip(completions, ended, strict=True)
-        ]
+        turns = [own.token_ids[: len(own.token_ids) - at] for own, at in zip(completions, ended, strict=True)]
         if self._tokenizer.is_fast:  # on all cores; transformers' own call takes one turn after the other
             return list(self._tokenizer.backend_tokenizer.decode_batch(turns, skip_special_tokens=False))
         return self._tokenizer.batch_decode(turns, skip_special_tokens=False, clean_up_tokenization_spaces=False)
@@ -266,7 +258,7 @@ class Chat:
                 )
             self._checked.add(kind)
 
-    def _prompts(self, chats: Sequence[tuple[list[Message], Tools]]) -> list[str]:
+    def _prompts(self, chats: Sequence[Opening]) -> list[str]:
         """Return the text up to the next turn of each chat; neighbours with the same tools are rendered in one call."""
         return [
             text
@@ -284,10 +276,8 @@ class Chat:
 
         Special tokens in the first prompt and in the model's turns are read as such.
         """
-        history = [
-            self._hide(message, hidden, self._marker if place in gap.answers else NUMBERED)
-            for place, message in enumerate(gap.history)
-        ]
+        markers = [self._marker if place in gap.answers else NUMBERED for place in range(len(gap.history))]
+        history = [self._hide(message, hidden, own) for message, own in zip(gap.history, markers, strict=True)]
         return gap._replace(history=history, added=[self._hide(each, hidden, self._marker) for each in gap.added])
 
     def _hide(self, value: Any, hidden: list[str], marker: re.Pattern[str]) -> Any:
@@ -352,10 +342,7 @@ class Chat:
 def _together_or_alone(
     call: Callable[[Sequence[_Item]], list[_Result]], items: Sequence[_Item]
 ) -> list[_Result | Exception]:
-    """Return the results of one call for all items; if it raises, those of a call for each, or its error.
-
-    After `MOST_HANGS` calls that took too long the other items are not tried, and get the first one's error.
-    """
+    """Return the results of one call for all items; if it raises, those of a call for each, or its error; see MOST_HANGS."""
     if not items:
         return []
     try:

@@ -236,7 +236,7 @@ class AgentRun(Run):
         behind = [call for call in chats if call.nodes[0].parent is not None]
         first = [call for call in chats if call.nodes[0].parent is None]
         found = self._chat.between([_gap(call.nodes[0], len(call.content["added"])) for call in behind])
-        found += self._chat.opened([(call.nodes[0].messages, call.nodes[0].tools) for call in first])
+        found += self._chat.first([(call.nodes[0].messages, call.nodes[0].tools) for call in first], from_agents=True)
         written = {call.number: each for call, each in zip(behind + first, found, strict=True)}
         for call in calls:
             try:
@@ -306,11 +306,12 @@ class AgentRun(Run):
         """Request the turns of a call. Raises Rejected."""
         node, content, bounds, sample = call.nodes[0], call.content, self._bounds, self._samples[call.key]
         room = self._room(call)
-        most, answers = bounds.turns or MOST_TURNS, math.inf if bounds.answers is None else bounds.answers
+        limits = bounds.turns
+        most, answers = limits.max_assistant_turns or MOST_TURNS, limits.max_user_turns or math.inf
         if sample.begun + content["n"] > most or (node.parent is not None and sample.read >= answers):
             raise Rejected("max_turns", f"the sample has had its {min(most, answers + 1)} turns")
         sampling, seed = self._sampling(call), self._rows[call.key].seed
-        most = min(room, bounds.turn_tokens or room, content["max_tokens"] or room)
+        most = min(room, limits.max_turn_tokens or room, content["max_tokens"] or room)
         if most < sampling.max_tokens:
             sampling = replace(sampling, max_tokens=most)
         overlapping = [each for each in (call, *sample.calls.values()) if sample.calls and each.content["seed"] is None]

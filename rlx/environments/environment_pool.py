@@ -171,9 +171,7 @@ class EnvironmentPool(WorkerPool):
         if isinstance(what, Failure) and what.kind == "memory":
             self._retiring.add(worker)
             self._retire(worker)
-        if (
-            self._of_key.get(own.key) is not own or own.has_failed
-        ):  # it has been ended; an interrupted agent replies, too
+        if self._of_key.get(own.key) is not own or own.has_failed:  # it has ended; an interrupted agent replies, too
             return
         if isinstance(what, Failure):
             self._finish(own, what)

@@ -4,7 +4,7 @@ import logging
 import sys
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -30,23 +30,6 @@ logger = logging.getLogger(__name__)
 
 ROW_INFO = ("raw_prompt", "data_source", "ground_truth", "extra_info")
 """The entries of a batch's info that an environment's `reset` gets; raw_prompt as `prompt`."""
-
-
-def bounds(config: PPOConfig) -> ConversationBounds:
-    """Return the limits of conversations."""
-    own, turns = config.environment, config.actor_rollout_ref.rollout.multi_turn
-    return ConversationBounds(
-        prompt_tokens=config.data.max_prompt_length,
-        response_tokens=config.data.max_response_length,
-        turn_tokens=turns.max_turn_tokens,
-        turns=turns.max_assistant_turns,
-        answers=turns.max_user_turns,
-        tool_characters=turns.max_tool_response_length,
-        cut_side=turns.tool_response_truncate_side,
-        open=own.max_parallel,
-        failure_reward=own.failure_reward,
-        ends_run=own.on_failure == "end_run",
-    )
 
 
 def require_usable_template(config: PPOConfig, tokenizer: "PreTrainedTokenizerBase") -> None:
@@ -83,10 +66,11 @@ class ConversationSampler:
             self._pool = AgentPool(*limits, rollout.multi_turn.on_rewritten_history) if first_rank.is_this else None
         elif first_rank.is_this:
             self._pool = EnvironmentPool(*limits)
+        lengths = config.data.max_prompt_length, config.data.max_response_length
         self._options = partial(
             ConversationOptions,
             chat=self._chat,
-            bounds=bounds(config),
+            bounds=ConversationBounds(*lengths, rollout.multi_turn, own),
             first_rank=first_rank,
             in_waves=rollout.name == "hf",  # which decodes waves of requests; vLLM takes them at any time
         )
@@ -157,44 +141,38 @@ def batch_of(
     last, earlier = [], []
     for own, row in zip(ran.conversations, rows, strict=True):
         branches = [each._replace(prompt_ids=each.prompt_ids or row.prompt_ids) for each in own.branches]
-        written = [_Row(*each) for each in zip([row.seed] * len(branches), branches, _rewards(own), strict=True)]
-        last.append(written[-1])
-        earlier.append(_columns(written[:-1], *shape) if own.earlier else None)
+        *before, written = zip([row.seed] * len(branches), branches, _rewards(own), strict=True)
+        last.append(written)
+        earlier.append(_columns(before, *shape) if own.earlier else None)
     records = [_record(own, own.waited_s + ran.waited_s) for own in ran.conversations]
     return _columns(last, *shape).with_({"conversation": records, "earlier_rows": earlier})
 
 
-class _Row(NamedTuple):
-    seed: int
-    branch: Branch
-    rewards: list[float]
-
-
 def _columns(
-    rows: Sequence[_Row], pad_token_id: int, response_length: int, version: int, with_log_probs: bool
+    rows: Sequence[tuple[int, Branch, list[float]]], pad_token_id: int, width: int, version: int, with_log_probs: bool
 ) -> Batch:
+    """Return columns of rows: the seed of each, its branch, and the rewards of its tokens."""
+
     def padded(values: Iterable[Sequence[float]], padding: float, dtype: torch.dtype) -> torch.Tensor:
-        column = torch.full((len(rows), response_length), padding, dtype=dtype)
+        column = torch.full((len(rows), width), padding, dtype=dtype)
         for row, own in zip(column, values, strict=True):
             row[: len(own)] = torch.tensor(own, dtype=dtype)
         return column
 
-    branches = [row.branch for row in rows]
-    prompts = [own.prompt_ids for own in branches]
-    prompt_ids, prompt_mask = (
-        left_padded(prompts, pad_token_id) if prompts else (torch.zeros(0, 1, dtype=torch.int64),) * 2
-    )
+    seeds, branches, rewards = zip(*rows, strict=True) if rows else ((), (), ())
+    none = (torch.zeros(0, 1, dtype=torch.int64),) * 2
+    prompt_ids, prompt_mask = left_padded([own.prompt_ids for own in branches], pad_token_id) if rows else none
     responses = padded((own.token_ids for own in branches), pad_token_id, torch.int64)
     written = padded(([True] * len(own.token_ids) for own in branches), False, torch.bool)
     sampled = padded((own.sampled for own in branches), False, torch.bool)
     batch = Batch.of(
         {
-            "seed": torch.tensor([row.seed for row in rows], dtype=torch.int64),
+            "seed": torch.tensor(seeds, dtype=torch.int64),
             "input_ids": torch.cat([prompt_ids, responses], dim=1),
             "attention_mask": torch.cat([prompt_mask.bool(), written], dim=1),
             "response_mask": sampled,
             "policy_versions": padded((own.stamped(version) for own in branches), 0, torch.int32) * sampled,
-            "turn_rewards": padded((row.rewards for row in rows), 0.0, torch.float32),
+            "turn_rewards": padded(rewards, 0.0, torch.float32),
         }
     )
     if not with_log_probs:

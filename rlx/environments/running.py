@@ -12,6 +12,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+from rlx.config.schema.rollout import EnvironmentConfig, MultiTurnConfig
 from rlx.data.seeding import seed_for
 from rlx.environments.answers import Answer
 from rlx.environments.chat import Chat, Gap
@@ -47,14 +48,8 @@ class ConversationBounds:
 
     prompt_tokens: int  # longest first prompt
     response_tokens: int  # most tokens behind it, in each branch
-    turn_tokens: int | None = None  # most tokens of a turn; None: all that are left
-    turns: int | None = None  # most turns of the model; None: any number
-    answers: int | None = None  # most answers of the environment that the model reads; None: any number
-    tool_characters: int = 256  # longer outputs of tools (messages of the role tool) are cut
-    cut_side: str = "middle"  # left keeps the beginning, right the end, middle both
-    open: int | None = None  # conversations at a time; None: all
-    failure_reward: float = 0.0  # of a turn at which the environment fails
-    ends_run: bool = False  # whether such a failure ends the run
+    turns: MultiTurnConfig = field(default_factory=MultiTurnConfig)
+    environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
 
 
 class RanConversations(NamedTuple):
@@ -109,7 +104,7 @@ class Run:
     def to_the_end(self) -> RanConversations:
         """Run all conversations.
 
-        Raises EnvironmentFailed if an environment failed and `bounds.ends_run`, or the chat template stopped every conversation;
+        Raises EnvironmentFailed if an environment failed and `on_failure` says so, or the chat template stopped every conversation;
         EngineError if the sampler failed.
         """
         if any(row.kept is not None for row in self._rows):
@@ -125,7 +120,7 @@ class Run:
 
     def _all(self) -> None:
         while self._waiting or self._open:
-            while self._waiting and len(self._open) < (self._bounds.open or len(self._rows)):
+            while self._waiting and len(self._open) < (self._bounds.environment.max_parallel or len(self._rows)):
                 self._begin(self._waiting.popleft())
             self._to_pool("flush")  # environments work, or close, while the sampler does
             if self._sampled:
@@ -184,7 +179,8 @@ class Run:
     def _listen(self) -> None:
         """Take the answers that have arrived; in waves wait for all of them."""
         started, idle = time.monotonic(), not self._sampled
-        self._arrived |= self._options.first_rank.decide(self._poll)
+        wait_s = IDLE_WAIT_S if idle else 0.0
+        self._arrived |= self._options.first_rank.decide(lambda: dict(self._pool.poll(wait_s)))  # type: ignore[union-attr]
         if idle:
             beat()
             self.waited_s += time.monotonic() - started
@@ -192,10 +188,6 @@ class Run:
             return
         self._take_answers({key: self._arrived[key] for key in sorted(self._arrived) if key in self._open})
         self._arrived.clear()
-
-    def _poll(self) -> dict[int, Answer]:
-        assert self._pool is not None, "the rank that decides has the pool"
-        return dict(self._pool.poll(0.0 if self._sampled else IDLE_WAIT_S))
 
     def _take_answers(self, answers: dict[int, Answer]) -> None:
         """Let conversations continue, or end. The tokens between their turns are made together, which is faster."""
@@ -208,7 +200,7 @@ class Run:
             elif isinstance(answer, Observation):
                 conversation.add_answer(answer, time.monotonic() - self._asked[key])
                 if self._goes_on(conversation, answer):
-                    added = [_cut(message, self._bounds) for message in answer.messages]
+                    added = [_cut(message, self._bounds.turns) for message in answer.messages]
                     gap = conversation.gap(added, self._chat.forks)
                     if gap is None:
                         conversation.reason = "length"
@@ -245,24 +237,24 @@ class Run:
 
     def _goes_on(self, conversation: Conversation, answer: Observation) -> bool:
         """Return whether the environment's messages follow; otherwise the conversation ends here."""
-        bounds, own = self._bounds, len(conversation.own_turns)
+        limits, own = self._bounds.turns, len(conversation.own_turns)
         if answer.done:
             conversation.reason = "done"
-        elif conversation.turns[-1]["finish_reason"] == "length" and not (bounds.turn_tokens and conversation.room):
+        elif conversation.turns[-1]["finish_reason"] == "length" and not (limits.max_turn_tokens and conversation.room):
             conversation.reason = "length"
-        elif own == bounds.turns or len(conversation.turns) - own == bounds.answers:
+        elif own == limits.max_assistant_turns or len(conversation.turns) - own == limits.max_user_turns:
             conversation.reason = "max_turns"
         elif not answer.messages:
             self._fail(conversation, "nonsense", "it gave no message and did not end the conversation")
         return not conversation.reason
 
     def _fail(self, conversation: Conversation, kind: str, reason: str, traceback: str = "") -> None:
-        text = f"{kind}: {reason}"
-        if self._bounds.ends_run:
+        text, environment = f"{kind}: {reason}", self._bounds.environment
+        if environment.on_failure == "end_run":
             raise EnvironmentFailed(
                 f"an environment failed, {text}; set environment.on_failure=end_row to end its conversation alone"
             ) from cause_of(traceback)
-        conversation.fail(text, self._bounds.failure_reward, traceback)
+        conversation.fail(text, environment.failure_reward, traceback)
 
     def _ask(self, key: int) -> None:
         """Request the next turn, or the rest of one."""
@@ -270,7 +262,7 @@ class Run:
         turn, sampling, left = len(conversation.own_turns), self._options.sampling, budget - self._spent[key]
         if budget and left <= 0:
             return self._break_off(key)
-        most = min(conversation.room, self._bounds.turn_tokens or conversation.room)
+        most = min(conversation.room, self._bounds.turns.max_turn_tokens or conversation.room)
         if most < sampling.max_tokens:
             sampling = replace(sampling, max_tokens=most)
         begun = conversation.begun.token_ids
@@ -281,12 +273,12 @@ class Run:
         self._sampled[self._rollout.add_request(request)] = key
 
 
-def _cut(message: Message, bounds: ConversationBounds) -> Message:
+def _cut(message: Message, limits: MultiTurnConfig) -> Message:
     """Return the message of a tool with at most so many characters."""
-    text, most = message.get("content"), bounds.tool_characters
+    text, most = message.get("content"), limits.max_tool_response_length
     if message.get("role") != "tool" or not isinstance(text, str) or len(text) <= most:
         return message
-    first = {"left": most, "right": 0, "middle": most // 2}[bounds.cut_side]
+    first = {"left": most, "right": 0, "middle": most // 2}[limits.tool_response_truncate_side]
     last = most - first
     return {**message, "content": f"{text[:first]}...(cut)...{text[len(text) - last :]}"}
 

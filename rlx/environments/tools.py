@@ -19,13 +19,6 @@ LONGEST_RESULT = 2**17
 """Longest result of a tool to keep [characters]; the run's own limit, in tokens, is lower."""
 
 
-class Result(NamedTuple):
-    """A tool's answer to the model, and whether the call was an error."""
-
-    text: str
-    error: bool = False
-
-
 class _Tool(NamedTuple):
     function: Callable[..., Any]
     parameters: dict[str, Any]  # JSON schema of an object
@@ -80,11 +73,11 @@ class Tools:
         where = f"argument {fault.path[0]!r}: " if fault.path else ""
         return {}, f"{where}{fault.message[:300]}"
 
-    async def call(self, call: ToolCall) -> Result:
-        """Make a call, and turn its result or its error into text for the model."""
+    async def call(self, call: ToolCall) -> tuple[str, bool]:
+        """Make a call; return its result or its error as text for the model, and whether it is an error."""
         arguments, fault = self.read(call)
         if fault:
-            return Result(f"error: {fault}", error=True)
+            return f"error: {fault}", True
         try:
             value = self._tools[call.name].function(**arguments)
             value = await value if inspect.isawaitable(value) else value
@@ -92,8 +85,8 @@ class Tools:
         except MemoryError:
             raise
         except Exception as error:
-            return Result(_cut(f"error: {type(error).__name__}: {error}"), error=True)
-        return Result(_cut(text))
+            return _cut(f"error: {type(error).__name__}: {error}"), True
+        return _cut(text), False
 
 
 class ToolEnvironment:

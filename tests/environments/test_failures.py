@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from in_this_process import Pool, Sampler
 
-from rlx.config.schema import EnvironmentConfig
+from rlx.config.schema.rollout import EnvironmentConfig, MultiTurnConfig
 from rlx.environments.chat import Chat
 from rlx.environments.role import batch_of
 from rlx.environments.running import (
@@ -68,14 +68,16 @@ class Screen:
 def play(make_pool, tokenizer):
     """play(hows) runs a conversation for each of them and returns the batch."""
 
-    def start(*hows, pool=None, say="hi", **bounds):
+    def start(*hows, pool=None, say="hi", turns=1, **environment):
         # The others end in time on a busy machine, too.
         pool = pool or make_pool("Game", ENVIRONMENT, limit_s=2.0 if "slow" in hows else 30.0)
         rows = [
             ConversationRow({"prompt": PROMPT, "how": how, "seed": seed}, seed, [7]) for seed, how in enumerate(hows)
         ]
         sampling = Sampling(100, stop_token_ids=(1,))
-        limits = ConversationBounds(prompt_tokens=20, response_tokens=100, **{"turns": 1} | bounds)
+        limits = ConversationBounds(
+            20, 100, MultiTurnConfig(max_assistant_turns=turns), EnvironmentConfig(**environment)
+        )
         options = ConversationOptions(Chat(tokenizer), sampling, limits)
         ran = Run(Sampler(tokenizer, lambda request: (say, True)), pool, rows, options).to_the_end()
         return batch_of(ran, rows, 0, 100, 1, True)
@@ -154,12 +156,12 @@ def test_a_template_that_stops_every_conversation_ends_the_run(play):
     with pytest.raises(EnvironmentFailed, match=r"no conversation could continue: TemplateError: .*wizard"):
         play("refused", "refused", turns=2)
     with pytest.raises(EnvironmentFailed, match=r"template: .*wizard.*on_failure=end_row"):
-        play("refused", "fine", turns=2, ends_run=True)
+        play("refused", "fine", turns=2, on_failure="end_run")
 
 
 def test_a_run_that_is_to_end_at_a_failure_names_the_users_lines(play):
     with pytest.raises(EnvironmentFailed, match=rf"raised NameError \(mine.py:{line_of('randon')}\)") as stopped:
-        play("misspelt", "fine", ends_run=True)
+        play("misspelt", "fine", on_failure="end_run")
     assert 'randon.Random(row["seed"])' in shown(stopped.value.__cause__)
 
 

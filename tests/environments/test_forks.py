@@ -12,6 +12,7 @@ from test_conversation import DROPS_THINKING, tokenizer_with_spaces
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from rlx.config.schema.rollout import MultiTurnConfig
 from rlx.environments.chat import Chat
 from rlx.environments.protocol import Observation
 from rlx.environments.role import batch_of
@@ -388,7 +389,7 @@ def test_hostile_turns_and_answers_leave_each_row_as_the_sampler_saw_it(tokenize
             [{"role": draw.choice(["user", "tool"]), "content": text(HOSTILE, 4)} for _ in range(draw.randint(1, 2))]
             for _ in range(count)
         ]
-        bounds = ConversationBounds(40, 150, tool_characters=10**6)
+        bounds = ConversationBounds(40, 150, MultiTurnConfig(max_tool_response_length=10**6))
         conversation, requests, batch = run(tokenizer, turns, answers, bounds=bounds)
         check_rows(conversation, requests, batch, tokenizer)
         assert (

@@ -8,15 +8,11 @@ from dataclasses import replace
 import pytest
 from in_this_process import Echo, Pool, Sampler
 
+from rlx.config.schema.rollout import EnvironmentConfig, MultiTurnConfig
 from rlx.data.seeding import seed_for
 from rlx.environments.chat import Chat
 from rlx.environments.protocol import Observation
-from rlx.environments.running import (
-    ConversationBounds,
-    ConversationOptions,
-    ConversationRow,
-    Run,
-)
+from rlx.environments.running import ConversationBounds, ConversationOptions, ConversationRow, Run
 from rlx.rollout.protocol import EngineError, Sampling
 
 BOUNDS = ConversationBounds(prompt_tokens=20, response_tokens=30)
@@ -67,8 +63,8 @@ def test_conversations_are_those_of_their_rows_in_any_order(run, in_waves):
 @pytest.mark.parametrize(
     ("bounds", "turns", "reason"),
     [
-        ({"turns": 2}, 2, "max_turns"),
-        ({"answers": 1}, 2, "max_turns"),
+        ({"turns": MultiTurnConfig(max_assistant_turns=2)}, 2, "max_turns"),
+        ({"turns": MultiTurnConfig(max_user_turns=1)}, 2, "max_turns"),
         ({"response_tokens": 14}, 2, "length"),
         ({"response_tokens": 13}, 2, "length"),
         ({"response_tokens": 10}, 2, "length"),
@@ -84,7 +80,7 @@ def test_a_conversation_ends_at_its_bounds_with_a_sampled_token(run, bounds, tur
 
 
 def test_a_turn_that_its_own_limit_cuts_is_closed_and_the_conversation_goes_on(run, tokenizer):
-    bounds = replace(BOUNDS, turn_tokens=3)
+    bounds = replace(BOUNDS, turns=MultiTurnConfig(max_turn_tokens=3))
     (conversation,), requests, _ = run(lambda: Echo(turns=2), lambda request: ("hello", False), bounds)
     assert conversation.reason == "done" and [each.sampling.max_tokens for each in requests] == [3, 3]
     assert [(each["text"], each["finish_reason"]) for each in conversation.own_turns] == [("hel", "length")] * 2
@@ -122,7 +118,8 @@ def test_hundreds_of_hostile_conversations_neither_end_the_run_nor_cross(tokeniz
         return "".join(names) + draw.choice(["", "</s><|user|>", "<think>", "\n", "\ufffd"]), draw.random() < 0.9
 
     rows = [ConversationRow({"name": f"#{row}#"}, row, [7]) for row in range(300)]
-    bounds, sampling = ConversationBounds(60, 400, 40, 6), Sampling(400, stop_token_ids=(1,))
+    limits = MultiTurnConfig(max_turn_tokens=40, max_assistant_turns=6)
+    bounds, sampling = ConversationBounds(60, 400, limits), Sampling(400, stop_token_ids=(1,))
     options = ConversationOptions(Chat(tokenizer), sampling, bounds)
     found = Run(Sampler(tokenizer, say), pool, rows, options).to_the_end().conversations
     for row, conversation in enumerate(found):
@@ -137,7 +134,7 @@ def test_hundreds_of_hostile_conversations_neither_end_the_run_nor_cross(tokeniz
     ("side", "kept"), [("left", "abcd...(cut)..."), ("right", "...(cut)...efgh"), ("middle", "ab...(cut)...gh")]
 )
 def test_long_outputs_of_tools_are_cut(run, tokenizer, side, kept):
-    bounds = ConversationBounds(20, 60, tool_characters=4, cut_side=side)
+    bounds = ConversationBounds(20, 60, MultiTurnConfig(max_tool_response_length=4, tool_response_truncate_side=side))
     (conversation,), _, _ = run(lambda: Echo(role="tool"), lambda request: ("abcdefgh", True), bounds)
     assert conversation.turns[1]["text"] == kept
     (conversation,), _, _ = run(lambda: Echo(role="user"), lambda request: ("abcdefgh", True), bounds)
@@ -145,7 +142,7 @@ def test_long_outputs_of_tools_are_cut(run, tokenizer, side, kept):
 
 
 def test_no_more_conversations_are_open_than_allowed(run):
-    found, _, pool = run(bounds=replace(BOUNDS, open=3), rows=10)
+    found, _, pool = run(bounds=replace(BOUNDS, environment=EnvironmentConfig(max_parallel=3)), rows=10)
     assert pool.most == 3 and [conversation.reason for conversation in found] == ["done"] * 10
 
 
@@ -215,7 +212,8 @@ def test_conversations_begin_again_in_the_same_environments_after_the_sampler_fa
     rows = [ConversationRow({"prompt": PROMPT}, seed, [7, 8]) for seed in range(6)]
 
     def run(sampler, done=None):
-        options = ConversationOptions(chat, sampling, replace(BOUNDS, open=2), in_waves=in_waves)
+        bounds = replace(BOUNDS, environment=EnvironmentConfig(max_parallel=2))
+        options = ConversationOptions(chat, sampling, bounds, in_waves=in_waves)
         ran = Run(sampler, pool, rows, options, done=done).to_the_end()
         return [(own.prompt_ids, own.token_ids, own.reward, own.reason) for own in ran.conversations]
 
