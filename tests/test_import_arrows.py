@@ -28,7 +28,7 @@ MAY_IMPORT_OF = {
 # Modules that every part may import, but for those that are libraries of their own.
 LEAVES = {
     "rlx",
-    *(f"rlx.config.{name}" for name in ["schema", "schema.roles", "vllm_range", "host_memory"]),
+    *(f"rlx.config.{name}" for name in ["schema", "schema.roles", "schema.rollout", "vllm_range", "host_memory"]),
     *(
         f"rlx.{name}"
         for name in ["data.batch", "errors", "heartbeat", "identity", "program", "scratch", "row_files", "step_folders"]

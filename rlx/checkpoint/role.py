@@ -17,19 +17,8 @@ from pathlib import Path
 
 from torch import Tensor
 
-from rlx.checkpoint.manifest import (
-    FORMAT,
-    MANIFEST,
-    CheckpointError,
-    FileEntry,
-    OtherVersionError,
-    damage,
-    damaged_chunks,
-    few,
-    is_count,
-    read_json,
-    require_keys,
-)
+from rlx.checkpoint import manifest
+from rlx.checkpoint.manifest import FORMAT, MANIFEST, CheckpointError, FileEntry, OtherVersionError
 from rlx.checkpoint.tensors import load_all
 from rlx.errors import storing
 from rlx.models.hf_folder import FolderParts
@@ -78,21 +67,21 @@ def read_description(folder: Path) -> Description:
         raise CheckpointError(
             f"{folder}: no checkpoint.json; expected a finished checkpoint of one role, such as .../global_step_N/actor"
         )
-    found = read_json(path)
+    found = manifest.read_json(path)
     if found.get("format") != FORMAT:
         raise OtherVersionError(
             f"{path}: was written by another version of rlx: got format {str(found.get('format'))[:40]}, this version reads {FORMAT}"
         )
     found = {"base": None, **found}
-    require_keys(path, found, [each.name for each in fields(Description)])
+    manifest.require_keys(path, found, [each.name for each in fields(Description)])
     try:
         adapters = {layer: Adapter(*values) for layer, values in found["adapters"].items()}
         right = {
             "head": found["head"] in ("lm", "value", "score"),
             "contents": isinstance(found["contents"], list)
             and {"model", "optimizer", "extra", "hf_model"}.issuperset(found["contents"]),
-            "steps": is_count(found["steps"]),
-            "updates": is_count(found["updates"]) and (found["steps"] in range(found["updates"] + 1)),
+            "steps": manifest.is_count(found["steps"]),
+            "updates": manifest.is_count(found["updates"]) and (found["steps"] in range(found["updates"] + 1)),
             "adapters": all(
                 [*map(type, kind)] == [bool, bool, str, int] and math.isfinite(scale) and kind[-1] >= 0
                 for scale, *kind in adapters.values()
@@ -108,13 +97,13 @@ def read_description(folder: Path) -> Description:
 
 def require_undamaged(folder: Path) -> None:
     """Check all files of a checkpoint against its manifest in this process. Raises CheckpointError, which names another checkpoint."""
-    if faults := damage(folder) or damaged_chunks(folder):
+    if faults := manifest.damage(folder) or manifest.damaged_chunks(folder):
         step, role = folder.absolute().parent, folder.name
         others = [
             each for each in steps_in(step.parent).values() if each != step and (each / role / MANIFEST).is_file()
         ]
         remedy = f"take another one, such as {others[-1]}" if others else "take a copy of it, or another checkpoint"
-        raise CheckpointError(f"{few(faults)}; {remedy}")
+        raise CheckpointError(f"{manifest.few(faults)}; {remedy}")
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
-from functools import cache
+from functools import cache, partial
 from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory, mkdtemp
@@ -165,7 +165,6 @@ class Part(NamedTuple):
         return rows
 
     def peek(self, most: int | None) -> "Peek":
-        """See the function `peek`."""
         with _explained(self):
             if self.kind in (".parquet", SAVED):
                 table, count = self._head()
@@ -210,8 +209,7 @@ class Part(NamedTuple):
                     yield number, RowFault("the row has more cells than the header") if None in row else row
                 return
             if self.kind == ".json" and (whole := stream.read()).lstrip(codecs.BOM_UTF8 + b" \t\r\n").startswith(b"["):
-                for number, row in enumerate(json.loads(whole.decode("utf-8-sig")), 1):
-                    yield number, row if isinstance(row, dict) else _no_object(row)
+                yield from enumerate(map(_as_row, json.loads(whole.decode("utf-8-sig"))), 1)
                 return
             for number, line in enumerate(whole.splitlines() if self.kind == ".json" else stream, 1):
                 if line.strip():
@@ -255,9 +253,7 @@ def parts_of(file: str) -> list[Part]:
     return parts
 
 
-@cache
-def _downloads() -> TemporaryDirectory[str]:
-    return TemporaryDirectory(prefix="rlx-data-")  # removed when the process ends
+_downloads = cache(partial(TemporaryDirectory, prefix="rlx-data-"))  # removed when the process ends
 
 
 @cache
@@ -297,17 +293,16 @@ def peek(file: str, most: int | None = None) -> Peek:
 
 def _parse_line(line: bytes) -> Row:
     try:
-        row = json.loads(line.decode())
+        return _as_row(json.loads(line.decode()))
     except UnicodeDecodeError as fault:
         return RowFault(f"cannot be read as UTF-8 text ({fault.reason})", "save the file as UTF-8")
     except (ValueError, RecursionError) as fault:
         got = repr(line.decode().strip()[:80])[:80]
         return RowFault(f"got {got}, expected one JSON object per line ({_first_line(fault)})")
-    return row if isinstance(row, dict) else _no_object(row)
 
 
-def _no_object(value: Any) -> RowFault:
-    return RowFault(f"got a JSON {type(value).__name__}, expected an object")
+def _as_row(value: Any) -> Row:
+    return value if isinstance(value, dict) else RowFault(f"got a JSON {type(value).__name__}, expected an object")
 
 
 @contextmanager
@@ -380,12 +375,8 @@ def form_of(name: str, columns: Sequence[str], config: DataConfig, split: str, c
 def require_prompts(batch_size: int, prompts: int) -> None:
     """Raise FormError if there are fewer prompts than one batch takes."""
     if not 1 <= batch_size <= prompts:
-        raise FormError(
-            "data.train_batch_size",
-            f"{batch_size} with {prompts} prompts",
-            f"1 to {prompts}",
-            "lower it (or data.gen_batch_size if that is set), or add prompts",
-        )
+        remedy = "lower it (or data.gen_batch_size if that is set), or add prompts"
+        raise FormError("data.train_batch_size", f"{batch_size} with {prompts} prompts", f"1 to {prompts}", remedy)
 
 
 def to_prompt(convert: ToPrompt, row: Row, index: int) -> Prompt:
@@ -415,12 +406,8 @@ def _require(name: str, columns: Sequence[str], needed: dict[str, str]) -> None:
         likely = [f"{key}={column}" for key, column in near.items() if column is not None]
         keys = " and ".join(needed)
         remedy = f"set {' '.join(likely)}, or name" if likely else "name"
-        raise FormError(
-            name,
-            f"the columns {list(columns)}",
-            f"also {list(missing.values())}",
-            f"{remedy} the columns there are with {keys}",
-        )
+        got, expected = f"the columns {list(columns)}", f"also {list(missing.values())}"
+        raise FormError(name, got, expected, f"{remedy} the columns there are with {keys}")
 
 
 def _remedy_of_verl(columns: Sequence[str], prompt: str) -> str:
@@ -544,11 +531,9 @@ def _checked_content(content: Any, key: str) -> Content:
     if not content or not _is_chat(content):
         expected = "text or a list of messages {role: text, content: text}"
         raise RowFault(f"{key} is {content!r:.120}, expected {expected}")
+    messages = _with_whole_characters(content, key)
     # Arrow sets fields that only other rows' messages have to None, and templates would use them.
-    return [
-        {name: value for name, value in message.items() if value is not None}
-        for message in _with_whole_characters(content, key)
-    ]
+    return [{name: value for name, value in message.items() if value is not None} for message in messages]
 
 
 def text_ids(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str]) -> list[list[int]]:
@@ -579,9 +564,8 @@ def gsm8k_row(row: dict[str, Any], split: str, index: int) -> dict[str, Any]:
     working, mark, final = answer.rpartition("####")
     ground_truth = final.strip().replace(",", "")
     if not mark or not ground_truth:
-        raise RowFault(
-            f"got an answer that ends in {working[-40:] + mark + final!r:.80}, expected `#### <number>` at its end"
-        )
+        end = working[-40:] + mark + final
+        raise RowFault(f"got an answer that ends in {end!r:.80}, expected `#### <number>` at its end")
     return {
         "data_source": GSM8K_SOURCE,
         "prompt": [{"role": "user", "content": f"{question.strip()}\n\n{INSTRUCTION}"}],

@@ -117,9 +117,8 @@ class PromptDataset:
             if (token := max(self._cut(self._tokenise([self._prompt(file, row)])[0]))) >= size:
                 known = f"got the token {self._tokenizer.convert_ids_to_tokens(token)!r} with id {token}"
                 fault = f"{known}, expected ids below {size}, the number of rows of the model's embedding"
-                faults.add(
-                    file.name, file.rows, row, RowFault(fault, "resize the model's embeddings, or remove the row")
-                )
+                remedy = "resize the model's embeddings, or remove the row"
+                faults.add(file.name, file.rows, row, RowFault(fault, remedy))
         faults.end()
 
     def _place(self, index: int) -> tuple[_File, int]:
@@ -215,9 +214,8 @@ class PromptDataset:
         for place, prompt in enumerate(prompts):
             if not isinstance(prompt.content, str):
                 chats.setdefault(json.dumps(prompt.tools), []).append(place)
-        found = dict(
-            zip(texts, text_ids(self._tokenizer, [str(prompts[place].content) for place in texts]), strict=True)
-        )
+        ids = text_ids(self._tokenizer, [str(prompts[place].content) for place in texts])
+        found = dict(zip(texts, ids, strict=True))
         for places in chats.values():
             contents, tools = [prompts[place].content for place in places], list(prompts[places[0]].tools) or None
             # A template is a program that came with the model
@@ -244,9 +242,8 @@ def _pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
     for token_id in (tokenizer.pad_token_id, tokenizer.eos_token_id):
         if token_id is not None:
             return int(token_id)
-    raise DataError(
-        f"{type(tokenizer).__name__} has neither pad_token nor eos_token, expected one of them to pad prompts with"
-    )
+    kind = type(tokenizer).__name__
+    raise DataError(f"{kind} has neither pad_token nor eos_token, expected one of them to pad prompts with")
 
 
 def load_prompts(config: DataConfig, tokenizer: PreTrainedTokenizerBase, split: str) -> PromptDataset:
@@ -265,9 +262,8 @@ def load_prompts(config: DataConfig, tokenizer: PreTrainedTokenizerBase, split: 
     dataset: PromptDataset = load_callable(custom.path, custom.name, DATASET)(files, config, tokenizer, split)
     missing = [name for name in INTERFACE if not hasattr(dataset, name)]
     if missing:
-        raise UserCodeError(
-            f"{key}: {custom.name} in {custom.path} lacks {missing}, expected {list(INTERFACE)} as in PromptDataset"
-        )
+        expected = f"{list(INTERFACE)} as in PromptDataset"
+        raise UserCodeError(f"{key}: {custom.name} in {custom.path} lacks {missing}, expected {expected}")
     return dataset
 
 

@@ -184,5 +184,6 @@ def with_opening(message: Message, before: str) -> Message:
     return {**message, "content": opening[0] + content}
 
 
-def common(first: list[int], second: list[int]) -> int:
+def common(first: Sequence[Any], second: Sequence[Any]) -> int:
+    """Return how many items two sequences begin with in common."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))

@@ -19,16 +19,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rlx.checkpoint.manifest import (
-    MANIFEST,
-    CheckpointError,
-    OtherVersionError,
-    damage,
-    few,
-    is_count,
-    read_json,
-    require_keys,
-)
+from rlx.checkpoint import manifest
+from rlx.checkpoint.manifest import MANIFEST, CheckpointError, OtherVersionError, few
 from rlx.config.check.folders import is_url, runs_folder
 from rlx.config.schema import PPOConfig, TrainerConfig
 from rlx.config.schema.roles import prompts_at_once, trained_roles
@@ -60,9 +52,7 @@ class DriverState:
     kl_controller: dict[str, Any]
     skipped_steps: int
     first_validation: dict[str, float]
-    queue: list[dict[str, Any]] = field(
-        default_factory=list
-    )  # in a file of its own, if there are any; see prompt_queue.py
+    queue: list[dict[str, Any]] = field(default_factory=list)  # see prompt_queue.py; in a file of its own, if any
 
 
 class Choice(NamedTuple):
@@ -102,7 +92,7 @@ class Refusal(NamedTuple):
 def refusal_of(checkpoint: Path) -> Refusal:
     """Return why a finished checkpoint cannot be used, as far as names, sizes and small files show it; takes milliseconds."""
     try:
-        if faults := damage(checkpoint):
+        if faults := manifest.damage(checkpoint):
             return Refusal(faults)
         read_driver_state(checkpoint)
     except CheckpointError as error:
@@ -204,11 +194,10 @@ def require_parts(config: PPOConfig, checkpoint: Path) -> None:
         described = checkpoint / role.name / "checkpoint.json"
         if not described.is_file():
             held = sorted(part.name for part in checkpoint.iterdir() if (part / "checkpoint.json").is_file())
-            faults.append(
-                f"there is no {role.name} in it, only {held}: resume with the algorithm.adv_estimator that wrote it"
-            )
+            remedy = "resume with the algorithm.adv_estimator that wrote it"
+            faults.append(f"there is no {role.name} in it, only {held}: {remedy}")
             continue
-        known = read_json(described)
+        known = manifest.read_json(described)
         if not {"contents", "adapters"} <= set(known):
             faults.append(f"{described} was written by another version of rlx: resume with that version")
         elif "model" not in known["contents"]:
@@ -225,10 +214,8 @@ def require_parts(config: PPOConfig, checkpoint: Path) -> None:
     state, control = read_driver_state(checkpoint), config.algorithm.kl_ctrl.type
     saved = state.kl_controller.get("type")
     if state.queue and (missing := _settings_for_queue(config)):
-        faults.append(
-            "it has samples that go on from tokens of older weights, also with partial.max_staleness=0; set "
-            + ", ".join(missing)
-        )
+        older = "it has samples that go on from tokens of older weights, also with partial.max_staleness=0"
+        faults.append(f"{older}; set {', '.join(missing)}")
     if saved is not None and saved != control:
         faults.append(
             f"it was written with algorithm.kl_ctrl.type={saved!r}, this run has {control!r}: set it as before"
@@ -294,11 +281,11 @@ def write_driver_state(checkpoint: Path, state: DriverState) -> None:
 def read_driver_state(checkpoint: Path) -> DriverState:
     """Return what `write_driver_state` wrote. Raises OtherVersionError for other keys, CheckpointError for damage or another step."""
     path = checkpoint / "driver.json"
-    found, flat = read_json(path), {}
-    require_keys(path, found, [each.name for each in fields(DriverState) if each.name != QUEUE])
+    found, flat = manifest.read_json(path), {}
+    manifest.require_keys(path, found, [each.name for each in fields(DriverState) if each.name != QUEUE])
     for name, value in found.items():
         flat |= {f"{name}.{key}": each for key, each in value.items()} if isinstance(value, dict) else {name: value}
-    wrong = [name for name in COUNTS if not is_count(flat.get(name))]
+    wrong = [name for name in COUNTS if not manifest.is_count(flat.get(name))]
     wrong += [
         name
         for name in flat
@@ -308,14 +295,14 @@ def read_driver_state(checkpoint: Path) -> DriverState:
     if type(coef) not in (int, float) or not 0 <= coef < math.inf:
         wrong.append("kl_controller.coef")
     faults = [f"{name}={flat.get(name)!r:.40}" for name in wrong]
-    if not wrong and is_count(size) and position > size:
+    if not wrong and manifest.is_count(size) and position > size:
         faults = [f"sampler.position={position} of {size} prompts"]
     if faults:
         raise CheckpointError(f"{path}: got {few(faults)}, which rlx's driver never writes")
     if found["step"] != (step := require_step(checkpoint)):
         raise CheckpointError(f"{path}: got the state of step {found['step']}, expected {step}")
     waiting = checkpoint / QUEUE_FILE
-    return DriverState(**found, queue=read_json(waiting)[QUEUE] if waiting.is_file() else [])
+    return DriverState(**found, queue=manifest.read_json(waiting)[QUEUE] if waiting.is_file() else [])
 
 
 def nothing_to_train(step: int, last_step: int, trainer: TrainerConfig) -> str:

@@ -9,16 +9,8 @@ from rlx.config.compose.command_line import MODEL_KEY, compose
 from rlx.config.secrets import HIDDEN
 from rlx.program import program
 from rlx.step_folders import step_of, steps_in
-from rlx.trainer.checkpoints import (
-    ResumeError,
-    checkpoints_in,
-    newest_whole,
-    none_is_whole,
-    read_driver_state,
-    refusal_of,
-    require_step,
-    unusable,
-)
+from rlx.trainer import checkpoints
+from rlx.trainer.checkpoints import ResumeError, refusal_of, require_step
 from rlx.trainer.resume_config import FIRST, config_at, flat
 
 TRAINING = ("trainer.", "critic.", "data.train_files")
@@ -71,23 +63,25 @@ def policies_at(source: str, every: bool = False) -> list[Policy]:
         raise ResumeError(f"{source}: does not exist, {expected}; {folder.parent} has {beside or 'no folder'}")
     if step_of(folder) is not None:
         if faults := refusal_of(folder).faults:
-            raise unusable(folder, faults)
+            raise checkpoints.unusable(folder, faults)
         return [_of_run(folder)]
     inside = folder / "checkpoints" if (folder / "checkpoints").is_dir() or (folder / FIRST).is_file() else folder
     if steps_in(inside):
         if not every:
-            checkpoint, passed_over = newest_whole(inside)
+            checkpoint, passed_over = checkpoints.newest_whole(inside)
             if checkpoint is None:
-                raise none_is_whole(inside, passed_over or ["none is finished yet"])
+                raise checkpoints.none_is_whole(inside, passed_over or ["none is finished yet"])
             return [_of_run(checkpoint)]
-        return [_of_run(each) for each in checkpoints_in(inside) if not refusal_of(each).faults]
+        return [_of_run(each) for each in checkpoints.checkpoints_in(inside) if not refusal_of(each).faults]
     if inside != folder:
         raise ResumeError(
             f"{source}: got a run without a checkpoint, expected one in {inside}; wait until the run saves, which trainer.save_freq and its "
             "end decide"
         )
     if not (folder / "config.json").is_file():
-        raise ResumeError(f"{source}: got a folder with {_some(folder)}, {expected}; correct the path")
+        names = sorted(each.name for each in folder.iterdir())
+        some = ", ".join(names[:6]) + (", …" if len(names) > 6 else "") or "nothing"
+        raise ResumeError(f"{source}: got a folder with {some}, {expected}; correct the path")
     return [Policy(folder, None, [f"{MODEL_KEY}={written(str(folder))}"])]
 
 
@@ -99,7 +93,7 @@ def _of_run(checkpoint: Path) -> Policy:
             f"`{program('export')} {checkpoint} my-model` and name that folder"
         )
     default = flat(compose([f"{MODEL_KEY}=none"]).yaml, FIRST)
-    values = config_at(run, require_step(checkpoint)) | {"trainer.seed": read_driver_state(checkpoint).seed}
+    values = config_at(run, require_step(checkpoint)) | {"trainer.seed": checkpoints.read_driver_state(checkpoint).seed}
     changed = {key: value for key, value in values.items() if value != default.get(key, ...) or key in CHOSEN}
     own = {key: value for key, value in changed.items() if not key.startswith(TRAINING) or key in KEPT}
     hidden = tuple(key for key, value in own.items() if HIDDEN in str(value))
@@ -122,8 +116,3 @@ def written(value: Any) -> str:
 
 
 WORDS = {"null", "true", "false", "inf", "nan"}
-
-
-def _some(folder: Path) -> str:
-    names = sorted(each.name for each in folder.iterdir())
-    return ", ".join(names[:6]) + (", …" if len(names) > 6 else "") or "nothing"

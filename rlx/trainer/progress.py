@@ -230,7 +230,14 @@ class Progress(logging.Handler):
             self._rewards.append(metrics["reward/mean"])
             self._truncated.append(metrics.get("response_length/clip_ratio", 0.0))
             if metrics.get("train/zero_advantage_share") == 1:
-                self._without_advantage(step)
+                self._steps_without_advantage += 1  # a weak model has many, which the summary counts
+                if self._steps_without_advantage == 1:
+                    self.notice(
+                        f"step {step}: all advantages are zero, because all answers of a prompt got the same reward; raise "
+                        "data.train_batch_size or actor_rollout_ref.rollout.n, take easier or harder prompts, or give partial credit in "
+                        f"the reward function (docs/watch.md). To read the answers, {self._where_answers_are}. The summary at the end "
+                        "counts such steps"
+                    )
             if metrics.get("response_length/clip_ratio", 0.0) > MOSTLY and not self._has_told_of_limit:
                 self._has_told_of_limit = True
                 self.notice(
@@ -244,17 +251,6 @@ class Progress(logging.Handler):
             if "val/reward" in metrics:
                 text += f", reward {metrics['val/reward']:.3f}"
             self._line(text, "bold green")
-
-    def _without_advantage(self, step: int) -> None:
-        """Say what to do at the first such step; a weak model has many, which the summary counts."""
-        self._steps_without_advantage += 1
-        if self._steps_without_advantage == 1:
-            self.notice(
-                f"step {step}: all advantages are zero, because all answers of a prompt got the same reward; raise "
-                "data.train_batch_size or actor_rollout_ref.rollout.n, take easier or harder prompts, or give partial credit in "
-                f"the reward function (docs/watch.md). To read the answers, {self._where_answers_are}. The summary at the end counts "
-                "such steps"
-            )
 
     def _table_row(self, metrics: Mapping[str, float], step: int) -> None:
         new = {title for title, name in ONLY_WITH.items() if metrics.get(name)} - self._optional
@@ -314,9 +310,8 @@ class Progress(logging.Handler):
             facts["all advantages zero"] = f"in {self._steps_without_advantage} of {len(self._rewards)} steps{part}"
         last = self._truncated[-STEPS_PER_MEAN:]
         if last and (share := sum(last) / len(last)) > OFTEN:
-            facts["truncated responses"] = (
-                f"{share:.0%} in the last {len(last)} step(s); a larger data.max_response_length lets them end"
-            )
+            remedy = "a larger data.max_response_length lets them end"
+            facts["truncated responses"] = f"{share:.0%} in the last {len(last)} step(s); {remedy}"
         facts |= {f"restart {number}": reason for number, reason in enumerate(restarts, start=1)}
         if costliest:
             facts["most time"] = costliest
@@ -485,16 +480,12 @@ class MemoryTable:
             for phase in PHASES
             if f"memory/{phase}_before_gb" in metrics
         }
-        both = [
-            pair for phase, now in figures.items() for pair in zip(now, self._shown.get(phase, (0, 0)), strict=True)
-        ]
-        if not (figures and with_header) and not any(abs(x - old) > MEMORY_CHANGE * old for x, old in both):
+        pairs = (pair for phase in figures for pair in zip(figures[phase], self._shown.get(phase, (0, 0)), strict=True))
+        if not (figures and with_header) and not any(abs(x - old) > MEMORY_CHANGE * old for x, old in pairs):
             return []
         self._shown |= figures
-        cells = (
-            f"{PHASES[phase].label}\xa0{number(before, 4)}>{number(after, 4)}"
-            for phase, (before, after) in figures.items()
-        )
+        numbers = {phase: ">".join(number(figure, 4) for figure in both) for phase, both in figures.items()}
+        cells = (f"{PHASES[phase].label}\xa0{both}" for phase, both in numbers.items())
         text = "GB\xa0before>after: " + " ".join(cells)
         folded = textwrap.wrap(text, width, initial_indent="  ", subsequent_indent="    ")
         return [line.replace("\xa0", " ") for line in folded]

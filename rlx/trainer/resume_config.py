@@ -68,7 +68,7 @@ class ChangedKey(NamedTuple):
     now: Any
 
     def __str__(self) -> str:
-        return f"{self.key}: {_text(self.before)} -> {_text(self.now)}"
+        return f"{self.key}: {as_text(self.before)} -> {as_text(self.now)}"
 
 
 def changes(folder: Path, step: int, text: str, knows_rows: bool = False) -> list[ChangedKey]:
@@ -82,11 +82,9 @@ def changes(folder: Path, step: int, text: str, knows_rows: bool = False) -> lis
     before, now = config_at(folder, step), flat(text, "the new configuration")
     known = [key for key in now if key in before and not _is_one_of(key, OF_THE_RESUME)]
     found = [ChangedKey(key, before[key], now[key]) for key in known if before[key] != now[key]]
+    judged = [change for change in found if not (knows_rows and change.key in ROWS)]
     refused = {
-        what: [
-            str(change) for change in found if _is_one_of(change.key, keys) and not (knows_rows and change.key in ROWS)
-        ]
-        for what, keys in REFUSED.items()
+        what: [str(change) for change in judged if _is_one_of(change.key, keys)] for what, keys in REFUSED.items()
     }
     if reasons := [f"{', '.join(changes)} ({what})" for what, changes in refused.items() if changes]:
         raise ResumeError(
@@ -117,12 +115,8 @@ def faults_of_resume(config: PPOConfig, yaml: str) -> tuple[Fault, ...]:
         if checkpoint is not None:
             changes_since(config, checkpoint, yaml)
     except ExplainedError as error:
-        said = (
-            "the run cannot be resumed",
-            "a whole checkpoint of such a run",
-            "set trainer.resume_mode=disable for a new run",
-        )
-        return (Fault.of(error, *said),)
+        what, expected = "the run cannot be resumed", "a whole checkpoint of such a run"
+        return (Fault.of(error, what, expected, "set trainer.resume_mode=disable for a new run"),)
     return ()
 
 
@@ -140,10 +134,8 @@ def keep(folder: Path, text: str, step: int, changed: list[ChangedKey]) -> list[
     _write(file, head + yaml.safe_dump(pairs, sort_keys=False, default_flow_style=None))
     others = [change for change in changed if change.key not in longer(changed, text)]
     has_rounds = bool(flat(text, folder).get("actor_rollout_ref.rollout.partial.max_staleness"))
-    said = (
-        *SAID,
-        *(each.key for each in others if has_rounds and each.key == SAMPLERS and 0 in (each.before, each.now)),
-    )
+    moved = has_rounds and any(each.key == SAMPLERS and 0 in (each.before, each.now) for each in others)
+    said = (*SAID, SAMPLERS) if moved else SAID
     free = [each for each in others if _is_one_of(each.key, FREE) and not _is_one_of(each.key, said)]
     told = [f"from step {step} on the run trains differently: {change}" for change in others if change not in free]
     if free:
@@ -218,7 +210,3 @@ def _write(file: Path, text: str) -> None:
 
 def _is_one_of(key: str, patterns: tuple[str, ...]) -> bool:
     return any(fnmatchcase(key, pattern) for pattern in patterns)
-
-
-def _text(value: Any) -> str:
-    return as_text(tuple(value) if isinstance(value, list) else value)

@@ -25,21 +25,8 @@ from rlx.config.schema import PPOConfig
 from rlx.config.schema.roles import trained_roles
 from rlx.errors import storing
 from rlx.step_folders import step_of, steps_in
-from rlx.trainer.checkpoints import (
-    DriverState,
-    ResumeError,
-    checkpoints_in,
-    is_finished,
-    keep_newest,
-    newest_whole,
-    none_is_whole,
-    order_of,
-    refusal_of,
-    require_parts,
-    require_step,
-    unusable,
-    write_driver_state,
-)
+from rlx.trainer import checkpoints
+from rlx.trainer.checkpoints import DriverState, ResumeError, is_finished, require_step
 from rlx.trainer.run_lock import LOCK_FILE
 
 POLL_S = 0.05
@@ -84,16 +71,16 @@ class Saver:
         trainer = self._config.trainer
         while damage := sorted({*chain(*self._workers.call("process", "damage", str(checkpoint)))}):
             if not falls_back:
-                raise unusable(checkpoint, damage)
+                raise checkpoints.unusable(checkpoint, damage)
             passed_over.append(f"passed over {checkpoint.name}: {few(damage)}")
-            older = newest_whole(checkpoint.parent, before=require_step(checkpoint))
+            older = checkpoints.newest_whole(checkpoint.parent, before=require_step(checkpoint))
             passed_over += older.passed_over
             if older.checkpoint is None:
                 if trainer.val_only:
-                    raise none_is_whole(checkpoint.parent, passed_over)
+                    raise checkpoints.none_is_whole(checkpoint.parent, passed_over)
                 return None, passed_over
             checkpoint = older.checkpoint
-            require_parts(self._config, checkpoint)
+            checkpoints.require_parts(self._config, checkpoint)
         return checkpoint, passed_over
 
     def is_due(self, step: int, last: int) -> bool:
@@ -116,7 +103,7 @@ class Saver:
             partial = folders.begin(checkpoint)
         self._begun, self._last_s = checkpoint, self._clock()
         with _removed_on_failure(partial):
-            write_driver_state(partial, state)
+            checkpoints.write_driver_state(partial, state)
             for role in self._roles:
                 self._workers.call(role, "begin_save", str(partial / role), in_background, without)
 
@@ -154,10 +141,10 @@ class Saver:
 
     def _remove_old(self) -> list[str]:
         """Remove the checkpoints beyond those to keep, but not one that is being copied; return the names of the removed."""
-        limits, before = self._config.trainer, checkpoints_in(self._folder)
+        limits, before = self._config.trainer, checkpoints.checkpoints_in(self._folder)
         with nullcontext() if self._remote is None else self._remote.paused() as copied:
             for role, keep in (("actor", limits.max_actor_ckpt_to_keep), ("critic", limits.max_critic_ckpt_to_keep)):
-                keep_newest(self._folder, role, keep, spare=copied)
+                checkpoints.keep_newest(self._folder, role, keep, spare=copied)
         return [each.name for each in before if not is_finished(each)]
 
     def save_now(self, state: DriverState, within_s: float) -> Path | None:
@@ -215,7 +202,7 @@ class RemoteRun:
     def of(cls, config: PPOConfig, folder: Path) -> "RemoteRun | None":
         """Return the copier of a run, or None if its configuration names no URL."""
         url = config.trainer.default_local_dir
-        return cls(RemoteFolder(url), folder) if url is not None and is_url(url) else None
+        return cls(RemoteFolder(url), folder) if is_url(url) else None
 
     def send(self, checkpoint: Path | None, removed: list[str]) -> None:
         """Copy the run's files and a checkpoint later, and remove copies of removed ones. Raises StorageError if an earlier copy failed."""
@@ -259,19 +246,19 @@ def fetch(config: PPOConfig) -> PPOConfig:
     """
     trainer = config.trainer
     named, runs = trainer.resume_from_path, trainer.default_local_dir
-    if runs is not None and is_url(runs):
+    if is_url(runs):
         remote = RemoteFolder(runs)  # so that a missing package shows now
         if trainer.resume_mode == "auto":
             _fetch_newest(remote, runs_folder(config))
-    if trainer.resume_mode == "resume_path" and named is not None and is_url(named):
+    if trainer.resume_mode == "resume_path" and is_url(named):
         return replace(config, trainer=replace(trainer, resume_from_path=str(_fetch_named(named, runs_folder(config)))))
     return config
 
 
 def _fetch_named(url: str, base: Path) -> Path:
     """Download the checkpoint that a URL names to this experiment's local folder, unless it is there; return its path."""
-    runs_url, run, checkpoints, name = ["", "", "", *url.rstrip("/").rsplit("/", 3)][-4:]
-    if checkpoints != "checkpoints" or step_of(Path(name)) is None or run in ("", ".", "..") or "://" not in runs_url:
+    runs_url, run, parent, name = ["", "", "", *url.rstrip("/").rsplit("/", 3)][-4:]
+    if parent != "checkpoints" or step_of(Path(name)) is None or run in ("", ".", "..") or "://" not in runs_url:
         raise ResumeError(
             f"trainer.resume_from_path: got {url}, expected the URL of a checkpoint, <folder of runs>/RUN/checkpoints/global_step_N"
         )
@@ -284,16 +271,17 @@ def _fetch_newest(remote: RemoteFolder, base: Path) -> None:
         run: [name for name in remote.names(f"{run}/checkpoints") if step_of(Path(name)) is not None]
         for run in remote.names()
     }
-    run = max((run for run, names in found.items() if names), key=order_of, default=None)
+    run = max((run for run, names in found.items() if names), key=checkpoints.order_of, default=None)
     if run is None or any(
-        order_of(folder.name) > order_of(run) and steps_in(folder / "checkpoints") for folder in base.glob("*")
+        checkpoints.order_of(folder.name) > checkpoints.order_of(run) and steps_in(folder / "checkpoints")
+        for folder in base.glob("*")
     ):
         return
     for name in sorted(found[run], key=lambda name: require_step(Path(name)), reverse=True):
         local = base / run / "checkpoints" / name
         if is_finished(local) or remote.has(f"{run}/checkpoints/{name}/{MANIFEST}"):
             _fetch_one(remote, run, name, base)
-        if is_finished(local) and not refusal_of(local).faults:
+        if is_finished(local) and not checkpoints.refusal_of(local).faults:
             return
 
 

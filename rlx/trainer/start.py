@@ -12,22 +12,10 @@ from rlx.config.check.folders import is_url
 from rlx.config.faults import Fault
 from rlx.config.forecast.engine_count import CORES
 from rlx.config.machine import processes
-from rlx.config.schema import ARITHMETIC, PPOConfig
-from rlx.config.schema.roles import (
-    TINY,
-    ModelRole,
-    asks_for_experts,
-    has_environment,
-    has_reward_model,
-    is_tiny,
-    model_scores_alone,
-    only_environment_scores,
-    prompts_at_once,
-    sharded_roles,
-    validates,
-)
+from rlx.config.schema import ARITHMETIC, PPOConfig, roles
 from rlx.data.files import DataError, RowFault, RowFaults, Rows, form_of, parts_of, prompts_of
 from rlx.data.prompts import CORRECT_ANSWER, PromptDataset, PromptSampler, load_prompts
+from rlx.environments.conversation import common
 from rlx.environments.role import require_usable_template
 from rlx.errors import ExplainedError
 from rlx.models.hf_folder import try_saving
@@ -101,17 +89,10 @@ def added_system_prompt(tokenizer: "PreTrainedTokenizerBase") -> str:
         without, empty = (str(tokenizer.apply_chat_template(c, tokenize=False)) for c in ([user], [system, user]))
     except Exception:  # a template raises anything, say that it knows no system message
         return ""
-    first = _alike(without, empty)
-    last = _alike(without[first:][::-1], empty[first:][::-1])
+    first = common(without, empty)
+    last = common(without[first:][::-1], empty[first:][::-1])
     # Where the empty message is a part of its own, the template adds none.
     return without[first : len(without) - last].strip() if first + last == len(empty) else ""
-
-
-def _alike(one: str, other: str) -> int:
-    """Return the number of characters at the beginning that two texts share."""
-    return next(
-        (place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other))
-    )
 
 
 class _Trials:
@@ -153,15 +134,13 @@ def prepare(config: PPOConfig, yaml: str = "") -> Prepared:
             if not is_evaluation(config):  # it writes nothing there, so the run may go on
                 lock = until_it_fails.enter_context(RunLock(checkpoint.parent.parent))
             changed = trial(changes_since, config, checkpoint, yaml)
-        trial.faults += map(ModelError, _faults_of_models(config, sharded_roles(config)))
+        trial.faults += map(ModelError, _faults_of_models(config, roles.sharded_roles(config)))
         tokenizer, train, val = _prompts(trial, config)
         if train is not None:
             sampler = trial(_sampler, config, train, checkpoint)
-        rewards = (
-            _scored(trial, config, until_it_fails, tokenizer, train, val, has_reward_model(config))
-            if tokenizer is not None
-            else None
-        )
+        rewards, has_judge = None, roles.has_reward_model(config)
+        if tokenizer is not None:
+            rewards = _scored(trial, config, until_it_fails, tokenizer, train, val, has_judge)
         trial.end()
         assert tokenizer and train is not None and sampler and rewards, "there was no fault"
         held = until_it_fails.pop_all()
@@ -182,20 +161,16 @@ def faults_at_start(config: PPOConfig, is_here: bool) -> tuple[Fault, ...]:
     config = replace(config, data=replace(data, train_max_samples=most[0], val_max_samples=most[1]))
     reads_rows = data.custom_cls.path is None and not any(map(is_url, (*data.train_files, *data.val_files)))
     scores_rows = scored_sources(config.custom_reward_function) is not None
-    if is_here and reads_rows and (is_tiny(config) or any((policy / name).exists() for name in WEIGHTS)):
+    if is_here and reads_rows and (roles.is_tiny(config) or any((policy / name).exists() for name in WEIGHTS)):
         tokenizer, train, val = _prompts(trial, config)
         has_judge = any(role.name == "reward" for role in local)  # that of the hub may not be here
-        if tokenizer is not None and scores_rows and (has_judge or not model_scores_alone(config)):
+        if tokenizer is not None and scores_rows and (has_judge or not roles.model_scores_alone(config)):
             with ExitStack() as until_tried:
                 _scored(trial, config, until_tried, tokenizer, train, val, has_judge)
     elif is_here and reads_rows and scores_rows and not policy.is_dir():
         trial(_check_rows_alone, config)
-    said = (
-        "the run would end at its start",
-        "models and rows that the run can use",
-        "correct the model's folder or the rows",
-    )
-    return tuple(Fault.of(error, *said) for error in trial.faults)
+    what, expected = "the run would end at its start", "models and rows that the run can use"
+    return tuple(Fault.of(error, what, expected, "correct the model's folder or the rows") for error in trial.faults)
 
 
 def _check_rows_alone(config: PPOConfig) -> None:
@@ -204,7 +179,7 @@ def _check_rows_alone(config: PPOConfig) -> None:
     places: list[tuple[str, Rows, int]] = []
     answers: list[tuple[str, Any]] = []
     splits = [("train", data.train_files, data.train_max_samples)]
-    splits += [("val", data.val_files, data.val_max_samples)] * validates(config)
+    splits += [("val", data.val_files, data.val_max_samples)] * roles.validates(config)
     for split, files, left in splits:
         for part in [part for file in files if file != ARITHMETIC for part in parts_of(file)]:
             rows = part.open()
@@ -215,7 +190,7 @@ def _check_rows_alone(config: PPOConfig) -> None:
                 answers.append((prompt.data_source, prompt.ground_truth))
     faults.end()
     # Which rows a limit in tokens drops is not known without the tokenizer, and their answers need not be right.
-    if not (data.filter_overlong_prompts or only_environment_scores(config) or model_scores_alone(config)):
+    if not (data.filter_overlong_prompts or roles.only_environment_scores(config) or roles.model_scores_alone(config)):
         with RewardManager(config.reward, config.custom_reward_function) as rewards:
             for index, what in rewards.faults_of_answers(dict(enumerate(answers))).items():
                 faults.add(*places[index], RowFault(what, CORRECT_ANSWER))
@@ -237,7 +212,7 @@ def _scored(
     if rewards is not None:
         until.enter_context(rewards)
         trial(_check_answers, config, rewards, train, val)
-        trial(rewards.check_sources, () if only_environment_scores(config) else _sources(train, val) or ())
+        trial(rewards.check_sources, () if roles.only_environment_scores(config) else _sources(train, val) or ())
     return rewards
 
 
@@ -248,11 +223,16 @@ def _prompts(
     tokenizer, train, val = trial(policy_tokenizer, config), None, None
     if tokenizer is not None:
         trial(try_saving, tokenizer)
-        val = trial(load_prompts, config.data, tokenizer, "val") if validates(config) else None
+        val = trial(load_prompts, config.data, tokenizer, "val") if roles.validates(config) else None
         train = val if is_evaluation(config) else trial(load_prompts, config.data, tokenizer, "train")
-        if has_environment(config):
+        if roles.has_environment(config):
             trial(require_usable_template, config, tokenizer)
-            trial(_check_tools, train, val)
+            if any(type(each) is PromptDataset and each.has_tools for each in (train, val)):
+                fault = (
+                    "data.train_files or data.val_files: got rows with a column 'tools' in a run with an environment, expected the "
+                    "environment's tools alone; remove the column, or give the tools in environment.path"
+                )
+                trial.faults.append(DataError(fault))
         trial(_check_tokens, config, tokenizer, train, val)
     return tokenizer, train, val
 
@@ -260,13 +240,13 @@ def _prompts(
 def policy_tokenizer(config: PPOConfig) -> "PreTrainedTokenizerBase":
     """Return the tokenizer of the policy; `builtin:tiny` has one before its warm start too."""
     model = config.actor_rollout_ref.model
-    return make_tiny_tokenizer() if is_tiny(config) else load_tokenizer(model.path or "", model.trust_remote_code)
+    return make_tiny_tokenizer() if roles.is_tiny(config) else load_tokenizer(model.path or "", model.trust_remote_code)
 
 
 def _check_tokens(config: PPOConfig, tokenizer: "PreTrainedTokenizerBase", *prompts: PromptDataset | None) -> None:
     """Raise ModelError or DataError for tokens that the model cannot read, or not sample to end a response."""
     model = config.actor_rollout_ref.model
-    if is_tiny(config):
+    if roles.is_tiny(config):
         return
     try:
         size = getattr(load_config(model).get_text_config(), "vocab_size", None)
@@ -285,18 +265,9 @@ def _check_tokens(config: PPOConfig, tokenizer: "PreTrainedTokenizerBase", *prom
             each.require_tokens_below(size)
 
 
-def _check_tools(*prompts: PromptDataset | None) -> None:
-    """Raise DataError if rows name tools that an environment would hide."""
-    if any(type(each) is PromptDataset and each.has_tools for each in prompts):
-        raise DataError(
-            "data.train_files or data.val_files: got rows with a column 'tools' in a run with an environment, expected the "
-            "environment's tools alone; remove the column, or give the tools in environment.path"
-        )
-
-
 def _check_answers(config: PPOConfig, rewards: RewardManager, *prompts: PromptDataset | None) -> None:
     """Try the answer of every row with the built-in function that will score it. Raises DataError."""
-    if only_environment_scores(config):
+    if roles.only_environment_scores(config):
         return
     for each in prompts:
         if type(each) is PromptDataset:
@@ -304,7 +275,13 @@ def _check_answers(config: PPOConfig, rewards: RewardManager, *prompts: PromptDa
 
 
 def _sampler(config: PPOConfig, train: PromptDataset, checkpoint: Path | None) -> PromptSampler:
-    what = (len(train), prompts_at_once(config), config.data.shuffle, config.data.seed, getattr(train, "digest", ""))
+    what = (
+        len(train),
+        roles.prompts_at_once(config),
+        config.data.shuffle,
+        config.data.seed,
+        getattr(train, "digest", ""),
+    )
     sampler = PromptSampler(*what)
     if checkpoint is not None and not config.trainer.val_only:
         # DataError if it was made for other prompts. The trainer loads it again, or another one if this is damaged.
@@ -322,14 +299,14 @@ def _rewards(config: PPOConfig, policy: "PreTrainedTokenizerBase", has_judge: bo
     return RewardManager(config.reward, config.custom_reward_function, judge, sampler_cores)
 
 
-def _faults_of_models(config: PPOConfig, judged: Iterable[ModelRole]) -> Iterator[str]:
+def _faults_of_models(config: PPOConfig, judged: Iterable[roles.ModelRole]) -> Iterator[str]:
     """Yield faults by role. A built-in critic has the policy's shape, and the reference is the policy."""
-    policy, roles, count = config.actor_rollout_ref.model, sharded_roles(config), processes(config)
+    policy, sharded, count = config.actor_rollout_ref.model, roles.sharded_roles(config), processes(config)
     for role in judged:
         if role.name in HEADS:
-            model = replace(role.model, tiny=policy.tiny) if role.model.path == TINY else role.model
-            sizes = {each.sequence_parallel_size for each in roles if each.model_key == role.model_key}
-            experts = role.name == "actor" and asks_for_experts(config.actor_rollout_ref)
+            model = replace(role.model, tiny=policy.tiny) if role.model.path == roles.TINY else role.model
+            sizes = {each.sequence_parallel_size for each in sharded if each.model_key == role.model_key}
+            experts = role.name == "actor" and roles.asks_for_experts(config.actor_rollout_ref)
             sampler = config.actor_rollout_ref.rollout.name if role.name == "actor" else None
             faults = faults_of(model, HEADS[role.name], sizes, count, experts, sampler)
             yield from (f"{role.model_key}: {fault}" for fault in faults)

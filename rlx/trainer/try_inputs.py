@@ -10,7 +10,7 @@ import re
 import reprlib
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,16 +21,7 @@ from rlx.config.check.folders import is_python_file, is_url
 from rlx.config.check.validate import Verdict
 from rlx.config.faults import Fault
 from rlx.config.machine import Machine, on_accelerator
-from rlx.config.schema import ARITHMETIC, MODEL_JSON_FILES, PLAIN_SOURCE, TOKENIZER_FILES, PPOConfig
-from rlx.config.schema.roles import (
-    ModelRole,
-    has_environment,
-    model_scores_alone,
-    only_environment_scores,
-    prompts_at_once,
-    sharded_roles,
-    validates,
-)
+from rlx.config.schema import ARITHMETIC, MODEL_JSON_FILES, PLAIN_SOURCE, TOKENIZER_FILES, PPOConfig, roles
 from rlx.data.files import (
     DataError,
     FormError,
@@ -104,17 +95,9 @@ def training_rows(config: PPOConfig, most: int | None = None) -> int | None:
     return rows if data.train_max_samples < 0 else min(rows, data.train_max_samples)
 
 
-def first_training_prompt(config: PPOConfig) -> Prompt | None:
-    """Return the prompt of the first training row; None if it is not read from a file. Raises DataError."""
-    files = config.data.train_files
-    if config.data.custom_cls.path is not None or not files or not _is_rows(files[0]):
-        return None
-    return _prompt_of_first_row(files[0], config, "train", 1)
-
-
 def _data_faults(config: PPOConfig, broken: frozenset[str]) -> Iterator[Fault]:
     places: dict[str, list[str]] = {}  # key=file by the data source of the file's first row
-    for split, key in SPLITS.items() if validates(config) else [("train", SPLITS["train"])]:
+    for split, key in SPLITS.items() if roles.validates(config) else [("train", SPLITS["train"])]:
         files, most = config.data.train_files, config.data.train_max_samples
         if split == "val":
             files, most = config.data.val_files, config.data.val_max_samples
@@ -128,7 +111,7 @@ def _data_faults(config: PPOConfig, broken: frozenset[str]) -> Iterator[Fault]:
                     yield _row_fault(f"{key}: the rows of {file} cannot be used", error, key)
     if broken.isdisjoint(SCORING_KEYS):
         yield from _without_function(config, places)
-    batch = prompts_at_once(config)
+    batch = roles.prompts_at_once(config)
     rows = training_rows(config, batch)
     if rows and broken.isdisjoint(("data.train_files", "data.train_batch_size", "data.gen_batch_size")):
         try:
@@ -157,14 +140,14 @@ def _without_function(config: PPOConfig, places: dict[str, list[str]]) -> Iterat
     """Yield a fault if the run asks reward functions and none scores the data sources of some first rows."""
     custom = config.custom_reward_function
     scored = scored_sources(custom)
-    if scored is None or only_environment_scores(config) or model_scores_alone(config):
+    if scored is None or roles.only_environment_scores(config) or roles.model_scores_alone(config):
         return
     if unknown := sorted(places.keys() - scored):
         nothing = f"no {config.data.reward_fn_key}"
         found = {source: nothing if source == PLAIN_SOURCE else repr(source) for source in unknown}
         got = "; ".join(f"{what} in the first row of {', '.join(places[source])}" for source, what in found.items())
         what, expected, remedy = no_function_for(unknown), ", ".join(sorted(scored)), remedy_for(unknown, custom)
-        if has_environment(config):
+        if roles.has_environment(config):
             remedy += "; if the environment gives the rewards, set environment.rewards=replace"
         yield Fault(what, got, expected, remedy, ("custom_reward_function.path", "data.reward_fn_key"))
 
@@ -187,43 +170,42 @@ def check_models(config: PPOConfig, broken: frozenset[str], machine: Machine) ->
     rule of the reward model judges. Keys that could not be read, `broken`, are not judged. A folder without weights serves to plan,
     and for a machine that is only named every folder does.
     """
-    paths = {role.model.path or "": f"{role.model_key}.path" for role in reversed(sharded_roles(config))}
+    paths = {role.model.path or "": f"{role.model_key}.path" for role in reversed(roles.sharded_roles(config))}
     faults: list[Fault] = []
     for path, key in paths.items():
         folder = Path(path).expanduser()
-        if path and key not in broken and (folder / "config.json").is_file():
-            faults += _of_json(folder, key) if key != JUDGE else ()
-            if machine.name is None:
-                faults += _of_tokenizer(folder) if key == POLICY else ()
-                faults += _of_weights(folder, key)
+        if not path or key in broken or not (folder / "config.json").is_file():
+            continue
+        for file in (folder / name for name in MODEL_JSON_FILES if key != JUDGE and (folder / name).exists()):
+            try:
+                read_json(file)
+            except (CheckpointError, OSError) as error:
+                faults.append(_file_fault("a file of the model cannot be read", str(error), "a JSON object", key))
+        if machine.name is None:
+            has_weights, has_tokenizer = (_has(folder, names) for names in (WEIGHTS, TOKENIZER_FILES))
+            if key == POLICY and has_weights and not has_tokenizer:
+                remedy = "save the tokenizer that the model was trained with in its folder (save_pretrained)"
+                got, expected = f"{POLICY}={folder}", f"one of {', '.join(TOKENIZER_FILES)}"
+                faults.append(Fault("the model's folder has no tokenizer", got, expected, remedy, (POLICY,)))
+            faults += _of_weights(folder, key)
     return tuple(faults)
 
 
-def local_roles(config: PPOConfig) -> list[ModelRole]:
+def _has(folder: Path, names: Sequence[str]) -> bool:
+    return any((folder / name).exists() for name in names)
+
+
+def local_roles(config: PPOConfig) -> list[roles.ModelRole]:
     """Return the roles whose model is a folder of this machine."""
-    return [role for role in sharded_roles(config) if role.model.path and Path(role.model.path).expanduser().is_dir()]
+    return [
+        role for role in roles.sharded_roles(config) if role.model.path and Path(role.model.path).expanduser().is_dir()
+    ]
 
 
 def tries_start(config: PPOConfig, is_here: bool) -> bool:
     """Whether this machine has what `faults_at_start` looks at: a folder of a model, or for a run on it files of rows."""
     files = {*config.data.train_files, *config.data.val_files}
     return bool(local_roles(config)) or (is_here and files != {ARITHMETIC} and not any(map(is_url, files)))
-
-
-def _of_json(folder: Path, key: str) -> Iterator[Fault]:
-    for file in (folder / name for name in MODEL_JSON_FILES if (folder / name).exists()):
-        try:
-            read_json(file)
-        except (CheckpointError, OSError) as error:
-            yield _file_fault("a file of the model cannot be read", str(error), "a JSON object", key)
-
-
-def _of_tokenizer(folder: Path) -> Iterator[Fault]:
-    has_weights = any((folder / name).exists() for name in WEIGHTS)
-    if has_weights and not any((folder / name).exists() for name in TOKENIZER_FILES):
-        remedy = "save the tokenizer that the model was trained with in its folder (save_pretrained)"
-        expected = f"one of {', '.join(TOKENIZER_FILES)}"
-        yield Fault("the model's folder has no tokenizer", f"{POLICY}={folder}", expected, remedy, (POLICY,))
 
 
 def _of_weights(folder: Path, key: str) -> Iterator[Fault]:
@@ -344,9 +326,10 @@ def _told_after(seconds: float, what: str) -> Iterator[None]:
 
 def _of(config: PPOConfig) -> Iterator[UserCode]:
     """Yield the configured functions and classes whose files exist."""
-    prompt = None
-    with suppress(DataError):  # `check_data` reports it
-        prompt = first_training_prompt(config)
+    files, prompt = config.data.train_files, None
+    if config.data.custom_cls.path is None and files and _is_rows(files[0]):
+        with suppress(DataError):  # `check_data` reports it
+            prompt = _prompt_of_first_row(files[0], config, "train", 1)
     for label, _, reward in own_parts(config.reward, config.custom_reward_function):
         if reward is None or not (reward.is_judge or is_python_file(reward.source)):
             continue
@@ -360,7 +343,7 @@ def _of(config: PPOConfig) -> Iterator[UserCode]:
         memory_limit_gb, trial = config.reward.memory_limit_gb, _trial(config, reward, prompt)
         yield UserCode(what, keys, reward, expected, memory_limit_gb, trial=trial)
     own = config.environment
-    if has_environment(config) and (own.path is None or is_python_file(own.path)):
+    if roles.has_environment(config) and (own.path is None or is_python_file(own.path)):
         keys = ("environment.path", "environment.name", "environment.kwargs")
         expected = "the name of an environment of rlx, or of a class, a tool or a list of tools in environment.path"
         row = None if prompt is None else _row(prompt)
@@ -375,7 +358,7 @@ def _of(config: PPOConfig) -> Iterator[UserCode]:
 def _trial(config: PPOConfig, function: Function, prompt: Prompt | None) -> RewardCall | None:
     """Return a call with the first training row; None if there is no such row, or training gives the function more than a row."""
     sources = config.custom_reward_function.data_sources
-    if prompt is None or has_environment(config) or model_scores_alone(config):
+    if prompt is None or roles.has_environment(config) or roles.model_scores_alone(config):
         return None
     if sources and prompt.data_source not in sources:
         return None
@@ -395,12 +378,15 @@ def _row(prompt: Prompt) -> dict[str, Any]:
 
 def _tried(own: UserCode) -> tuple[str, str] | None:
     """Import the code and try it; return the kind of a failure and what happened. Raises UserCodeError."""
-    with _told_after(
-        SILENT_S,
-        f"{program('check')}: the import {'or the first reset ' * (own.row is not None)}of {own.what} is not done yet",
-    ):
+    what = f"the import {'or the first reset ' * (own.row is not None)}of {own.what}"
+    with _told_after(SILENT_S, f"{program('check')}: {what} is not done yet"):
         if own.row is not None and isinstance(own.code, EnvironmentSpec):
-            return _reset_failure(own.code, own.row, own.memory_limit_gb)
+            with EnvironmentPool(own.code, 1, own.memory_limit_gb) as environments:  # with its own limit, as in a run
+                environments.reset(0, own.row)
+                while not (answers := environments.poll(1.0)):
+                    pass
+            _, answer = answers[0]
+            return (answer.kind, answer.reason) if isinstance(answer, Failure) else None
         with ScoringPool(1, own.memory_limit_gb, at_once=1) as pool:
             pool.check(own.code)
             return None if own.trial is None else _failure(pool, own.trial)
@@ -411,15 +397,6 @@ def _stops(config: PPOConfig, own: UserCode, kind: str) -> bool:
     if own.row is not None:
         return config.environment.on_failure == "end_run"
     return (config.reward.on_error if kind == "error" else config.reward.on_crash) == "stop"
-
-
-def _reset_failure(spec: EnvironmentSpec, row: dict[str, Any], memory_limit_gb: float | None) -> tuple[str, str] | None:
-    with EnvironmentPool(spec, 1, memory_limit_gb) as pool:  # with its own limit, as in a run
-        pool.reset(0, row)
-        while not (answers := pool.poll(1.0)):
-            pass
-    _, answer = answers[0]
-    return (answer.kind, answer.reason) if isinstance(answer, Failure) else None
 
 
 def _failure(pool: ScoringPool, call: RewardCall) -> tuple[str, str] | None:

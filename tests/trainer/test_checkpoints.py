@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 from run_tools import make
 
-from rlx.checkpoint.manifest import seal
+from rlx.checkpoint.manifest import damage, seal
 from rlx.config.schema import AlgorithmConfig, PPOConfig, TrainerConfig
 from rlx.supervisor import link
 from rlx.trainer import checkpoints as ck
@@ -148,7 +148,7 @@ def test_checkpoints_of_steps_that_a_run_repeats_are_set_aside(tmp_path):
     assert ck.set_aside_later(folder, 2) == ["global_step_10", "global_step_4"]
     assert ck.newest_whole(folder).checkpoint == folder / "global_step_2"
     assert sorted(os.listdir(folder / "superseded")) == ["global_step_10", "global_step_4"]
-    assert ck.damage(folder / "superseded/global_step_10") == []
+    assert damage(folder / "superseded/global_step_10") == []
     assert ck.set_aside_later(folder, 2) == []
 
 
