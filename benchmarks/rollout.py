@@ -14,7 +14,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from rlx.models.log_probs import token_log_probs
 from rlx.models.tiny import make_tiny_tokenizer
 from rlx.offload.plan.shapes import SHAPES
 from rlx.rollout.protocol import Request
+from rlx.rollout.vllm_support import OwnRandomState
 from rlx.trainer.run import with_models
 from rlx.trainer.samples import spread
 from rlx.workers.roles import ActorRole, RolloutRole
@@ -151,6 +152,22 @@ def measure_sync(worker: Worker, settings: RolloutConfig, rounds: int) -> Figure
     }
 
 
+def direct(engine: Any, requests: Sequence[Request], seeded: bool) -> Callable[[], list[Any]]:
+    """Return a function that calls vLLM's own `generate` and returns its objects, to compare with; it may be called repeatedly."""
+    from vllm.inputs import TokensPrompt
+
+    from rlx.rollout.vllm import _sampling_params
+
+    prompts = [TokensPrompt(prompt_token_ids=list(request.prompt_ids)) for request in requests]
+    params = [_sampling_params(request, seeded, engine._temperature) for request in requests]
+
+    def call() -> list[Any]:
+        with OwnRandomState(requests[0].seed).in_use(), torch.compiler.set_stance(engine._stance):
+            return engine._engine.generate(prompts, params, use_tqdm=False, lora_request=engine._adapters)
+
+    return call
+
+
 def measure_throughput(worker: Worker, prompts: Batch, rounds: int) -> Figures:
     """Measure tokens per second of this process through rlx and of the same engine called directly, taking turns."""
     _, rollout = roles(worker)
@@ -159,8 +176,8 @@ def measure_throughput(worker: Worker, prompts: Batch, rounds: int) -> Figures:
     if hasattr(sampler, "engine"):  # vLLM in this process
         rows = zip(prompts["prompt_ids"], prompts["prompt_mask"], prompts["seed"].tolist(), strict=True)
         requests = [Request(tuple(ids[mask].tolist()), seed, sampling) for ids, mask, seed in rows]
-        ways["vllm"] = sampler.engine.direct(requests, sampler.has_seeds)
-        ways["vllm_unseeded"] = sampler.engine.direct(requests, seeded=False)
+        ways["vllm"] = direct(sampler.engine, requests, sampler.has_seeds)
+        ways["vllm_unseeded"] = direct(sampler.engine, requests, seeded=False)
     samples = ways["rlx"]()
     tokens = int(samples["response_mask"].sum())
     seconds: dict[str, list[float]] = {name: [] for name in ways}

@@ -34,6 +34,7 @@ from rlx.rollout.protocol import PrefixMemory, Request
 from rlx.rollout.sampler import build_rollout
 
 BEAT_S = 1.0
+WITHOUT_ANSWER = ("add", "abort")
 
 
 class EngineHost:
@@ -95,8 +96,8 @@ class EngineHost:
         except Exception as error:
             self._fail(error)
         else:
-            if answer is not None:
-                self._send(answer)
+            if method not in WITHOUT_ANSWER:
+                self._send(answer or wire.Answer())
 
     def _fail(self, error: Exception) -> None:
         self._owners.clear()
@@ -132,7 +133,7 @@ class EngineHost:
         for mine in own:
             del self._owners[mine]
 
-    def update(self, version: int) -> wire.Answer:
+    def update(self, version: int) -> None:
         """Take new weights, whose pieces come next."""
         self._memories.clear()
         weights = wire.joined(self._pieces(), self._bucket, lambda: self._send(wire.Answer()))
@@ -141,20 +142,17 @@ class EngineHost:
             pass
         if self._bucket.is_cuda:
             torch.accelerator.empty_cache()
-        return wire.Answer()
 
     def _pieces(self) -> Iterator[Sequence[wire.Part]]:
         while (message := self._next())[0] == "piece":
             yield message[1][0]
 
-    def sleep(self) -> wire.Answer:
+    def sleep(self) -> None:
         self._memories.clear()
         self._sampler.sleep()
-        return wire.Answer()
 
-    def wake(self) -> wire.Answer:
+    def wake(self) -> None:
         self._sampler.wake()
-        return wire.Answer()
 
     def probe(self) -> wire.Answer:
         return wire.Answer(tensor=self._sampler.probe())

@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,16 +15,7 @@ from rlx.heartbeat import beat
 from rlx.models.experts import ExpertRouting
 from rlx.models.loading import load_model
 from rlx.models.lora import Adapter, adapter_weights, add_lora
-from rlx.rollout.hf_decoder import (
-    BatchDecoder,
-    StopStrings,
-    bad_word_tokens,
-    changed_logits,
-    choose_tokens,
-    experts_by_row,
-    inputs_of,
-    request_uniforms,
-)
+from rlx.rollout import hf_decoder as decoding
 from rlx.rollout.protocol import Completion, EngineLoad, Request, Rollout, evenly_spaced, on_cpu
 
 # Finished sequences leave the batch once they are this share of it, because removing them copies the KV cache.
@@ -62,8 +54,9 @@ class HFRollout(Rollout):
         with self._device:
             self._model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype, **options)
         self._model.requires_grad_(False).eval()
-        self._inputs = inputs_of(self._model)
-        self._routing = ExpertRouting(self._model, self._read_five, tokens=5) if with_experts else None
+        self._inputs = decoding.inputs_of(self._model)
+        read_five = partial(self._model, input_ids=torch.arange(5, device=self._device)[None], use_cache=False)
+        self._routing = ExpertRouting(self._model, read_five, tokens=5) if with_experts else None
         self._tokenizer: Any = tokenizer  # `_fault` asks for one where a request needs it
         self._adapters: dict[str, Adapter] = {}
         self._unfinished = 0, 0  # of the requests that are decoded now, and all of those
@@ -78,9 +71,6 @@ class HFRollout(Rollout):
         self._model.requires_grad_(False).eval()
         for parameter in self._targets().values():
             parameter.data = parameter.data.to(dtype)
-
-    def _read_five(self) -> None:
-        self._model(input_ids=torch.arange(5, device=self._device)[None], use_cache=False)
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """See Rollout. The weights may come in any order, dtype and device; of tied weights one name is enough.
@@ -167,7 +157,7 @@ class HFRollout(Rollout):
         sampling, limits = batch[0].sampling, [request.room for request in batch]
         longest = max(limits)
         kept = [request.kept for request in batch]
-        uniforms = request_uniforms([request.seed for request in batch], longest, kept).to(self._device)
+        uniforms = decoding.request_uniforms([request.seed for request in batch], longest, kept).to(self._device)
         stops = torch.tensor(sampling.stop_token_ids, device=self._device, dtype=torch.int64)
         tokens = torch.zeros(len(batch), longest, dtype=torch.int64, device=self._device)
         log_probs = torch.zeros(len(batch), longest, device=self._device)
@@ -175,13 +165,14 @@ class HFRollout(Rollout):
         stopped = torch.zeros(len(batch), dtype=torch.bool, device=self._device)
 
         prompts = [request.prompt_ids for request in batch]
-        stop_texts = StopStrings(self._tokenizer, sampling.stop) if sampling.stop else None
-        bad_words = bad_word_tokens(self._tokenizer, sampling.bad_words)
+        stop_texts = decoding.StopStrings(self._tokenizer, sampling.stop) if sampling.stop else None
+        bad_words = decoding.bad_word_tokens(self._tokenizer, sampling.bad_words)
         stop_strings: list[str | None] = [None] * len(batch)
         routing = self._routing if sampling.with_experts else None
-        decoder = BatchDecoder(self._model, self._inputs, prompts, longest, self._device, routing)
+        decoder = decoding.BatchDecoder(self._model, self._inputs, prompts, longest, self._device, routing)
         in_prompts = None
-        if sampling.changes_logits:
+        penalties = sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty
+        if penalties != (0, 0, 1) or sampling.bad_words or sampling.logit_bias:
             in_prompts = torch.zeros(len(batch), decoder.logits_BV.shape[1], dtype=torch.bool, device=self._device)
             for row, prompt in enumerate(prompts):
                 in_prompts[row, list(prompt)] = True
@@ -195,8 +186,10 @@ class HFRollout(Rollout):
             changed = None
             if in_prompts is not None:
                 said = tokens[rows, :step]
-                changed = changed_logits(decoder.logits_BV, sampling, in_prompts[rows], said, bad_words)
-            chosen, chosen_log_probs = choose_tokens(decoder.logits_BV, uniforms[rows, step], sampling, changed)
+                changed = decoding.changed_logits(decoder.logits_BV, sampling, in_prompts[rows], said, bad_words)
+            chosen, chosen_log_probs = decoding.choose_tokens(
+                decoder.logits_BV, uniforms[rows, step], sampling, changed
+            )
             tokens[rows, step] = chosen
             log_probs[rows, step] = chosen_log_probs
             ends = torch.isin(chosen, stops) & running
@@ -219,7 +212,7 @@ class HFRollout(Rollout):
                 rows, chosen, running = rows[keep], chosen[keep], running[keep]
             decoder.feed(chosen)
         tokens, log_probs, stopped = tokens.cpu(), log_probs.cpu(), stopped.cpu()
-        routed = experts_by_row(experts, [len(prompt) for prompt in prompts], lengths.tolist())
+        routed = decoding.experts_by_row(experts, [len(prompt) for prompt in prompts], lengths.tolist())
         return [
             Completion(
                 tokens[row, :length].tolist(),

@@ -62,12 +62,6 @@ class Sampling:
     by_position: bool = False
 
     @property
-    def changes_logits(self) -> bool:
-        """Whether penalties, biases or bad words change what is sampled."""
-        penalties = (self.presence_penalty, self.frequency_penalty, self.repetition_penalty)
-        return penalties != (0, 0, 1) or bool(self.bad_words or self.logit_bias)
-
-    @property
     def needs_tokenizer(self) -> bool:
         """Whether a sampler must know the texts of tokens."""
         return bool(self.stop or self.bad_words)

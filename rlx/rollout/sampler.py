@@ -149,17 +149,13 @@ def continue_batch(
 
     `done` as in `generate_batch`.
     """
-    requests = [
-        replace(
-            request, prompt_ids=(*request.prompt_ids, *kept.token_ids), kept=len(kept.token_ids), budget=most or None
-        )
-        for request, kept, most in zip(
-            _requests(batch, sampling), batch.info["kept"], batch["budget"].tolist(), strict=True
-        )
-    ]
+    begun, requests = batch.info["kept"], list[Request]()
+    for request, kept, most in zip(_requests(batch, sampling), begun, batch["budget"].tolist(), strict=True):
+        tokens = (*request.prompt_ids, *kept.token_ids)
+        requests.append(replace(request, prompt_ids=tokens, kept=len(kept.token_ids), budget=most or None))
     completions, version = rollout.generate(requests, done), rollout.version
     assert version is not None
-    pairs = zip(batch.info["kept"], completions, strict=True)
+    pairs = zip(begun, completions, strict=True)
     return batch.select("seed").with_({"kept": [kept.continued(completion, version) for kept, completion in pairs]})
 
 

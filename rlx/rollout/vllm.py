@@ -52,7 +52,7 @@ with restored_process_state():
     from vllm import LLM, ModelRegistry, SamplingParams
     from vllm.distributed import destroy_model_parallel, get_tp_group
     from vllm.engine.arg_utils import EngineArgs
-    from vllm.inputs import TokensPrompt, tokens_input
+    from vllm.inputs import tokens_input
     from vllm.lora.lora_model import LoRAModel
     from vllm.lora.request import LoRARequest
     from vllm.lora.utils import parse_fine_tuned_lora_name
@@ -72,11 +72,8 @@ support.hush()
 def unknown_options(names: Iterable[str]) -> list[str]:
     """Return one line for each name that is no option of this version's engine."""
     known = sorted(field.name for field in dataclasses.fields(EngineArgs))
-    return [
-        f"{name} is not an option of vLLM {_version}; {did_you_mean(name, known, 'remove it', most=3)}"
-        for name in names
-        if name not in known
-    ]
+    near = {name: did_you_mean(name, known, "remove it", most=3) for name in names if name not in known}
+    return [f"{name} is not an option of vLLM {_version}; {remedy}" for name, remedy in near.items()]
 
 
 def models_of(architectures: Sequence[str]) -> list[type]:
@@ -202,29 +199,26 @@ class VLLMEngine:
         with _failing():
             self._engine.llm_engine.abort_request([str(number) for number in numbers])
 
-    def direct(self, requests: Sequence[Request], seeded: bool) -> Callable[[], list[Any]]:
-        """Return a function that calls vLLM's own `generate` and returns its objects, to compare with; it may be called repeatedly."""
-        prompts = [TokensPrompt(prompt_token_ids=list(request.prompt_ids)) for request in requests]
-        params = [_sampling_params(request, seeded, self._temperature) for request in requests]
-
-        def call() -> list[Any]:
-            with support.OwnRandomState(requests[0].seed).in_use(), torch.compiler.set_stance(self._stance):
-                return self._engine.generate(prompts, params, use_tqdm=False, lora_request=self._adapters)
-
-        return call
-
     def ask(self, function: Callable[..., T]) -> T:
         """Return what a function of vLLM's worker finds in this process."""
         return cast(T, self._engine.collective_rpc(function)[0])
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Load a complete set of weights as from a checkpoint, and drop cached prefixes; ValueError: they are of another model."""
-        engine, stream = self._engine, support.Stream(weights)
+        source_faults = list[Exception]()
+
+        def arriving() -> Iterator[tuple[str, Tensor]]:
+            try:
+                yield from weights
+            except Exception as fault:
+                source_faults.append(fault)
+                raise
+
         with restored_process_state():
             try:
-                engine.collective_rpc(support.reload, args=(stream,))
+                self._engine.collective_rpc(support.reload, args=(arriving(),))
             except Exception as error:
-                if stream.has_failed or isinstance(error, torch.OutOfMemoryError):
+                if source_faults or isinstance(error, torch.OutOfMemoryError):
                     raise
                 raise ValueError(
                     f"vLLM {_version} cannot take this model's weights ({_reason(error)[:300]}); set actor_rollout_ref.rollout.name=hf"
@@ -354,9 +348,8 @@ def _end(core: Any) -> None:
         try:
             part()
         except Exception as error:
-            logger.warning(
-                "vLLM: %s failed while the engine shut down: %s: %s", part.__qualname__, type(error).__name__, error
-            )
+            what = part.__qualname__, type(error).__name__, error
+            logger.warning("vLLM: %s failed while the engine shut down: %s: %s", *what)
 
 
 def _give_back(worker: Any) -> None:
@@ -469,9 +462,8 @@ class VLLMRollout(Rollout):
         config = load_config(model)
         if fault := support.fault_of(config, models_of, device):
             raise ValueError(f"{model.path}: {fault}")
-        options = support.with_needs(
-            support.engine_options(rollout, model, device, context_length, seed), config, device
-        )
+        options = support.engine_options(rollout, model, device, context_length, seed)
+        options = support.with_needs(options, config, device)
         self._has_texts = tokenizer is not None and bool(rollout.stop or rollout.val_kwargs.bad_words)
         if tokenizer is not None and self._has_texts:
             options |= {"skip_tokenizer_init": False, "tokenizer": tokenizer.name_or_path}
@@ -521,9 +513,8 @@ class VLLMRollout(Rollout):
         self.has_seeds = free if rollout.seed_requests is None else rollout.seed_requests
         try:
             if rollout.exact and not self.engine.has_free_seeds:
-                raise ValueError(
-                    f"rollout.exact=True: vLLM {_version} runs it with its first runner, expected its second; {USE_HF}"
-                )
+                got = f"vLLM {_version} runs it with its first runner"
+                raise ValueError(f"rollout.exact=True: {got}, expected its second; {USE_HF}")
             self._check_model(parameters)
         except ValueError as error:
             self.engine.close()

@@ -455,13 +455,8 @@ def tensors_of(value: Any) -> list[Tensor]:
 
 def _slots(worker: Any, *names: str) -> list[Tensor]:
     """Return the tensors of the model that hold adapters: A and B of each part of a fused layer, or one of them."""
-    parts = names or ("lora_a_stacked", "lora_b_stacked")
-    return [
-        slot
-        for module in worker.get_model().modules()
-        for name in parts
-        for slot in tensors_of(vars(module).get(name, ()))
-    ]
+    parts, modules = names or ("lora_a_stacked", "lora_b_stacked"), worker.get_model().modules()
+    return [slot for module in modules for name in parts for slot in tensors_of(vars(module).get(name, ()))]
 
 
 def count_adapters(worker: Any) -> int:
@@ -550,18 +545,3 @@ def named_among(parameters: Iterable[str], arrived: Iterable[str]) -> set[str]:
     for module, _, leaf in handed_on:
         named.update(name for name in parameters if name.startswith(f"{module}.") and name.endswith(f".{leaf}"))
     return named
-
-
-class Stream:
-    """Weights on their way to vLLM; `has_failed` tells whether an error came from their source."""
-
-    def __init__(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        self._weights = weights
-        self.has_failed = False
-
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        try:
-            yield from self._weights
-        except Exception:
-            self.has_failed = True
-            raise

@@ -201,10 +201,12 @@ def forget_prefixes():
 
 def of_vllm_itself(sampling):
     """Tokens and log-probs of all requests from vLLM's own `generate`, and from the sampler's; no prefix is in the cache."""
+    from benchmarks.rollout import direct
+
     sampler, asked = NOW[-1].vllm, requests(sampling)
     engine = sampler.engine
     engine._drop_prefixes()
-    answers = [answer.outputs[0] for answer in engine.direct(asked, sampler.has_seeds)()]
+    answers = [answer.outputs[0] for answer in direct(engine, asked, sampler.has_seeds)()]
     engine._drop_prefixes()
     return [(list(answer.token_ids), list(answer.logprobs.logprobs)) for answer in answers], [
         (completion.token_ids, completion.log_probs) for completion in NOW[-1].vllm.generate(asked)
