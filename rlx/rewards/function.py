@@ -75,9 +75,8 @@ class Function:
         if fault is not None:
             remedy = f"rename its parameters or add **kwargs; {self.key}.reward_kwargs are {self.options}"
             if misfit(function, named=(*other, *self.options)) is None:
-                remedy = (
-                    f"set reward.reward_manager.name={'naive' if self.batched else 'batch'}, whose parameters it has"
-                )
+                other_manager = "naive" if self.batched else "batch"
+                remedy = f"set reward.reward_manager.name={other_manager}, whose parameters it has"
             raise UserCodeError(
                 f"{self.key}: {self.name}{inspect.signature(function)} in {self.source} cannot take the arguments "
                 f"{', '.join((*own, *self.options))} ({fault}); {remedy}"

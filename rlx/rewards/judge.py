@@ -68,14 +68,12 @@ async def compute_score(
         raise JudgeError(what.replace(api_key, "***") if variable else what) from None
     text = (answer.choices[0].message.content if answer.choices else None) or ""
     if answer.choices and answer.choices[0].finish_reason == "length":
-        raise JudgeError(
-            f"{model} was cut after {shown.repr(text)}, expected a whole answer; raise max_tokens in request"
-        )
+        expected = "expected a whole answer; raise max_tokens in request"
+        raise JudgeError(f"{model} was cut after {shown.repr(text)}, {expected}")
     found = SCORE.findall(text)
     if not found or not 0 <= float(found[-1]) <= scale:
-        raise JudgeError(
-            f"{model} answered {shown.repr(text)}, expected `Score: ` and a number from 0 to {scale:g} in it"
-        )
+        expected = f"expected `Score: ` and a number from 0 to {scale:g} in it"
+        raise JudgeError(f"{model} answered {shown.repr(text)}, {expected}")
     return float(found[-1]) / scale
 
 

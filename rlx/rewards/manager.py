@@ -17,18 +17,7 @@ from rlx.config.schema import CustomRewardConfig, RewardConfig
 from rlx.data.batch import SEQUENCE, Batch, left_padded
 from rlx.errors import ExplainedError, cause_of, storing
 from rlx.rewards import gsm8k
-from rlx.rewards.function import (
-    BATCHED,
-    LARGEST_SCORE,
-    SINGLE,
-    Function,
-    Numbers,
-    Outcome,
-    Part,
-    outcome_of,
-    own_parts,
-    raised,
-)
+from rlx.rewards.function import BATCHED, LARGEST_SCORE, SINGLE, Function, Outcome, Part, outcome_of, own_parts, raised
 from rlx.rewards.rules import MATH_SOURCES, no_function_for, remedy_for, scored_sources
 from rlx.rewards.scoring_pool import RewardCall, ScoringPool
 from rlx.user_code import TEMPLATE_LIMIT_S, call_within
@@ -132,7 +121,7 @@ class RewardFailure(NamedTuple):
     traceback: str
 
 
-Report = Numbers | RewardFailure
+Report = dict[str, float] | RewardFailure
 
 
 class RewardManager:
@@ -158,9 +147,8 @@ class RewardManager:
         self._begun: dict[tuple[int, int], tuple[str, int]] = {}
         limit_s, options = reward.timeout_s, {"format_score": reward.format_score}
         grade_number = Function("rlx.rewards.gsm8k", "compute_score", limit_s, options=options)
-        grade_maths = Function(
-            MATHS, "compute_score", min(MATH_LIMIT_S, limit_s), cpu_limit_s=min(MATH_CPU_LIMIT_S, limit_s)
-        )
+        wall_s, cpu_s = (min(most_s, limit_s) for most_s in (MATH_LIMIT_S, MATH_CPU_LIMIT_S))
+        grade_maths = Function(MATHS, "compute_score", wall_s, cpu_limit_s=cpu_s)
         self._known = dict.fromkeys(gsm8k.SOURCES, grade_number) | dict.fromkeys(MATH_SOURCES, grade_maths)
         # Rules that always take microseconds run in this process.
         self._here: dict[Function, Callable[..., Any]] = {grade_number: gsm8k.compute_score}
@@ -244,10 +232,8 @@ class RewardManager:
 
     def _early_parts(self, source: str) -> dict[int, Function]:
         """Return the functions that score single samples of a source in processes, by the place of their part."""
-        functions = [part.function for part in self._parts_of(source)]
-        return {
-            place: each for place, each in enumerate(functions) if each and not each.batched and each not in self._here
-        }
+        found = {place: part.function for place, part in enumerate(self._parts_of(source))}
+        return {place: each for place, each in found.items() if each and not each.batched and each not in self._here}
 
     def _number_of(self, call: RewardCall, begun: tuple[int, int] | None) -> int:
         """Return the number of a call in the pool; add it unless it has begun."""
@@ -364,10 +350,9 @@ class RewardManager:
         return (self._config.on_error if kind == "error" else self._config.on_crash) == "stop"
 
     def _call_here(self, function: Function, sample: Sample) -> Report:
+        arguments = _call(function, sample).arguments
         try:
-            outcome = outcome_of(
-                function, self._here[function](**_call(function, sample).arguments, **function.options), 1
-            )
+            outcome = outcome_of(function, self._here[function](**arguments, **function.options), 1)
         except Exception as fault:
             outcome = raised(fault)
         return _reports(function, outcome, 1)[0]
@@ -403,12 +388,8 @@ class RewardManager:
             label, culprit = f"the judge of {function.key}", "its keys, template or server"
         # Its name is a number, because names of files must not come from data.
         copy = dump_dir / f"reward_error_{len(list(dump_dir.glob('reward_error_*.json'))) + 1}.json"
-        report = {name: sample[name] for name in SINGLE} | {
-            "index": index,
-            "function": label,
-            "fault": failure.what,
-            "traceback": failure.traceback,
-        }
+        report = {name: sample[name] for name in SINGLE} | {"index": index, "function": label}
+        report |= {"fault": failure.what, "traceback": failure.traceback}
         text = json.dumps(report, indent=2, ensure_ascii=False, default=str) + "\n"
         with storing(copy):
             dump_dir.mkdir(parents=True, exist_ok=True)

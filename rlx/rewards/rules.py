@@ -20,10 +20,10 @@ NAMELESS = "rows without a data source"
 
 def scored_sources(custom: CustomRewardConfig) -> frozenset[str] | None:
     """Return the data sources that a function of rlx or the user's scores; None if the user's function scores all."""
-    if custom.is_set and not custom.asks_rule and not custom.data_sources:
+    scores_own = custom.is_set and not custom.asks_rule
+    if scores_own and not custom.data_sources:
         return None
-    own = custom.data_sources if custom.is_set and not custom.asks_rule else ()
-    return frozenset((*gsm8k.SOURCES, *MATH_SOURCES, *own))
+    return frozenset((*gsm8k.SOURCES, *MATH_SOURCES, *(custom.data_sources if scores_own else ())))
 
 
 def remedy_for(unknown: Collection[str], custom: CustomRewardConfig) -> str:

@@ -14,6 +14,7 @@ from rlx.config.secrets import without_secrets
 from rlx.offload.runtime.options import UNREAD_OPTIONS, OffloadOptions
 
 ACTOR, MODEL, OWN = "actor_rollout_ref.actor", "actor_rollout_ref.model", "custom_reward_function"
+REPLAY = f"{ACTOR}.router_replay.mode"
 PROCESSES = ("trainer.n_gpus_per_node", "trainer.nnodes")
 COUNTED: dict[str, tuple[str, ...]] = {"processes": PROCESSES, "sampling processes": PROCESSES}
 """The keys of limits that are no keys; with `n_rollout_gpus` that of sampling processes."""
@@ -65,6 +66,11 @@ def _unless(holds: Callable[[PPOConfig], bool]) -> Callable[[CheckContext], bool
     return lambda s: not holds(s.config)
 
 
+def own_function_scores_all(s: CheckContext) -> bool:
+    custom = s.config.custom_reward_function
+    return custom.is_set and not custom.asks_rule and not custom.data_sources
+
+
 STATES = {
     "both clips": Condition(
         "clip_ratio_low and clip_ratio_high are both set",
@@ -72,9 +78,7 @@ STATES = {
     ),
     "experts are not used": Condition(
         "bypass_mode compares no experts, and router_replay.mode replays none",
-        lambda s: (
-            s.value("algorithm.rollout_correction.bypass_mode") and s.value(f"{ACTOR}.router_replay.mode") == "disabled"
-        ),
+        lambda s: s.config.algorithm.rollout_correction.bypass_mode and s.value(REPLAY) == "disabled",
     ),
     "never saves": Condition(
         "trainer.save_last=False, and neither trainer.save_freq nor trainer.save_every_minutes is set: nothing is saved",
@@ -100,14 +104,7 @@ STATES = {
     "not vanilla": Condition("only the vanilla loss has a dual clip", _ignored_by(*{*LOSS_MODES} - {"vanilla"})),
     "on a CPU": Condition("on CPU everything is in host memory", lambda s: not s.on_accelerator),
     "one process": Condition("there is one process", lambda s: processes(s.config) == 1),
-    "own function scores all": Condition(
-        "a custom_reward_function scores all",
-        lambda s: (
-            s.config.custom_reward_function.is_set
-            and not s.config.custom_reward_function.asks_rule
-            and not s.value(f"{OWN}.data_sources")
-        ),
-    ),
+    "own function scores all": Condition("a custom_reward_function scores all", own_function_scores_all),
     "reference is the actor": Condition(
         f"{MODEL}.lora_rank is set: the reference is the actor with its adapters off",
         _unless(roles.has_reference_model),

@@ -5,7 +5,7 @@ import math
 import re
 from pathlib import Path
 
-from rlx.config.check.declared import OWN, CheckContext, Faults
+from rlx.config.check.declared import OWN, CheckContext, Faults, own_function_scores_all
 from rlx.config.check.folders import correct_path, is_hub_name
 from rlx.config.faults import Fault
 from rlx.config.forecast.decoders import decoder_of, keys_of
@@ -119,10 +119,7 @@ def validates_on_other_tasks(s: CheckContext) -> bool:
 
 def own_function_scores_them(s: CheckContext) -> bool:
     """Whether the user's function scores all rows, without a setting that it scores these."""
-    custom = s.config.custom_reward_function
-    scores_all = (
-        custom.is_set and not custom.asks_rule and not custom.data_sources and not roles.has_environment(s.config)
-    )
+    scores_all = own_function_scores_all(s) and not roles.has_environment(s.config)
     return scores_all and "data.val_files" not in s.set_keys
 
 
@@ -223,10 +220,8 @@ def layers_can_stream(s: CheckContext) -> Faults:
             )
             got = f"{key}_directory={folder}, which {problem}"
             yield s.fault(what, "a folder of this machine that is writable", remedy, f"{key}_directory", got=got)
-    trained = {role.model_key for role in streaming} - {
-        role.model_key for role in streaming if roles.has_frozen_layers(role)
-    }
-    for model in trained:
+    frozen = {role.model_key for role in streaming if roles.has_frozen_layers(role)}
+    for model in {role.model_key for role in streaming} - frozen:
         key, rank = f"{model}.layer_offload", f"{model}.lora_rank"
         what, remedy = "layer offloading has nothing to move", f"set {rank} to train adapters, or {key}=False"
         yield s.fault(f"{what}: every weight is trained", "frozen weights", remedy, key, rank)
@@ -312,10 +307,8 @@ def vllm_takes_the_options(s: CheckContext) -> Faults:
         got = f"{KWARGS}.{name}={options[name]}"
         yield s.fault("an option of vLLM that rlx sets itself", "another", remedy, KWARGS, got=got)
     if s.value(STALENESS) and options.get("speculative_config") and s.value(NAME) == "vllm":
-        what, got = (
-            "a sample that goes on draws other tokens with drafts",
-            f"{KWARGS}.speculative_config, {STALENESS}={s.value(STALENESS)}",
-        )
+        what = "a sample that goes on draws other tokens with drafts"
+        got = f"{KWARGS}.speculative_config, {STALENESS}={s.value(STALENESS)}"
         yield s.fault(what, "no drafts", "remove speculative_config", KWARGS, STALENESS, got=got)
     longest, together = options.get("max_model_len"), sum(map(s.value, LENGTHS))
     if isinstance(longest, int) and longest < together:
@@ -344,18 +337,17 @@ def sampler_and_trainer_can_be_equal(s: CheckContext) -> Faults:
         return
     keys, shape, others = keys_of(model), decoder_of(model), list[str]()
     rope = keys.get("rope_parameters") or keys.get("rope_scaling") or {}
+    width, window, rest = EXACT_WIDTHS[0], 0, 0
+    if isinstance(shape, Decoder):
+        width, window, rest = shape.head_width, max(w or 0 for w in shape.windows), shape.vocabulary % 64
     for what, found, known in (
         ("a model of type", keys.get("model_type", "llama"), EXACT_KINDS),
         ("rotary embeddings of type", rope.get("rope_type", "default"), ("default", "llama3")),
         ("the activation", keys.get("hidden_act", "silu"), ("silu",)),
-        ("attention with heads of width", shape.head_width if isinstance(shape, Decoder) else 64, EXACT_WIDTHS),
-        ("attention with a window of", max(w or 0 for w in shape.windows) if isinstance(shape, Decoder) else 0, (0,)),
+        ("attention with heads of width", width, EXACT_WIDTHS),
+        ("attention with a window of", window, (0,)),
         # vLLM pads it, and Triton's log-softmax adds in another order where rows do not begin at multiples of 16 elements.
-        (
-            "a vocabulary that 64 divides with remainder",
-            shape.vocabulary % 64 if isinstance(shape, Decoder) else 0,
-            (0,),
-        ),
+        ("a vocabulary that 64 divides with remainder", rest, (0,)),
     ):
         others += [f"{what} {found}"] * (found not in known)
     others += [] if s.on_accelerator else ["a CPU"]
@@ -383,13 +375,9 @@ def responses_can_end(s: CheckContext) -> Faults:
     for token, bias in s.value(f"{val}.logit_bias").items():
         is_number = isinstance(bias, int | float) and not isinstance(bias, bool)
         if not (token.isdecimal() and is_number and -100 <= bias <= 100):
-            what, expected = (
-                f"{val}.logit_bias has an entry that is no bias",
-                "a token id and a number from -100 to 100",
-            )
-            yield s.fault(
-                what, expected, "correct it, such as {5: -100}", f"{val}.logit_bias", got=f"{token}: {bias!r}"
-            )
+            key, expected = f"{val}.logit_bias", "a token id and a number from -100 to 100"
+            what, got = f"{key} has an entry that is no bias", f"{token}: {bias!r}"
+            yield s.fault(what, expected, "correct it, such as {5: -100}", key, got=got)
 
 
 # Rewards
@@ -423,10 +411,8 @@ def reward_parts_can_be_added(s: CheckContext) -> Faults:
             what, got = f"a part of the reward has the name of {whose}", f"{key}={label}"
             yield s.fault(what, "a name of its own", f"set {key} to another name", PARTS, got=got)
         elif not re.fullmatch(r"[\w-]+", label):
-            expected = "letters, digits, _ and -"
-            yield s.fault(
-                "a part's name cannot be that of a metric", expected, f"set {key}", PARTS, got=f"{key}={label!r}"
-            )
+            what, got = "a part's name cannot be that of a metric", f"{key}={label!r}"
+            yield s.fault(what, "letters, digits, _ and -", f"set {key}", PARTS, got=got)
     if parts and not any(part.weight for part in parts):
         what, expected = "no part of the reward counts", "a weight other than 0"
         got = ", ".join(f"{label}: weight={part.weight:g}" for label, part in zip(labels, parts, strict=True))

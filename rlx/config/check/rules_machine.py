@@ -53,16 +53,8 @@ def gpus_suffice(s: CheckContext) -> Faults:
     sampling = f" and {SAMPLING}={own}" * (own > 0)
     got = f"{GPUS}={trainer.n_gpus_per_node}{sampling} on {nodes} machine(s); {s.machine.label} has {found} GPU(s)"
     expected = f"at least {per_node} GPU(s) on each of {nodes} machine(s)"
-    yield s.fault(
-        "more GPUs are requested than available",
-        expected,
-        remedy,
-        GPUS,
-        *[SAMPLING] * (own > 0),
-        NODES,
-        DEVICE,
-        got=got,
-    )
+    keys = (GPUS, *[SAMPLING] * (own > 0), NODES, DEVICE)
+    yield s.fault("more GPUs are requested than available", expected, remedy, *keys, got=got)
 
 
 def ray_has_a_short_folder(s: CheckContext) -> Faults:

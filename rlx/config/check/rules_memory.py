@@ -75,9 +75,8 @@ def disk_warnings(s: CheckContext) -> Iterator[str]:
     for role in offloading_roles(s):
         if offload_options(role.model).uses_disk and role.name not in forecast.unknown:
             key, nbytes = f"{role.model_key}.activation_offload.directory", forecast.phase(f"update_{role.name}").disk
-            written.append(
-                (key, role.model.activation_offload.directory, nbytes * count, f"the {count} process(es) are")
-            )
+            folder = role.model.activation_offload.directory
+            written.append((key, folder, nbytes * count, f"the {count} process(es) are"))
     for key, folder, needed, who in written:
         if folder is None or folder_problem(folder):
             continue
@@ -112,9 +111,8 @@ def _needs(phases: list[Phase]) -> str:
     of = ", ".join(f"{name} {gb(nbytes)}" for name, nbytes in parts if nbytes >= 0.01 * largest.peak)
     texts = [f"{largest.name} {gb(largest.peak)} GB ({of})", *(f"{phase.name} {gb(phase.peak)}" for phase in others)]
     lacking = (phase.lacking for phase in phases if phase.lacking)
-    return ", ".join(
-        [*texts, *(f"the sampler's share lacks {gb(nbytes)} GB to hold one sequence" for nbytes in lacking)]
-    )
+    texts += (f"the sampler's share lacks {gb(nbytes)} GB to hold one sequence" for nbytes in lacking)
+    return ", ".join(texts)
 
 
 # Remedies

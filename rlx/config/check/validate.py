@@ -3,14 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from rlx.config.check import rules
-from rlx.config.check.declared import (
-    CheckContext,
-    declared_limits_hold,
-    declared_needs_are_met,
-    list_entries_agree,
-    unused_keys,
-)
+from rlx.config.check import declared, rules
 from rlx.config.check.rules_machine import MACHINE_RULES
 from rlx.config.check.rules_memory import disk_warnings, judge_memory
 from rlx.config.compose.command_line import Composed
@@ -22,7 +15,13 @@ from rlx.config.schema.roles import has_critic, may_save, model_scores_alone, sh
 from rlx.config.schema.tree import as_text
 from rlx.config.secrets import without_secrets
 
-RULES = (declared_limits_hold, declared_needs_are_met, list_entries_agree, *rules.COMBINATION_RULES, *MACHINE_RULES)
+RULES = (
+    declared.declared_limits_hold,
+    declared.declared_needs_are_met,
+    declared.list_entries_agree,
+    *rules.COMBINATION_RULES,
+    *MACHINE_RULES,
+)
 # Half the distance between two bf16 numbers is at most 2^-8 of them; smaller decays may be rounded away.
 LARGEST_BF16_BETA = 1 - 2.0**-8
 
@@ -36,7 +35,7 @@ class Verdict(NamedTuple):
 
 def check(composed: Composed, machine: Machine) -> Verdict:
     """Apply every rule. A rule's fault about a key that could not be read is dropped, because that key already has a fault."""
-    context, broken = CheckContext(composed.partial, composed.set_keys, machine), composed.broken
+    context, broken = declared.CheckContext(composed.partial, composed.set_keys, machine), composed.broken
     faults = [fault for rule in RULES for fault in rule(context) if broken.isdisjoint(fault.keys)]
     warnings = [*_without_effect(context, broken, composed.repeated), *_surprises(context), *_of_trained_roles(context)]
     if not composed.faults:  # a prediction needs every value
@@ -46,18 +45,15 @@ def check(composed: Composed, machine: Machine) -> Verdict:
     return Verdict((*composed.faults, *faults), tuple(warnings))
 
 
-def _without_effect(s: CheckContext, broken: frozenset[str], repeated: Mapping[str, str]) -> Iterator[str]:
-    unused = {
-        f"{key}={as_text(without_secrets(s.value(key)))}": why
-        for key, why in unused_keys(s).items()
-        if key not in broken
-    }
+def _without_effect(s: declared.CheckContext, broken: frozenset[str], repeated: Mapping[str, str]) -> Iterator[str]:
+    found = {key: why for key, why in declared.unused_keys(s).items() if key not in broken}
+    unused = {f"{key}={as_text(without_secrets(s.value(key)))}": why for key, why in found.items()}
     unused |= {text: f"{later} comes after it" for text, later in repeated.items()}
     if unused:
         yield "set without effect:" + "".join(f"\n    {text}: {why}" for text, why in unused.items())
 
 
-def _surprises(s: CheckContext) -> Iterator[str]:
+def _surprises(s: declared.CheckContext) -> Iterator[str]:
     """Warn of what works, but differs from its paper or from a user's likely intent."""
     actor, algorithm, trainer = s.config.actor_rollout_ref.actor, s.config.algorithm, s.config.trainer
     rollout, mode = s.config.actor_rollout_ref.rollout, actor.policy_loss.loss_mode
@@ -106,7 +102,7 @@ def _surprises(s: CheckContext) -> Iterator[str]:
         yield f"trainer.n_gpus_per_node={trainer.n_gpus_per_node}{own} processes share {s.machine.cpus} CPU cores: the run will be slow"
 
 
-def _of_trained_roles(s: CheckContext) -> Iterator[str]:
+def _of_trained_roles(s: declared.CheckContext) -> Iterator[str]:
     """Warn of offloading that does less than it seems to, of long sequences, lost moments, and checkpoints without a model."""
     for role in sharded_roles(s.config):
         if role.model.layer_offload_directory is not None and not role.model.layer_offload:

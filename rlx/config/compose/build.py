@@ -16,16 +16,7 @@ import yaml
 from rlx.config.faults import Fault
 from rlx.config.schema import PPOConfig
 from rlx.config.schema.keys import KeyInfo, read_bounds
-from rlx.config.schema.tree import (
-    LEAVES,
-    Leaf,
-    as_text,
-    children,
-    describe_expected,
-    is_key,
-    plain_type,
-    section_in,
-)
+from rlx.config.schema.tree import LEAVES, Leaf, as_text, children, describe_expected, is_key, plain_type, section_in
 from rlx.config.secrets import override_without_secrets, without_secrets
 from rlx.errors import did_you_mean
 
@@ -127,9 +118,10 @@ def nearest_keys(key: str) -> list[str]:
     same_name = [known for known in LEAVES if known.rpartition(".")[2] == name]
     if name in GENERIC:  # also a word of its group is like one of the known key's groups
         places = {known: re.split(r"[._]", known)[:-1] for known in same_name}
-        same_name = [
-            known for known in same_name if any(get_close_matches(word, places[known], cutoff=0.75) for word in words)
-        ]
+        is_near = {
+            known: any(get_close_matches(word, places[known], cutoff=0.75) for word in words) for known in places
+        }
+        same_name = [known for known in same_name if is_near[known]]
     if same_name:
         return get_close_matches(key, same_name, n=3, cutoff=0.0)
     siblings = {known.rpartition(".")[2]: known for known in LEAVES if known.rpartition(".")[0] == section}

@@ -140,9 +140,8 @@ def _goes_on(text: str, piece: str) -> bool:
     if re.match(r"--|[\w.+/@]+=", piece):
         return False
     if "=" not in text:
-        is_name = [
-            each in group_choices() or not LEAVES.keys().isdisjoint(_leaf_keys(each, None)) for each in (text, piece)
-        ]
+        known = {*group_choices(), *LEAVES}
+        is_name = [not known.isdisjoint({each, *_leaf_keys(each, None)}) for each in (text, piece)]
         return piece.startswith("=") or is_name == [True, False]
     return re.fullmatch(r"[\w.+/@]+=", text) is not None or sum(map(text.count, "[{")) > sum(map(text.count, "]}"))
 
@@ -185,9 +184,8 @@ def _unknown_option(text: str) -> Fault:
     remedy = f"did you mean {near[0]}?" if near else f"write a key without dashes: {name.lstrip('-')}=VALUE"
     if re.match(r"--config-(path|name|dir)$|-c[pnd]$", name):
         remedy = "remove it: rlx reads no YAML file of yours; write its values behind the command, as key=value"
-    return Fault(
-        f"there is no option {name}", override_without_secrets(text), ", ".join((*OPTIONS, "key=value")), remedy
-    )
+    expected = ", ".join((*OPTIONS, "key=value"))
+    return Fault(f"there is no option {name}", override_without_secrets(text), expected, remedy)
 
 
 def _with_quoted_texts(text: str) -> str:

@@ -79,13 +79,8 @@ def _keys_of_text(file: Path, model: ModelConfig) -> dict[str, Any]:
 
 
 def tiny_shape(tiny: TinyModelConfig) -> dict[str, Any]:
-    return {
-        **vars(tiny),
-        "model_type": "qwen3",
-        "head_dim": tiny.head_dim,
-        "vocab_size": TINY_VOCABULARY,
-        "tie_word_embeddings": True,
-    }
+    own = {"head_dim": tiny.head_dim, "vocab_size": TINY_VOCABULARY, "tie_word_embeddings": True}
+    return {**vars(tiny), "model_type": "qwen3", **own}
 
 
 def fetch_configs(config: PPOConfig) -> list[Fault]:

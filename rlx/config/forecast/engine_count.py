@@ -60,10 +60,8 @@ def engine_count(config: PPOConfig, machine: Machine, actor: Decoder | str | Non
     weights = actor.parameters * element
     sequence_bytes = 2 * len(actor.windows) * actor.kv_heads * actor.head_width * element * tokens
     caches = {n: rollout.gpu_memory_utilization * machine.device_bytes - n * (weights + ENGINE_BYTES) for n in NUMBERS}
-    times = {
-        n: step_s(actor, machine.hardware or PROFILES["h100"], -(-places // n), sequence_bytes, weights, n)
-        for n in NUMBERS
-    }
+    hardware = machine.hardware or PROFILES["h100"]
+    times = {n: step_s(actor, hardware, -(-places // n), sequence_bytes, weights, n) for n in NUMBERS}
     for count, more in pairwise(NUMBERS):
         if (gain := times[count] / times[more]) < GAIN:
             return EngineCount(count, f"{more} would be {gain:.1f} times as fast, too little for their memory")

@@ -60,10 +60,8 @@ def long_text(forecast: MemoryForecast) -> str:
     if old.prompts:
         below.append(f"old log-probs of {old.prompts} of {size} prompts take a pass of their own: {old.why}")
     tables = [*aligned(parts), "", *aligned(peaks), *below] if phases else []
-    host = _host(forecast, phases)
-    return "\n".join(
-        [*_unknown(forecast), *tables, *_engines(forecast), *_states(forecast), *host, *_streams(forecast)]
-    )
+    lines = [*_engines(forecast), *_states(forecast), *_host(forecast, phases), *_streams(forecast)]
+    return "\n".join([*_unknown(forecast), *tables, *lines])
 
 
 def verdict_text(forecast: MemoryForecast) -> str:
@@ -255,7 +253,6 @@ def checkpoint_text(forecast: MemoryForecast, folder: Path | None) -> list[str]:
     each, on_machine = sum(role.nbytes for role in roles.values()), trainer.n_gpus_per_node / processes(forecast.config)
     lines.append(f"checkpoints: {gb(each)} GB each ({by_role}), {keeps}{room}{copied}")
     if staged := on_machine * sum(role.staged for role in roles.values()):
-        lines.append(
-            f"a save copies {gb(staged)} GB to the host memory of each machine, from where a thread writes them"
-        )
+        where = "to the host memory of each machine, from where a thread writes them"
+        lines.append(f"a save copies {gb(staged)} GB {where}")
     return lines
