@@ -19,21 +19,13 @@ from rlx.program import CALLED_AS
 
 
 class Command(NamedTuple):
-    """One command.
+    """One command."""
 
-    Args:
-        module: runs as `__main__`.
-        help: one line.
-        arguments: come before the user's.
-        needs: packages by the name to import, beside torch.
-        extra: of pyproject.toml, which installs them.
-    """
-
-    module: str
-    help: str
-    arguments: tuple[str, ...] = ()
-    needs: tuple[str, ...] = ()
-    extra: str = "train"
+    module: str  # runs as `__main__`
+    help: str  # one line
+    arguments: tuple[str, ...] = ()  # come before the user's
+    needs: tuple[str, ...] = ()  # packages by the name to import, beside torch
+    extra: str = "train"  # of pyproject.toml, which installs them
 
 
 TRAINING = ("psutil", "hydra", "ray", "transformers", "pyarrow", "rich")
@@ -69,9 +61,8 @@ def usage() -> str:
 
 def versions() -> str:
     """Return rlx's version, and those of the packages that decide how it runs."""
-    return "\n".join(
-        [f"rlx {__version__}", *(f"{name} {found}" for name in SHOWN_VERSIONS if (found := _version(name)))]
-    )
+    found = {name: known for name in SHOWN_VERSIONS if (known := _version(name))}
+    return "\n".join(f"{name} {known}" for name, known in {"rlx": __version__, **found}.items())
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -104,9 +95,8 @@ def _main(arguments: Sequence[str] | None) -> int:
         return 2
     missing = [package for package in ("torch", *command.needs) if find_spec(package) is None]
     if missing:
-        print(
-            f"rlx {name}: this installation lacks {', '.join(missing)}; {_installing(command.extra)}", file=sys.stderr
-        )
+        lacks = f"this installation lacks {', '.join(missing)}"
+        print(f"rlx {name}: {lacks}; {_installing(command.extra)}", file=sys.stderr)
         return 2
     os.environ[CALLED_AS] = f"{_program()} {name}"
     sys.argv = [os.environ[CALLED_AS], *command.arguments, *rest[:-1]]

@@ -34,31 +34,19 @@ from rlx.errors import ExplainedError, shown, wrapped
 from rlx.program import beside_python, continuing, program
 from rlx.step_folders import steps_in
 from rlx.supervisor.link import Terminated, tell
+from rlx.trainer import try_inputs
 from rlx.trainer.checkpoints import end_of_run
 from rlx.trainer.launch import launch
 from rlx.trainer.resume_config import faults_of_resume
-from rlx.trainer.try_inputs import (
-    check_data,
-    check_models,
-    check_user_code,
-    isolation_of_programs,
-    training_rows,
-    tries_start,
-)
 
 DONE, FAILED, FAULTY, INTERRUPTED, PIPE_CLOSED, TERMINATED = 0, 1, 2, 130, 141, 143
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Compose, check and run.
+    """Compose, check and run as the command line's arguments say, and return the exit code.
 
-    Args:
-        arguments: of the command line, without the program's name.
-
-    Returns:
-        The exit code. 0: done. 1: the run failed, with its first cause on the last line of standard error. 2: the configuration
-        has faults, all of them listed. 130: Ctrl-C. 141: the reader
-        of standard output ended first. 143: SIGTERM.
+    0: done. 1: the run failed, with its first cause on the last line of standard error. 2: the configuration has faults, all of them
+    listed. 130: Ctrl-C. 141: the reader of standard output ended first. 143: SIGTERM.
     """
     let_idle_threads_sleep()
     try:
@@ -92,19 +80,12 @@ def _folder_is_gone() -> bool:
 
 
 class DriverOptions(NamedTuple):
-    """What the command line asks for beside the configuration.
+    """What the command line asks for beside the configuration."""
 
-    Args:
-        check: only check, and predict memory; `on` does without being asked.
-        is_asked: whether the command line itself asks for a check.
-        tree: print the whole configuration too.
-        on: the machine to check for instead of this one.
-    """
-
-    check: bool
-    is_asked: bool
-    tree: bool
-    on: Machine | None
+    check: bool  # only check, and predict memory; `on` does without being asked
+    is_asked: bool  # whether the command line itself asks for a check
+    tree: bool  # print the whole configuration too
+    on: Machine | None  # the machine to check for instead of this one
 
 
 def read_options(arguments: Sequence[str]) -> tuple[DriverOptions, list[str]]:
@@ -128,7 +109,7 @@ def _check_and_run(overrides: Sequence[str], options: DriverOptions) -> int:
         machine = options.on or inspect_machine(join_cluster(composed.partial, until_done))
         of_hub = fetch_configs(composed.partial)
         unchosen = not_chosen(overrides, composed)
-        rows = training_rows(composed.partial, PROMPTS)
+        rows = try_inputs.training_rows(composed.partial, PROMPTS)
         if more := chosen(overrides, composed, machine, rows):
             if not composed.faults:
                 chose = f"chosen for this command and machine; set a key to choose yourself:\n    {'  '.join(more)}"
@@ -136,15 +117,15 @@ def _check_and_run(overrides: Sequence[str], options: DriverOptions) -> int:
             composed = compose([*overrides, *more])
         composed = with_nodes(composed, machine)
         checked = check(composed, machine)
-        data = check_data(composed.partial, composed.broken)
-        models = check_models(composed.partial, composed.broken, machine)
-        tried = check_user_code(composed.partial, composed.broken, machine)
+        data = try_inputs.check_data(composed.partial, composed.broken)
+        models = try_inputs.check_models(composed.partial, composed.broken, machine)
+        tried = try_inputs.check_user_code(composed.partial, composed.broken, machine)
         # Another machine may have the model of a check.
         found: tuple[Fault, ...] = (*checked.faults, *models, *data, *tried.faults, *(() if options.check else of_hub))
         over = end_of_run(composed.partial)
         if not composed.faults and options.on is None and over is None:
             found += faults_of_resume(composed.config, composed.yaml)
-        if options.check and not found and tries_start(composed.config, options.on is None):
+        if options.check and not found and try_inputs.tries_start(composed.config, options.on is None):
             from rlx.trainer.start import faults_at_start  # loads torch and transformers
 
             found = faults_at_start(composed.config, is_here=options.on is None)
@@ -157,11 +138,8 @@ def _check_and_run(overrides: Sequence[str], options: DriverOptions) -> int:
         for warning in (*warnings, *(of_hub if options.check else ())):
             print(wrapped(f"warning: {warning}"), file=sys.stderr, flush=True)
         if faults:
-            print(
-                wrapped(f"{len(faults)} fault(s) in the configuration:\n{numbered(faults)}"),
-                file=sys.stderr,
-                flush=True,
-            )
+            listed = f"{len(faults)} fault(s) in the configuration:\n{numbered(faults)}"
+            print(wrapped(listed), file=sys.stderr, flush=True)
         if options.check:
             if not options.is_asked:
                 print("nothing was started: --on only checks")
@@ -191,7 +169,7 @@ def _print_plan(composed: Composed, machine: Machine) -> None:
             "warm start: before step 1 builtin:tiny learns by imitation, about 4 minutes on two cores, unless these settings did "
             f"before; {cache} keeps each result and has {kept}"
         )
-    if (told := isolation_of_programs(composed.partial)) and not machine.name:
+    if (told := try_inputs.isolation_of_programs(composed.partial)) and not machine.name:
         lines.append(told)
     if not forecast.on_device and composed.partial.trainer.device == "auto" and not is_tiny(composed.partial):
         train, here = program("train"), program("check")
@@ -279,12 +257,7 @@ def _asked_to_end(error: BaseException | None) -> BaseException | None:
 
 
 def join_cluster(config: PPOConfig, until_done: ExitStack) -> Cluster | None:
-    """Return the cluster that the run joins, with the GPUs of its machines, or None if Ray is to start here.
-
-    Args:
-        config: reads `ray_kwargs.ray_init`.
-        until_done: leaves the cluster when it closes.
-    """
+    """Return the cluster that the run joins until `until_done` closes, with its machines' GPUs; None if Ray is to start here."""
     address = config.ray_kwargs.ray_init.get("address") or os.environ.get("RAY_ADDRESS") or "local"
     if address == "local":
         stay_on_this_machine()

@@ -13,13 +13,7 @@ from rlx.data.batch import Batch, BatchError, left_padded
 from rlx.environments.chat import Chat, UnusableTemplate
 from rlx.environments.conversation import Branch, Conversation
 from rlx.environments.environment_pool import EnvironmentPool
-from rlx.environments.running import (
-    ConversationBounds,
-    ConversationOptions,
-    ConversationRow,
-    RanConversations,
-    Run,
-)
+from rlx.environments.running import ConversationBounds, ConversationOptions, ConversationRow, RanConversations, Run
 from rlx.environments.spec import environment_spec
 from rlx.rollout.protocol import FirstRank, PrefixMemory, Rollout, Sampling
 

@@ -11,14 +11,8 @@ from rlx.config.schema import PPOConfig
 from rlx.config.schema.roles import trained_roles
 from rlx.data.prompts import PromptDataset, PromptSampler
 from rlx.rewards.manager import RewardManager
-from rlx.trainer.checkpoints import (
-    SUPERSEDED,
-    DriverState,
-    nothing_to_train,
-    read_driver_state,
-    require_step,
-    set_aside_later,
-)
+from rlx.trainer import checkpoints
+from rlx.trainer.checkpoints import SUPERSEDED, DriverState, read_driver_state, require_step
 from rlx.trainer.progress import Progress
 from rlx.trainer.prompt_queue import Draw, as_data, from_data
 from rlx.trainer.saver import Saver
@@ -75,7 +69,7 @@ class Run:
             self.timeline.rewind(step)
         except TrackingError as fault:
             notice(f"{fault}. It begins anew")
-        if not trainer.val_only and (later := set_aside_later(checkpoint.parent, step)):
+        if not trainer.val_only and (later := checkpoints.set_aside_later(checkpoint.parent, step)):
             notice(f"checkpoints of later steps are now in {checkpoint.parent / SUPERSEDED}: {', '.join(later)}")
         if whole is None:
             notice("all checkpoints of this run are damaged: it starts from scratch")
@@ -94,7 +88,7 @@ class Run:
         if state.seed != trainer.seed:
             notice(f"trainer.seed={trainer.seed} has no effect: the resumed run keeps its seed {state.seed}")
         if self.finished_steps >= self.last_step and not trainer.val_only:
-            notice(nothing_to_train(self.finished_steps, self.last_step, trainer))
+            notice(checkpoints.nothing_to_train(self.finished_steps, self.last_step, trainer))
 
     def send_weights(self, updates: int) -> None:
         """Send the actor's weights to the sampler, `updates` after those that it has."""
