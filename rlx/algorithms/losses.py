@@ -14,20 +14,13 @@ LOG_RATIO_LIMIT = 20.0
 
 
 class LossSettings(NamedTuple):
-    """The settings of the policy losses, from the configuration's `actor`.
+    """The settings of the policy losses, from the configuration's `actor`."""
 
-    Args:
-        clip_low: how far below 1 a ratio may fall before it is clipped; clip_ratio_low, or clip_ratio.
-        clip_high: how far above 1 it may rise; clip_ratio_high, or clip_ratio.
-        clip_c: bound of the dual clip, > 1; clip_ratio_c, math.inf switches it off.
-        tau_pos, tau_neg: SAPO's temperatures for positive advantages and the others, > 0.
-    """
-
-    clip_low: float
-    clip_high: float
-    clip_c: float = 3.0
-    tau_pos: float = 1.0
-    tau_neg: float = 1.05
+    clip_low: float  # how far below 1 a ratio may fall before it is clipped; clip_ratio_low, or clip_ratio
+    clip_high: float  # how far above 1 it may rise; clip_ratio_high, or clip_ratio
+    clip_c: float = 3.0  # bound of the dual clip, > 1; clip_ratio_c, math.inf switches it off
+    tau_pos: float = 1.0  # SAPO's temperature for positive advantages, > 0
+    tau_neg: float = 1.05  # for the others
 
 
 class PolicyLoss(Protocol):

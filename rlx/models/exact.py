@@ -28,21 +28,16 @@ if TYPE_CHECKING:
 
 
 class Kernels(NamedTuple):
-    """Forward operations that sampler and trainer share.
+    """Forward operations that sampler and trainer share."""
 
-    Attributes:
-        product: (x_NK, weight_MK, out_NM) writes x @ weight.T, added up in fp32, and returns `out`, which may be wider than both.
-        norm: (x_NK, weight_K, epsilon) returns the RMS norm of each row.
-        rotate: (x_NHD, table_ND) returns heads turned by the angles whose cosines and then sines a row of the table holds.
-        attention: (query_NHD, key_NHD, value_NHD, call) returns causal attention in packed sequences, and its log-sum-exp.
-        token_log_probs: (logits_NV in fp32, ids_N) returns log-probs of the ids.
-    """
-
+    # (x_NK, weight_MK, out_NM) writes x @ weight.T, added up in fp32, and returns `out`, which may be wider than both
     product: Callable[[Tensor, Tensor, Tensor], Tensor]
-    norm: Callable[[Tensor, Tensor, float], Tensor]
+    norm: Callable[[Tensor, Tensor, float], Tensor]  # (x_NK, weight_K, epsilon) returns the RMS norm of each row
+    # (x_NHD, table_ND) returns heads turned by the angles whose cosines and then sines a row of the table holds
     rotate: Callable[[Tensor, Tensor], Tensor]
+    # (query_NHD, key_NHD, value_NHD, call) returns causal attention in packed sequences, and its log-sum-exp
     attention: Callable[[Tensor, Tensor, Tensor, Call], tuple[Tensor, Tensor]]
-    token_log_probs: Callable[[Tensor, Tensor], Tensor]
+    token_log_probs: Callable[[Tensor, Tensor], Tensor]  # (logits_NV in fp32, ids_N) returns log-probs of the ids
 
 
 def use_kernels(model: "PreTrainedModel", kernels: Kernels) -> None:

@@ -77,17 +77,13 @@ class GrowingLayer(DynamicLayer):
 
 
 class ForwardInputs(NamedTuple):
-    """The arguments of a model's forward besides tokens and their mask.
+    """The arguments of a model's forward besides tokens and their mask."""
 
-    Args:
-        cache: name of the argument for the cache.
-        first_position: of a sequence; None: the model takes no positions.
-        has_window: whether the model's masks follow its `sliding_window`; Moshi's do not, so its cache must keep all tokens.
-    """
-
-    cache: str
-    first_position: int | None
-    has_window: bool
+    cache: str  # name of the argument for the cache
+    first_position: int | None  # of a sequence; None: the model takes no positions
+    has_window: (
+        bool  # whether the model's masks follow its `sliding_window`; Moshi's do not: its cache keeps all tokens
+    )
 
 
 class BatchDecoder:
@@ -193,16 +189,10 @@ def request_uniforms(seeds: list[int], count: int, kept: Sequence[int] | None = 
 def choose_tokens(
     logits_BV: Tensor, uniforms_B: Tensor, sampling: Sampling, changed_BV: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Choose each row's next token by inverting the cumulative distribution at the row's uniform number.
+    """Choose each row's next token by inverting the cumulative distribution at the row's uniform number, fp64 in [0, 1).
 
-    Args:
-        logits_BV: (B, V) floating.
-        uniforms_B: (B,) fp64 in [0, 1); unused when greedy.
-        sampling: temperature, min_p, top_k, top_p.
-        changed_BV: logits after penalties and biases, to choose from.
-
-    Returns:
-        Tokens (B,) int64 and their log-probs (B,) fp32 under log_softmax(logits / temperature), before penalties and cuts.
+    `changed_BV` are the logits after penalties and biases, to choose from. Return tokens (B,) int64 and their log-probs (B,) fp32
+    under log_softmax(logits / temperature), before penalties and cuts.
     """
     log_probs_BV = torch.log_softmax(logits_BV.float() / sampling.log_prob_temperature, dim=-1)
     chosen_BV = log_probs_BV
@@ -222,12 +212,7 @@ def changed_logits(
 ) -> Tensor:
     """Return logits in fp32 after biases, penalties and bad words, in this order.
 
-    Args:
-        logits_BV: (B, V) floating.
-        sampling: names them.
-        prompts_BV: (B, V) bool, which tokens the prompts have.
-        said_BT: tokens of the completions so far.
-        bad_words: tokens of each.
+    `prompts_BV`, bool, tells which tokens the prompts have; `said_BT` are the tokens of the completions so far.
     """
     changed = logits_BV.float().clone()
     for token, bias in sampling.logit_bias:
@@ -253,12 +238,7 @@ def bad_word_tokens(tokenizer: "PreTrainedTokenizerBase", words: Sequence[str]) 
 
 
 class StopStrings:
-    """Finds strings in texts that grow by tokens.
-
-    Args:
-        tokenizer: of the model.
-        strings: at least one.
-    """
+    """Finds strings, at least one, in texts that grow by tokens."""
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", strings: Sequence[str]):
         self._tokenizer, self._strings = tokenizer, strings

@@ -22,43 +22,31 @@ SAMPLED_PER_TENSOR = 1024
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to choose the tokens of a request.
+    """How to choose the tokens of a request."""
 
-    Args:
-        max_tokens: longest completion [tokens], the stop token included.
-        temperature: divides the logits; 0 takes the most likely token (greedy).
-        top_p: keep the fewest most likely tokens whose probabilities reach this sum, in (0, 1]; 1 keeps all.
-        top_k: keep this many most likely tokens; -1 keeps all.
-        stop_token_ids: the first of these ends a completion and belongs to it.
-        with_log_probs: whether to return the log-prob of each token.
-        with_experts: whether to return the experts that process each token; the sampler must be built for it.
-        stop: a completion ends with the token that completes one of these strings in its text, special tokens included.
-        include_stop_str_in_output: whether `shown` keeps the stop string.
-        min_p: drop tokens less likely than this share of the most likely one.
-        repetition_penalty: divides positive logits of tokens in prompt or completion, multiplies negative ones.
-        presence_penalty: subtracted from the logits of tokens in the completion.
-        frequency_penalty: subtracted from a token's logit for each time that the completion has it.
-        bad_words: texts that are not sampled: after all tokens of one but its last, the last is not.
-        logit_bias: tokens, and what is added to their logits.
-        by_position: each draw depends on the request's seed and the token's place in the completion alone, so a request that goes on
-            from kept tokens draws what one without a break would have drawn. The hf sampler always draws like this.
-    """
-
-    max_tokens: int
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = -1
-    stop_token_ids: tuple[int, ...] = ()
-    with_log_probs: bool = True
-    with_experts: bool = False
-    stop: tuple[str, ...] = ()
-    include_stop_str_in_output: bool = False
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    bad_words: tuple[str, ...] = ()
-    logit_bias: tuple[tuple[int, float], ...] = ()
+    max_tokens: int  # longest completion [tokens], the stop token included
+    temperature: float = 1.0  # divides the logits; 0 takes the most likely token (greedy)
+    top_p: float = 1.0  # keep the fewest most likely tokens whose probabilities reach this sum, in (0, 1]; 1 keeps all
+    top_k: int = -1  # keep this many most likely tokens; -1 keeps all
+    stop_token_ids: tuple[int, ...] = ()  # the first of these ends a completion and belongs to it
+    with_log_probs: bool = True  # whether to return the log-prob of each token
+    with_experts: bool = (
+        False  # whether to return the experts that process each token; the sampler must be built for it
+    )
+    stop: tuple[
+        str, ...
+    ] = ()  # the token that completes one of these in the text, special tokens included, ends a completion
+    include_stop_str_in_output: bool = False  # whether `shown` keeps the stop string
+    min_p: float = 0.0  # drop tokens less likely than this share of the most likely one
+    repetition_penalty: float = (
+        1.0  # divides positive logits of tokens in prompt or completion, multiplies negative ones
+    )
+    presence_penalty: float = 0.0  # subtracted from the logits of tokens in the completion
+    frequency_penalty: float = 0.0  # subtracted from a token's logit for each time that the completion has it
+    bad_words: tuple[str, ...] = ()  # texts that are not sampled: after all tokens of one but its last, the last is not
+    logit_bias: tuple[tuple[int, float], ...] = ()  # tokens, and what is added to their logits
+    # Each draw depends on the request's seed and the token's place in the completion alone, so a request that goes on from kept tokens
+    # draws what one without a break would have drawn. The hf sampler always draws like this.
     by_position: bool = False
 
     @property
@@ -82,37 +70,26 @@ class PrefixMemory:
     """What a sampler knows of a conversation's tokens from one turn to the next. Only the sampler reads and fills it.
 
     The conversation holds it, so that it goes with the conversation. It decides how fast a prompt is read, never what is sampled.
-
-    Args:
-        tokens: prompt and completion of the last request that had it.
-        block_hashes: of their whole blocks.
-        era: the object that the sampler had then; its hashes hold as long as it has the same.
     """
 
-    tokens: Sequence[int] = ()
-    block_hashes: Sequence[Any] = ()
-    era: object = None
+    tokens: Sequence[int] = ()  # prompt and completion of the last request that had it
+    block_hashes: Sequence[Any] = ()  # of their whole blocks
+    era: object = None  # the object that the sampler had then; its hashes hold as long as it has the same
 
 
 @dataclass(frozen=True)
 class Request:
-    """One prompt to complete once.
+    """One prompt to complete once."""
 
-    Args:
-        prompt_ids: its tokens, at least one.
-        seed: in [0, 2**63); with the prompt and the weights it determines the completion.
-        sampling: how to choose tokens.
-        memory: the same for all turns of a conversation; a sampler may ignore it.
-        kept: the last so many of `prompt_ids` begin the completion: an earlier request with this seed sampled them.
-        budget: most tokens to sample now; None: all that `sampling.max_tokens` leaves.
-    """
-
-    prompt_ids: tuple[int, ...]
-    seed: int
+    prompt_ids: tuple[int, ...]  # its tokens, at least one
+    seed: int  # in [0, 2**63); with the prompt and the weights it determines the completion
     sampling: Sampling
+    # The same for all turns of a conversation; a sampler may ignore it
     memory: PrefixMemory | None = field(default=None, compare=False, repr=False)
-    kept: int = 0
-    budget: int | None = None
+    kept: int = (
+        0  # the last so many of `prompt_ids` begin the completion: an earlier request with this seed sampled them
+    )
+    budget: int | None = None  # most tokens to sample now; None: all that `sampling.max_tokens` leaves
 
     @property
     def room(self) -> int:
@@ -131,24 +108,20 @@ class EngineError(RuntimeError):
 
 
 class Completion(NamedTuple):
-    """One completion.
+    """One completion."""
 
-    Args:
-        token_ids: at least one token, behind those that the request has. If `finish_reason` is "stop" the last is a stop token, or
-            completes `stop_string`.
-        log_probs: of each token, from log_softmax(logits / temperature) over the whole vocabulary, before penalties, biases and
-            cuts: the trainer's definition. Greedy sampling uses temperature 1. None if they were not asked for.
-        finish_reason: "stop", "length" after `max_tokens`, or "budget": another request may continue it.
-        experts: of prompt and completion without the last token, which the model does not read: (tokens, decoder layers, experts
-            of a token) uint8, or int16 if a layer has more than 256; 0 in layers without experts. None if not asked for.
-        stop_string: the one of `Sampling.stop` that ended it.
-    """
-
+    # At least one token, behind those that the request has; with "stop" the last is a stop token, or completes `stop_string`
     token_ids: list[int]
+    # Of each token, from log_softmax(logits / temperature) over the whole vocabulary, before penalties, biases and cuts: the trainer's
+    # definition. Greedy sampling uses temperature 1. None if they were not asked for.
     log_probs: list[float] | None
-    finish_reason: Literal["stop", "length", "budget"]
+    finish_reason: Literal[
+        "stop", "length", "budget"
+    ]  # "length" after `max_tokens`; another request may continue "budget"
+    # Of prompt and completion without the last token, which the model does not read: (tokens, decoder layers, experts of a token) uint8,
+    # or int16 if a layer has more than 256; 0 in layers without experts. None if not asked for.
     experts: Tensor | None = None
-    stop_string: str | None = None
+    stop_string: str | None = None  # the one of `Sampling.stop` that ended it
 
 
 class Kept(NamedTuple):
