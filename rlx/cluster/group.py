@@ -5,8 +5,9 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from math import inf
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.exceptions import OutOfMemoryError, RayActorError, RayError
@@ -39,11 +40,16 @@ class HangWatch:
     model, it is any other stack: a library may work at one place in rlx for long. With beats it is not, because an endless loop
     of a user's policy loss gives another stack at each look. A rank that waits for a slow one is not stuck, so the progress of
     any of them counts for all. Times are monotonic; `began_s` is that of the call.
+
+    Attributes:
+        due_s: when to look next.
     """
 
     def __init__(self, timeout_s: float, began_s: float) -> None:
-        self._timeout_s, self._since_s = timeout_s, began_s
+        self._timeout_s, self._since_s, self._looked_s = timeout_s, began_s, began_s
         self._seen: dict[int, tuple[object, ...]] = {}
+        self._every_s = min(LOOK_S, timeout_s / 4)
+        self.due_s = began_s + self._every_s
 
     def faults(self, standings: Mapping[int, Standing | None], now_s: float) -> list[RankFault]:
         """Return a fault for each rank if they are stuck, the one that the others probably wait for first; else none.
@@ -51,9 +57,11 @@ class HangWatch:
         The standings are those of the ranks still at work, None for a rank that did not answer.
         """
         progress = {rank: standing.progress for rank, standing in standings.items() if standing is not None}
-        if any(self._seen.get(rank) != each for rank, each in progress.items()):
+        was_busy = now_s - self._looked_s > self._timeout_s  # the driver, which looks only while it waits for a call
+        if was_busy or any(self._seen.get(rank) != each for rank, each in progress.items()):
             self._seen |= progress
             self._since_s = now_s
+        self._looked_s, self.due_s = now_s, now_s + self._every_s
         if now_s - self._since_s < self._timeout_s:
             return []
         stuck, noticed_s = f"no progress for {now_s - self._since_s:.0f} s", time.time()
@@ -68,14 +76,20 @@ class HangWatch:
         ]
 
 
-class BegunCall(NamedTuple):
+@dataclass(eq=False)
+class BegunCall:
     """A call that has begun, see `WorkerGroup.begin`."""
 
     role: str
     method: str
     ranks: Mapping[Any, int]  # of each process's part of it
-    answering: tuple[int, ...]  # the ranks whose results are used
-    rows: int  # that were sent
+    watch: HangWatch
+    answering: tuple[int, ...] = ()  # the ranks whose results are used
+    rows: int = 0  # that were sent
+    stream: "_Stream | None" = None
+
+    def __post_init__(self) -> None:
+        self.left = dict(self.ranks)  # without parts that ended while another call was waited for
 
 
 class WorkerGroup:
@@ -108,7 +122,6 @@ class WorkerGroup:
         self._locations: dict[int, WorkerLocation] = {}
         self._open = True
         self._begun: list[BegunCall] = []  # that no one has waited for so far
-        self._succeeded = set[Any]()  # their parts that have ended well, whose results may be large
         # Without events of its calls, which Ray's gcs_server would collect: 17.6 kB per step of a tiny run.
         options = {"enable_task_events": False, "concurrency_groups": {WATCH: 1}}
         actor = ray.remote(max_restarts=0, max_task_retries=0, **options)(WorkerProcess)
@@ -121,7 +134,7 @@ class WorkerGroup:
     def load(self) -> None:
         """Wait until the processes have started, tell each its rank and the address at which rank 0 will listen, and let them
         import the worker class in the background. Raises WorkerFailure."""
-        self._locations = self._collect(self._of_all("location"), "worker", "start")
+        self._locations = self._collect(self._of_all("start", "location"))
         located = [*self._locations.values()]
         several_nodes = len({location.node_id for location in located}) > 1
         address = located[0].node_ip if several_nodes else LOOPBACK
@@ -147,8 +160,9 @@ class WorkerGroup:
         """Make a worker in each process, with the same arguments on all ranks, and return the group. Raises WorkerFailure."""
         if not self._loading:
             self.load()
-        self._collect({call: rank for rank, call in enumerate(self._loading)}, "worker", "import")
-        self._collect(self._of_all("build", ray.put(arguments)), "worker", "__init__")
+        loading = {call: rank for rank, call in enumerate(self._loading)}
+        self._collect(BegunCall("worker", "import", loading, self._watch()))
+        self._collect(self._of_all("__init__", "build", ray.put(arguments)))
         return self
 
     def __enter__(self) -> "WorkerGroup":
@@ -164,21 +178,27 @@ class WorkerGroup:
         number = self._pool_of.get(role)
         return range(self.world_size) if number is None else self._placement.pools[number]
 
-    def _of_all(self, method: str, *args: Any) -> dict[Any, int]:
-        return {getattr(each, method).remote(*args): rank for rank, each in enumerate(self._processes)}
+    def _watch(self) -> HangWatch:
+        return HangWatch(self._hang_timeout_s, time.monotonic())
 
-    def call(
-        self, role: str, method: str, *args: Any, batch: "Batch | None" = None, meanwhile: Meanwhile | None = None
-    ) -> list[Any]:
+    def _of_all(self, name: str, method: str, *args: Any) -> BegunCall:
+        calls = {getattr(each, method).remote(*args): rank for rank, each in enumerate(self._processes)}
+        return BegunCall("worker", name, calls, self._watch())
+
+    def call(self, role: str, method: str, *args: Any, batch: "Batch | None" = None) -> list[Any]:
         """Call all ranks of a role with the same arguments and return their results in the order of ranks.
 
-        With a batch each rank gets its share of the rows as the first argument, and there is one result per share. `meanwhile`
-        gets what the worker's `finished(role)` returns while the ranks are at work.
+        With a batch each rank gets its share of the rows as the first argument, and there is one result per share.
         """
-        return self.results(self.begin(role, method, *args, batch=batch), meanwhile=meanwhile)
+        return self.results(self.begin(role, method, *args, batch=batch))
 
-    def begin(self, role: str, method: str, *args: Any, batch: "Batch | None" = None) -> BegunCall:
-        """Begin what `call` does. Other pools can be called before `results`; calls of one process run in their order."""
+    def begin(
+        self, role: str, method: str, *args: Any, batch: "Batch | None" = None, meanwhile: Meanwhile | None = None
+    ) -> BegunCall:
+        """Begin what `call` does. Other pools can be called before `results`; calls of one process run in their order.
+
+        `meanwhile` gets what the worker's `finished(role)` returns, while this call or another one is waited for.
+        """
         if not self._open:
             raise RuntimeError(f"{role}.{method} called on a worker group that is closed or has failed")
         shared, ranks = [ray.put(arg) for arg in args], self._ranks(role)
@@ -193,27 +213,25 @@ class WorkerGroup:
             self._processes[rank].call.remote(role, method, rank in answering, *arguments): rank
             for rank, arguments in zip(ranks, sent, strict=True)
         }
-        self._begun.append(BegunCall(role, method, calls, answering, 0 if batch is None else len(batch)))
+        stream = meanwhile and _Stream([self._processes[rank] for rank in answering], role, meanwhile)
+        rows = 0 if batch is None else len(batch)
+        self._begun.append(BegunCall(role, method, calls, self._watch(), answering, rows, stream))
         return self._begun[-1]
 
-    def results(
-        self, call: BegunCall, beside: BegunCall | None = None, meanwhile: Meanwhile | None = None
-    ) -> list[Any]:
+    def results(self, call: BegunCall, beside: BegunCall | None = None) -> list[Any]:
         """Wait for a call that has begun, and for one `beside` it that it works with; return the results of the first."""
-        stream = meanwhile and _Stream([self._processes[rank] for rank in call.answering], call.role, meanwhile)
-        calls = {**call.ranks, **(beside.ranks if beside else {})}
-        results = self._collect(calls, call.role, call.method, stream)
+        results = self._collect(call, *([beside] if beside else []))
         return [results[rank] for rank in call.answering]
 
-    def split(self, role: str, method: str, batch: "Batch", *args: Any, meanwhile: Meanwhile | None = None) -> "Batch":
+    def split(self, role: str, method: str, batch: "Batch", *args: Any) -> "Batch":
         """Send each share of the rows to its ranks; join the results, one row per row sent, in order. See `call`."""
-        return self.joined(self.begin(role, method, *args, batch=batch), meanwhile)
+        return self.joined(self.begin(role, method, *args, batch=batch))
 
-    def joined(self, call: BegunCall, meanwhile: Meanwhile | None = None) -> "Batch":
+    def joined(self, call: BegunCall) -> "Batch":
         """Wait for a call with a batch that has begun, and join its results as `split` does."""
         from rlx.data.batch import concat  # imports torch, and the workers start before this process has it
 
-        answers = self.results(call, meanwhile=meanwhile)
+        answers = self.results(call)
         for rows, answer in zip(share_ranges(call.rows, len(answers)), answers, strict=True):
             if len(answer) != len(rows):
                 what = f"{call.role}.{call.method} answered {len(answer)} rows for {len(rows)}"
@@ -228,43 +246,39 @@ class WorkerGroup:
                 ray.kill(process)
             self._placement.release()
 
-    def _collect(
-        self, calls: Mapping[Any, int], role: str, method: str, stream: "_Stream | None" = None
-    ) -> dict[int, Any]:
-        """Return the results by rank. After a failure wait a little for its cause, end the group and raise that.
+    def _collect(self, *own: BegunCall) -> dict[int, Any]:
+        """Return the results of calls by rank. After a failure wait a little for its cause, end the group and raise that.
 
-        A call that has begun in other processes counts too if it fails meanwhile.
+        A call that has begun in other processes counts too if it fails or hangs meanwhile.
         """
-        for begun in [each for each in self._begun if not each.ranks.keys().isdisjoint(calls)]:
-            self._begun.remove(begun)
-            self._succeeded.difference_update(begun.ranks)
-        watched = {call: rank for begun in self._begun for call, rank in begun.ranks.items()}
-        rank_of, beside = dict(calls), {call: watched[call] for call in watched if call not in self._succeeded}
+        self._begun = [each for each in self._begun if each not in own]
+        rank_of = {call: rank for each in own for call, rank in each.ranks.items()}
+        parts = [(own[0].watch, rank_of), *((each.watch, each.left) for each in self._begun)]
         results: dict[int, Any] = {}
         faults: list[RankFault] = []
         seen: set[tuple[int, str, str]] = set()
-        watch = HangWatch(self._hang_timeout_s, time.monotonic())
+        role, method = own[0].role, own[0].method
         slow_s = time.monotonic() + SLOW_START_S if method == "start" else inf
-        look_s = min(LOOK_S, SLOW_START_S, self._hang_timeout_s / 4)
         give_up_s = inf
+        wait = next((each.stream.wait for each in (*own, *self._begun) if each.stream), _wait)  # one at most has any
         while rank_of and (left_s := give_up_s - time.monotonic()) > 0:
-            done = (stream.wait if stream else _wait)([*rank_of, *beside], min(left_s, look_s))
-            for call in done:
-                is_own = call in rank_of
-                rank = (rank_of if is_own else beside).pop(call)
+            if not faults:
+                due_s = min(watch.due_s for watch, left in parts if left)
+                left_s = max(0.0, due_s - time.monotonic())
+            for call in wait([call for _, left in parts for call in left], left_s):
+                left = next(left for _, left in parts if call in left)
+                rank = left.pop(call)
                 result = _receive(call, rank, self._locations.get(rank))
                 if isinstance(result, WorkerReply):
-                    if is_own:
+                    if left is rank_of:
                         _forward(result.log, seen)
                     result = result.fault or result.value
                 if isinstance(result, RankFault):
                     faults.append(result)
                     grace_s = COLLECTIVE_GRACE_S if result.kind == "collective" else GRACE_S
                     give_up_s = min(give_up_s, time.monotonic() + grace_s)
-                elif is_own:
+                elif left is rank_of:
                     results[rank] = result
-                else:
-                    self._succeeded.add(call)
             if rank_of and not faults and time.monotonic() > slow_s:
                 slow_s = inf
                 logger.warning(
@@ -272,8 +286,10 @@ class WorkerGroup:
                     "python-core logs of Ray's %s",
                     *(len(rank_of), self.world_size, SLOW_START_S, ray.get_runtime_context().get_session_name()),
                 )
-            if not done and not faults and (stuck := watch.faults(self._standings(rank_of.values()), time.monotonic())):
-                faults, give_up_s = stuck, 0.0
+            for watch, left in parts:
+                if left and not faults and time.monotonic() >= watch.due_s:
+                    faults = watch.faults(self._standings(left.values()), time.monotonic())
+                    give_up_s = 0.0 if faults else inf
         if not faults:
             return {rank: results[rank] for rank in sorted(results)}
         self.close()

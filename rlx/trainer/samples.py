@@ -51,8 +51,8 @@ class SampleSource:
     def __init__(self, run: Run):
         self._run, self._config = run, run.config
         self._unfinished: Metrics = {}  # of the last phase of generation with a queue
-        # Rows of a phase that runs, the draw and the row there of each, and the call
-        self._phase: tuple[Batch, list[tuple[Draw, int]], BegunCall] | None = None
+        # Of a phase that runs the draw of each sample and its row there, and the call
+        self._phase: tuple[list[tuple[Draw, int]], BegunCall] | None = None
         self._failed = FailedConversations(run.config.environment, run.progress)
         self._has_judge, self._has_environment = has_reward_model(run.config), has_environment(run.config)
         self._least_gain = run.config.actor_rollout_ref.model.least_gain
@@ -97,25 +97,25 @@ class SampleSource:
         return self._received(rows, self._generated(rows, sent, purpose))
 
     def _generated(self, rows: Batch, sent: Batch, purpose: str) -> Batch:
-        """Return what the sampler answers, and begin to score what it finishes."""
         answers: list[Batch | None] = [None]
         while None in answers:
-            answers = self._answers(rows, self._begin(sent, purpose))
+            answers = self._answers(self._begin(rows, sent, purpose))
         return concat([each for each in answers if each is not None])
 
-    def _begin(self, sent: Batch, purpose: str) -> BegunCall:
+    def _begin(self, rows: Batch, sent: Batch, purpose: str) -> BegunCall:
+        """Begin to sample; what is finished is scored while this process waits for any workers."""
         if self._run.sampler_lost:
             self._run.send_weights(updates=0)
-        return self._run.workers.begin("rollout", "generate", purpose, batch=sent)
+        scores_early = not self._has_environment and self._run.rewards.scores_early(rows)
+        meanwhile = self._scoring(rows) if scores_early else None
+        return self._run.workers.begin("rollout", "generate", purpose, batch=sent, meanwhile=meanwhile)
 
-    def _answers(self, rows: Batch, call: BegunCall) -> list[Batch | None]:
-        """Return the answer of each of the sampler's shares, and begin to score what they finish.
+    def _answers(self, call: BegunCall) -> list[Batch | None]:
+        """Return the answer of each of the sampler's shares.
 
         None is that of a sampler in processes of its own that failed, which has begun anew and waits for weights.
         """
-        scores_early = not self._has_environment and self._run.rewards.scores_early(rows)
-        meanwhile = self._scoring(rows) if scores_early else None
-        answers: list[Batch | None] = self._run.workers.results(call, meanwhile=meanwhile)
+        answers: list[Batch | None] = self._run.workers.results(call)
         self._run.sampler_lost |= None in answers
         return answers
 
@@ -209,16 +209,16 @@ class SampleSource:
         rows, places = prompt_queue.phase_rows(draws, budget, shares)
         sent = rows.select("prompt_ids", "prompt_mask", "seed", "budget")
         sent = sent.with_(rows.info if self._has_environment else {"kept": rows.info["kept"]})
-        self._phase = rows, [(draws[number], row) for number, row in places], self._begin(sent, "train")
+        self._phase = [(draws[number], row) for number, row in places], self._begin(rows, sent, "train")
         return sum(map(prompt_queue.token_count, rows.info["kept"]))
 
     def _end_phase(self) -> None:
         """Wait for the phase that runs, if one does, and keep what it sampled; the share of a sampler that failed stays as it was."""
         if self._phase is None:
             return
-        rows, places, call = self._phase
+        places, call = self._phase
         self._phase = None
-        answers = self._answers(rows, call)
+        answers = self._answers(call)
         for share, answer in zip(share_ranges(len(places), len(answers)), answers, strict=True):
             for at, kept in zip(share, answer.info["kept"] if answer else (), strict=answer is not None):
                 draw, row = places[at]

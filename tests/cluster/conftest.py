@@ -25,7 +25,7 @@ def worker_class():
             import queue
             import sys
 
-            self.rows, self.roles = queue.SimpleQueue(), {"each": self, "pair": self}
+            self.rows, self.roles = queue.SimpleQueue(), dict.fromkeys(("each", "pair", "sample"), self)
             self.torch_came_early = "torch" in sys.modules
             logging.getLogger("rlx.tests").info("built %s", name)
             logging.getLogger("rlx.tests").warning("rank %s speaks", os.environ["RANK"])

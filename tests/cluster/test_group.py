@@ -82,18 +82,24 @@ def test_a_call_with_a_batch_deals_its_shares_and_has_a_result_for_each(group):
     assert group.call("pair", "facts", 1, batch=batch(5)) == [{"rank": 0, "rows": 5, "sum": 10}]
 
 
-@pytest.mark.parametrize("role", ["each", "pair"])
-def test_what_a_call_has_finished_arrives_while_it_runs(group, role, tmp_path):
-    seen, sent = [], batch(4)
+def seeing(seen, folder):
+    """Notes what is finished, in a list and as files."""
 
     def see(finished, wait_s):
         seen.extend(finished)
         for row in finished:
-            (tmp_path / str(row)).touch()
+            (folder / str(row)).touch()
         return False
 
-    got = group.split(role, "show", sent, tmp_path, meanwhile=see)
-    assert got.info == sent.info and sorted(seen) == [0, 1, 2, 3], "once, also of ranks with the same rows"
+    return see
+
+
+@pytest.mark.parametrize("role", ["each", "pair"])
+def test_what_a_call_has_finished_arrives_while_it_runs(group, role, tmp_path):
+    seen, sent = [], batch(4)
+    begun = group.begin(role, "show", tmp_path, batch=sent, meanwhile=seeing(seen, tmp_path))
+    assert group.joined(begun).info == sent.info
+    assert sorted(seen) == [0, 1, 2, 3], "once, also of ranks with the same rows"
 
 
 def test_a_call_returns_results_by_rank(group):
@@ -163,6 +169,10 @@ def test_pools_work_at_the_same_time_and_a_failure_of_one_ends_a_call_of_the_oth
     assert len([*tmp_path.iterdir()]) == 2, (
         "a result, which may be large, is read once for its failure and once for its value"
     )
+    seen, sent = [], batch(3)
+    begun = group.begin("sample", "show", tmp_path, batch=sent, meanwhile=seeing(seen, tmp_path))
+    group.split("train", "show", sent, tmp_path)  # ends when the driver has seen the rows of the other call
+    assert seen == [0, 1, 2] and group.joined(begun).info == sent.info
     group.begin("sample", "reduce", "nothing")  # fails: torch.distributed is not set up
     with pytest.raises(WorkerFailure) as caught:
         group.call("train", "work_slowly", 100)
@@ -192,4 +202,17 @@ def test_a_stuck_collective_names_the_rank_that_the_others_wait_for(worker_class
     assert re.match(r"rank 1 \(pid \d+ on .*\), any.reduce: " + at, lines[-1])
     assert re.match(r"meanwhile on rank 0: no progress for \d+ s at .*, inside .*distributed_c10d.py", lines[-2])
     assert "time.sleep(1000)" in str(raised.value), "its stack"
+    assert raised.value.fault.curable
+
+
+@pytest.mark.slow
+def test_a_call_that_hangs_is_noticed_while_others_are_waited_for(worker_class, tmp_path):
+    pools = {"train": 0, "sample": 1}
+    group = WorkerGroup(Placement.reserve(1, (1, 1), "cpu"), worker_class, pool_of=pools).build("x")
+    group.call("train", "work_slowly", 0.1)
+    group._hang_timeout_s = 3.0
+    group.begin("sample", "show", tmp_path, batch=batch(1))  # nobody sees its row
+    with pytest.raises(WorkerFailure, match=r"rank 1 .*, sample.show: no progress for \d+ s") as raised:
+        for _ in range(100):
+            group.call("train", "work_slowly", 0.5)
     assert raised.value.fault.curable

@@ -19,8 +19,8 @@ def test_progress_of_one_rank_counts_for_all():
 def test_the_rank_that_others_wait_for_comes_first():
     def order(standings):
         watch = HangWatch(10.0, began_s=0.0)
-        watch.faults(standings, now_s=0.0)
-        return [fault.rank for fault in watch.faults(standings, now_s=11.0)]
+        assert watch.faults(standings, now_s=2.0) == []
+        return [fault.rank for fault in watch.faults(standings, now_s=12.0)]
 
     assert order({0: WAITS, 1: WORKS, 2: WAITS}) == [1, 0, 2]
     assert order({0: WAITS, 1: WORKS, 2: None}) == [2, 1, 0]
@@ -32,6 +32,12 @@ def test_ranks_that_never_answered_hang_from_the_beginning_of_the_call():
     assert watch.faults({0: None}, now_s=109.0) == []
     (fault,) = watch.faults({0: None}, now_s=110.0)
     assert fault.kind == "hung" and fault.curable and "no progress for 10 s" in fault.summary
+
+
+def test_a_driver_that_has_not_looked_for_long_cannot_say_how_long_a_rank_stands():
+    watch = HangWatch(10.0, began_s=0.0)
+    assert watch.faults({0: None}, now_s=11.0) == [] and watch.due_s == 13.5
+    assert watch.faults({0: None}, now_s=20.0) == [] != watch.faults({0: None}, now_s=21.0)
 
 
 @pytest.mark.parametrize("beats", [0, 3])

@@ -122,10 +122,10 @@ class Sampler:
     def mesh(self, role):
         return Mesh.of(self.shares)
 
-    def begin(self, role, method, purpose, batch):
+    def begin(self, role, method, purpose, batch, meanwhile):
         return batch
 
-    def results(self, batch, meanwhile):
+    def results(self, batch):
         prompts, budgets, kept = batch["prompt_ids"][:, -1].tolist(), batch["budget"].tolist(), batch.info["kept"]
         for prompt, seed in zip(prompts, batch["seed"].tolist(), strict=True):
             self.seeds.setdefault(seed, set()).add(prompt)
