@@ -20,6 +20,7 @@ PROBE, SAID, HIDDEN = "rlxPROBE", "rlxSAID", "rlxHIDDEN"
 """Words that stand in texts for others: those of a turn, of a message, and special tokens."""
 NUMBERED = re.compile(HIDDEN)
 ANCHOR = "\n"
+UNWRITTEN = "the chat template does not write the content of the role {}, given as text"
 MOST_HANGS = 3
 """Chats that are tried alone although those before took too long; the others get the first one's error."""
 Tools = list[dict[str, Any]]
@@ -240,9 +241,7 @@ class Chat:
             messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": PROBE}]
             (text,) = self._texts([messages], [])
             if PROBE not in text:
-                raise UnusableTemplate(
-                    "the chat template does not write the content of the role assistant, given as text"
-                )
+                raise UnusableTemplate(UNWRITTEN.format("assistant"))
             self._end = text.rpartition(PROBE)[2]
         return self._end
 
@@ -253,9 +252,7 @@ class Chat:
             said = [{**gap.added[0], "content": SAID}]
             (after,) = self._texts([[*gap.history, *said]], gap.tools, prompt=True)
             if SAID not in after:
-                raise UnusableTemplate(
-                    f"the chat template does not write the content of the role {kind[0]}, given as text"
-                )
+                raise UnusableTemplate(UNWRITTEN.format(kind[0]))
             self._checked.add(kind)
 
     def _prompts(self, chats: Sequence[Opening]) -> list[str]:
@@ -312,9 +309,8 @@ class Chat:
                 pieces += self._plain(own[int(piece)]) if place % 2 else [piece]
             ends.append(len(pieces))
         ids = self._encoded(pieces, firsts)
-        return [
-            [token for piece in ids[first:end] for token in piece] for first, end in zip([0, *ends], ends, strict=False)
-        ]
+        starts = [0, *ends]
+        return [[token for piece in ids[at:end] for token in piece] for at, end in zip(starts, ends, strict=False)]
 
     def _plain(self, text: str) -> list[str]:
         """Return pieces of a text without special tokens: each is cut behind its first character."""

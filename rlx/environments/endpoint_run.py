@@ -146,10 +146,9 @@ class AgentRun(Run):
             call, node = self._node_of.pop(number)
             if call.content["stop"]:
                 completion, text = self._cut(completion, call.content["stop"], text)
-            shown = replace(self._options.sampling, stop=(*self._options.sampling.stop, *call.content["stop"])).shown(
-                text
-            )
-            node.completion, node.text = completion, shown
+            own = self._options.sampling
+            ends = replace(own, stop=(*own.stop, *call.content["stop"]))
+            node.completion, node.text = completion, ends.shown(text)
             call.left.discard(number)
             if not call.left:
                 self._answer(call)

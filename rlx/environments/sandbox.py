@@ -149,9 +149,7 @@ def _reason() -> str:
 @cache
 def _paths() -> list[str]:
     """Return what a program may read, parents first: Python, its libraries, and those of the system."""
-    own = sysconfig.get_paths(
-        vars={"base": sys.base_prefix, "platbase": sys.base_prefix, "installed_base": sys.base_prefix}
-    )
+    own = sysconfig.get_paths(vars=dict.fromkeys(("base", "platbase", "installed_base"), sys.base_prefix))
     found = {
         *SYSTEM_PATHS,
         os.path.realpath(sys.executable),
@@ -160,9 +158,8 @@ def _paths() -> list[str]:
         *(path for path in sys.path if path.endswith("-packages")),
     }
     there = sorted(path for path in found if os.path.exists(path))
-    return [
-        path for path in there if not any(path.startswith(f"{other}/") and not os.path.islink(other) for other in there)
-    ]
+    folders = tuple(f"{path}/" for path in there if not os.path.islink(path))
+    return [path for path in there if not path.startswith(folders)]
 
 
 def _command(limits: SandboxLimits) -> list[str]:

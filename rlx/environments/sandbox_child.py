@@ -143,9 +143,8 @@ def main() -> None:
     give_up_rights(FIRST_USER + int(settings["number"]) if os.geteuid() == 0 else 0)
     limit(settings)
     sys.argv, launcher = ["-c"], sys.modules["__main__"]
-    program = sys.modules["__main__"] = type(launcher)(
-        "__main__"
-    )  # where pickle looks for the program's functions and classes
+    # Where pickle looks for the program's functions and classes
+    program = sys.modules["__main__"] = type(launcher)("__main__")
     try:
         exec(compile(code, "<code>", "exec"), vars(program))
     except Exception as fault:

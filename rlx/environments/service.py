@@ -135,7 +135,6 @@ class Service(AgentRun):
                 raise Rejected("invalid_value", f"{name}: got {value:g}, expected {low:g} to {high:g}{also}")
         if "top_k" in chosen:
             chosen["top_k"] = int(chosen["top_k"]) or -1
-        stop = (
-            (*self._options.sampling.stop, *content["stop"]) if self._options.in_waves else self._options.sampling.stop
-        )
-        return replace(self._options.sampling, with_log_probs=content["with_log_probs"], stop=stop, **chosen)
+        own = self._options.sampling
+        stop = (*own.stop, *(content["stop"] if self._options.in_waves else ()))
+        return replace(own, with_log_probs=content["with_log_probs"], stop=stop, **chosen)

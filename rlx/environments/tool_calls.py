@@ -44,9 +44,8 @@ def parse(tool_format: str, text: str, names: Sequence[str]) -> Parsed:
 def hermes(text: str, names: Sequence[str]) -> Parsed:
     """`<tool_call>{"name": "calc", "arguments": {"expression": "3+4"}}</tool_call>`."""
     content, found = _cut(text, "<tool_call>", "</tool_call>")
-    return Parsed(
-        content, [_call(_json(inner), "arguments") if ends else _endless("</tool_call>") for inner, ends in found]
-    )
+    calls = [_call(_json(inner), "arguments") if ends else _endless("</tool_call>") for inner, ends in found]
+    return Parsed(content, calls)
 
 
 def qwen3_coder(text: str, names: Sequence[str]) -> Parsed:
@@ -59,11 +58,8 @@ def qwen3_coder(text: str, names: Sequence[str]) -> Parsed:
         name, closes, body = inner.partition(">")
         _, parameters = _cut(body, "<parameter=", "</parameter>")
         pairs = [parameter.partition(">") for parameter, _ in parameters]
-        if (
-            not ends
-            or not closes
-            or not all(whole and mark for (_, whole), (_, mark, _) in zip(parameters, pairs, strict=True))
-        ):
+        are_whole = all(whole and mark for (_, whole), (_, mark, _) in zip(parameters, pairs, strict=True))
+        if not (ends and closes and are_whole):
             calls.append(_endless("</function>, and </parameter> after each value"))
             continue
         values = {key.strip(): value.removeprefix("\n").removesuffix("\n") for key, _, value in pairs}

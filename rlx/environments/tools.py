@@ -48,9 +48,8 @@ class Tools:
             validator = jsonschema.Draft202012Validator(schema)
             self._tools[each["name"]] = _Tool(function, each["parameters"], validator)
         if len(self._tools) < len(functions):
-            raise UserCodeError(
-                f"tools: got {[each['name'] for each in described]}, expected a name of its own for each"
-            )
+            names = [each["name"] for each in described]
+            raise UserCodeError(f"tools: got {names}, expected a name of its own for each")
 
     @property
     def names(self) -> tuple[str, ...]:
