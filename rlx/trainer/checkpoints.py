@@ -71,9 +71,8 @@ def require_step(checkpoint: Path) -> int:
     """Return N of global_step_N. Raises ResumeError for another name."""
     step = step_of(checkpoint)
     if step is None:
-        raise ResumeError(
-            f"got {checkpoint}, expected a folder named global_step_N, in the checkpoints folder of a run"
-        )
+        expected = "a folder named global_step_N, in the checkpoints folder of a run"
+        raise ResumeError(f"got {checkpoint}, expected {expected}")
     return step
 
 
@@ -217,9 +216,8 @@ def require_parts(config: PPOConfig, checkpoint: Path) -> None:
         older = "it has samples that go on from tokens of older weights, also with partial.max_staleness=0"
         faults.append(f"{older}; set {', '.join(missing)}")
     if saved is not None and saved != control:
-        faults.append(
-            f"it was written with algorithm.kl_ctrl.type={saved!r}, this run has {control!r}: set it as before"
-        )
+        got = f"algorithm.kl_ctrl.type={saved!r}, this run has {control!r}"
+        faults.append(f"it was written with {got}: set it as before")
     if faults:
         raise ResumeError(f"cannot resume from {checkpoint}: {'; '.join(faults)}")
 
@@ -257,9 +255,8 @@ def run_folder(config: PPOConfig, checkpoint: Path | None) -> Path:
     base = runs_folder(config)
     while True:
         # A clock may go back, in autumn for example, but the newest run is the last by name.
-        before = max(
-            (order_of(each.name) for each in base.glob("*") if RUN_FOLDER.fullmatch(each.name)), default=("", 0)
-        )
+        runs = (order_of(each.name) for each in base.glob("*") if RUN_FOLDER.fullmatch(each.name))
+        before = max(runs, default=("", 0))
         stamp, number = max((datetime.now().strftime("%Y-%m-%d_%H-%M-%S"), 0), (before[0], before[1] + 1))
         folder = base / (f"{stamp}_{number}" if number else stamp)
         with storing(folder, "begin again"):

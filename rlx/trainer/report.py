@@ -64,9 +64,8 @@ def write_report(metrics_jsonl: Path, out_png: Path) -> Path:
 
 
 def _headline(metrics: Metrics) -> str:
-    accuracy, (_, reward), (_, step_s) = (
-        _series(metrics, name) for name in ("val/accuracy", "reward/mean", "timing_s/step")
-    )
+    names = ("val/accuracy", "reward/mean", "timing_s/step")
+    accuracy, (_, reward), (_, step_s) = (_series(metrics, name) for name in names)
     parts = [f"held-out accuracy {held_out([*zip(*accuracy, strict=True)])}"] if accuracy[0] else []
     parts += [reward_change(reward)] if reward else []
     parts += [f"{len(step_s)} steps, {sum(step_s) / len(step_s):.1f} s each"] if step_s else []
@@ -257,9 +256,8 @@ def main() -> int:
         if not run_dir.is_dir():
             raise TrackingError(f"{run_dir}: no such folder; name that of a run, which the run's first lines show")
         if not (run_dir / METRICS_FILE).is_file():
-            raise TrackingError(
-                f"{run_dir} holds no {METRICS_FILE}; name the folder of a run with `jsonl` in trainer.logger"
-            )
+            remedy = "name the folder of a run with `jsonl` in trainer.logger"
+            raise TrackingError(f"{run_dir} holds no {METRICS_FILE}; {remedy}")
         write_report(run_dir / METRICS_FILE, run_dir / "report.png")
     except TrackingError as error:
         print(f"{program('report')}: {error}", file=sys.stderr)

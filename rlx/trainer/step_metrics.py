@@ -84,7 +84,8 @@ def describe(rows: Batch, batch: Batch) -> dict[str, float]:
     }
     if "values" in batch:
         numbers["critic/values_mean"] = masked_mean(batch["values"], mask)
-        left, total = (masked_variance(x, mask) for x in (batch["returns"] - batch["values"], batch["returns"]))
+        both = batch["returns"] - batch["values"], batch["returns"]
+        left, total = (masked_mean((x - masked_mean(x, mask)) ** 2, mask) for x in both)
         numbers["critic/explained_variance"] = 1 - left / total if total > 0 else math.nan
     return numbers | environment_rows.describe(rows)
 
@@ -111,9 +112,8 @@ def resource_use(usage: Sequence[Mapping[str, float]]) -> dict[str, float]:
     for name, values in of.items():
         if "/" in name and not name.startswith(("memory/", "load/")):
             found[f"perf/offload/{name}"] = sum(values) if name.endswith("_bytes") else sum(values) / len(values)
-    moved, stalled = (
-        sum(value for name, value in found.items() if name.endswith(end)) for end in ("/offloaded_bytes", "/stall_ms")
-    )
+    ends = ("/offloaded_bytes", "/stall_ms")
+    moved, stalled = (sum(value for name, value in found.items() if name.endswith(end)) for end in ends)
     found |= {"perf/offloaded_mb": moved / 1e6, "perf/stall_ms": stalled}
     found["perf/peak_memory_gb"] = max(each["peak_memory_gb"] for each in usage)
     loads = [{name[5:]: value for name, value in each.items() if name.startswith("load/")} for each in usage]
@@ -147,10 +147,6 @@ def finite_mean(values: Sequence[float]) -> float:
 def masked_mean(x_BR: Tensor, mask_BR: Tensor) -> float:
     """Return the mean over the tokens of the mask; 0 if it is empty."""
     return ((x_BR * mask_BR).sum() / mask_BR.sum().clamp(min=1)).item()
-
-
-def masked_variance(x_BR: Tensor, mask_BR: Tensor) -> float:
-    return masked_mean((x_BR - masked_mean(x_BR, mask_BR)) ** 2, mask_BR)
 
 
 def staleness(batch: Batch, version: int) -> Metrics:

@@ -88,9 +88,8 @@ class PartsFile:
         parts = [self.found[first] for first in sorted(self.found)]
         lengths = torch.tensor([length for part in parts for length in part["lengths"]])
         mask = torch.arange(max([1, *lengths.tolist()])) < lengths[:, None]
-        batch = Batch.of(
-            {"response_mask": mask}, {name: [x for part in parts for x in part["info"][name]] for name in SHOWN}
-        )
+        info = {name: [x for part in parts for x in part["info"][name]] for name in SHOWN}
+        batch = Batch.of({"response_mask": mask}, info)
         names = sorted({name for part in parts for name in part["extra"]})
         lacking = [[math.nan] * len(part["lengths"]) for part in parts]
         extra = {
@@ -133,9 +132,8 @@ def estimates(batch: Batch, scores: Scores, samples: int) -> list[Estimate]:
             for what, values_P in of_prompts.items():
                 mean = values_PN.mean() if "avg" in what else values_P.mean()
                 half = 1.96 * (values_P.std() / len(values_P) ** 0.5 if len(values_P) > 1 else math.nan)
-                found.append(
-                    Estimate(source, what, *(x.item() for x in (mean, mean - half, mean + half)), len(values_P))
-                )
+                ends = (x.item() for x in (mean, mean - half, mean + half))
+                found.append(Estimate(source, what, *ends, len(values_P)))
     return found
 
 
@@ -193,9 +191,8 @@ def over_samples(batch: Batch, scores: Scores, samples: int) -> dict[str, float]
 
 
 def _sizes(samples: int) -> list[int]:
-    return (
-        [*(2**power for power in range(1, samples.bit_length()) if 2**power < samples), samples] if samples > 1 else []
-    )
+    powers = (2**power for power in range(1, samples.bit_length()))
+    return [*(each for each in powers if each < samples), samples] if samples > 1 else []
 
 
 def best_of(values_PN: Tensor, k: int) -> Tensor:
