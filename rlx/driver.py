@@ -53,7 +53,9 @@ def main(arguments: Sequence[str]) -> int:
         if "--help" in arguments or "-h" in arguments:
             print(help_text())
             return DONE
-        if _folder_is_gone():
+        try:
+            os.getcwd()
+        except FileNotFoundError:
             print("rlx: the working folder is gone; change to one that exists", file=sys.stderr)
             return FAULTY
         for stream in (sys.stdout, sys.stderr):
@@ -69,14 +71,6 @@ def main(arguments: Sequence[str]) -> int:
     except ValueError as error:
         print(f"rlx: {error}", file=sys.stderr)
         return FAULTY
-
-
-def _folder_is_gone() -> bool:
-    try:
-        os.getcwd()
-    except FileNotFoundError:
-        return True
-    return False
 
 
 class DriverOptions(NamedTuple):

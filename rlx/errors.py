@@ -71,7 +71,8 @@ def storing(path: str | Path, then: str = "resume the run") -> Iterator[None]:
         raise
     except Exception as fault:
         free_bytes = _free_bytes(Path(path))
-        number = fault.errno if isinstance(fault, OSError) else _number_in(str(fault))
+        named = re.search(r"os error (\d+)", str(fault))  # by libraries written in Rust
+        number = fault.errno if isinstance(fault, OSError) else int(named[1]) if named else None
         if number is None and free_bytes is not None and free_bytes < 4096:
             number = errno.ENOSPC
         if number is None:
@@ -80,12 +81,6 @@ def storing(path: str | Path, then: str = "resume the run") -> Iterator[None]:
         space = "" if free_bytes is None else f" ({free_bytes / 1e9:.3f} GB free)"
         remedy = "free some space" if number in _FULL else "correct that"
         raise StorageError(f"cannot write {path}: {what}{space}; {remedy}, then {then}") from None
-
-
-def _number_in(text: str) -> int | None:
-    """Return the number of the system's error in the text of a library written in Rust."""
-    found = re.search(r"os error (\d+)", text)
-    return int(found[1]) if found else None
 
 
 def _free_bytes(path: Path) -> int | None:

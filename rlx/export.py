@@ -76,9 +76,8 @@ def _local(checkpoint: str, role: str) -> Iterator[Path]:
         if not Path(checkpoint).exists():
             raise ValueError(_missing(Path(checkpoint)))
         if steps := steps_in(Path(checkpoint) / "checkpoints") or steps_in(Path(checkpoint)):
-            raise ValueError(
-                f"{checkpoint}: holds checkpoints, expected one of them: {', '.join(map(str, steps.values()))}"
-            )
+            listed = ", ".join(map(str, steps.values()))
+            raise ValueError(f"{checkpoint}: holds checkpoints, expected one of them: {listed}")
         folder = Path(checkpoint) / role
         if step_of(Path(checkpoint)) is not None and not folder.is_dir():
             raise ValueError(_missing(folder))

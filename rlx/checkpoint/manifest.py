@@ -159,9 +159,8 @@ def require_keys(path: Path, found: Mapping[str, Any], expected: Iterable[str]) 
     if lacking or unknown:
         parts = [f"has no {', '.join(lacking)}"] * bool(lacking)
         parts += [f"has {', '.join(unknown)[:80]}, which this version does not know"] * bool(unknown)
-        raise OtherVersionError(
-            f"{path}: was written by another version of rlx: it {' and '.join(parts)}; resume with that version"
-        )
+        what = f"was written by another version of rlx: it {' and '.join(parts)}"
+        raise OtherVersionError(f"{path}: {what}; resume with that version")
 
 
 def _listed(folder: Path, faults: list[str]) -> Iterator[tuple[Path, str, FileEntry]]:
@@ -195,10 +194,10 @@ def _read_manifest(folder: Path) -> dict[str, FileEntry]:
     found = read_json(path)
     if (got := found.get("format")) != FORMAT:
         later = isinstance(got, int) and got > FORMAT
-        text = "was written by a later version of rlx" if later else "is damaged"
-        raise (OtherVersionError if later else CheckpointError)(
-            f"{path}: {text}: got format {str(got)[:40]}, this version reads {FORMAT}"
-        )
+        text = f"got format {str(got)[:40]}, this version reads {FORMAT}"
+        if later:
+            raise OtherVersionError(f"{path}: was written by a later version of rlx: {text}")
+        raise CheckpointError(f"{path}: is damaged: {text}")
     try:
         files = {}
         for name, entry in found["files"].items():

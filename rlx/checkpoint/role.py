@@ -42,10 +42,7 @@ class Description:
 
 
 def write_extra_files(
-    partial: Path,
-    description: Description,
-    folder_parts: FolderParts,
-    weights: dict[str, Tensor],
+    partial: Path, description: Description, folder_parts: FolderParts, weights: dict[str, Tensor]
 ) -> dict[str, FileEntry]:
     """Write all but the sharded state: description, parts of the model's folder and, if there are full weights, hf_model.
 
@@ -64,9 +61,8 @@ def read_description(folder: Path) -> Description:
     """Return the description of one role's checkpoint. Raises OtherVersionError or CheckpointError if it is none of this version."""
     path = folder / "checkpoint.json"
     if not path.is_file():
-        raise CheckpointError(
-            f"{folder}: no checkpoint.json; expected a finished checkpoint of one role, such as .../global_step_N/actor"
-        )
+        expected = "a finished checkpoint of one role, such as .../global_step_N/actor"
+        raise CheckpointError(f"{folder}: no checkpoint.json; expected {expected}")
     found = manifest.read_json(path)
     if found.get("format") != FORMAT:
         raise OtherVersionError(
@@ -99,9 +95,8 @@ def require_undamaged(folder: Path) -> None:
     """Check all files of a checkpoint against its manifest in this process. Raises CheckpointError, which names another checkpoint."""
     if faults := manifest.damage(folder) or manifest.damaged_chunks(folder):
         step, role = folder.absolute().parent, folder.name
-        others = [
-            each for each in steps_in(step.parent).values() if each != step and (each / role / MANIFEST).is_file()
-        ]
+        saved = [each for each in steps_in(step.parent).values() if (each / role / MANIFEST).is_file()]
+        others = [each for each in saved if each != step]
         remedy = f"take another one, such as {others[-1]}" if others else "take a copy of it, or another checkpoint"
         raise CheckpointError(f"{manifest.few(faults)}; {remedy}")
 
@@ -136,9 +131,8 @@ def _belonging_together(folder: Path) -> Iterator[None]:
     try:
         yield
     except (LookupError, RuntimeError, StopIteration, TypeError, ValueError) as error:
-        raise CheckpointError(
-            f"{folder}: checkpoint.json does not belong to these tensors ({type(error).__name__}: {error})"
-        ) from None
+        why = f"{type(error).__name__}: {error}"
+        raise CheckpointError(f"{folder}: checkpoint.json does not belong to these tensors ({why})") from None
 
 
 def _adapters(weights: dict[str, Tensor], description: Description) -> tuple[dict[str, Tensor], AdapterKind]:

@@ -53,9 +53,8 @@ class Pass:
     records: bool = True  # whether routers record the next two
     own: dict[int, Tensor] = field(default_factory=dict)  # experts (N, K) that each chooses
     used: dict[int, Tensor] = field(default_factory=dict)  # and that its layer uses
-    probabilities: dict[int, Tensor] = field(
-        default_factory=dict
-    )  # softmax of the logits summed over tokens, (E,), with graph
+    # Softmax of the logits summed over tokens, (E,), with graph
+    probabilities: dict[int, Tensor] = field(default_factory=dict)
     is_open: bool = True  # whether routers still record
 
 
@@ -201,9 +200,8 @@ def find_routers(model: nn.Module, run: Callable[[], object], tokens: int) -> li
 
     for module in model.modules():
         handles.append(module.register_forward_pre_hook(lambda module, args: watch.inside.append(module)))
-        handles.append(
-            module.register_forward_hook(lambda *_: watch.inside.__delitem__(-1), always_call=True)
-        )  # pop() would replace the output
+        # pop() would replace the output
+        handles.append(module.register_forward_hook(lambda *_: watch.inside.__delitem__(-1), always_call=True))
     try:
         with watch, torch.no_grad():
             run()

@@ -41,9 +41,8 @@ class Read(NamedTuple):
     """Pairs of queries and keys for one call of attention; each has at least one query and one key."""
 
     pairs: list[Pair]
-    is_causal: (
-        bool  # the last query of a pair sees all keys, and each earlier one a key less; otherwise every query sees all
-    )
+    # Whether the last query of a pair sees all keys, and each earlier one a key less; otherwise every query sees all
+    is_causal: bool
     adds: bool  # whether the queries attend to other keys in an earlier read, with which the result has to be merged
 
 

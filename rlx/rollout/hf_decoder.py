@@ -81,9 +81,7 @@ class ForwardInputs(NamedTuple):
 
     cache: str  # name of the argument for the cache
     first_position: int | None  # of a sequence; None: the model takes no positions
-    has_window: (
-        bool  # whether the model's masks follow its `sliding_window`; Moshi's do not: its cache keeps all tokens
-    )
+    has_window: bool  # whether masks follow the model's `sliding_window`; Moshi's do not: its cache keeps all tokens
 
 
 class BatchDecoder:
@@ -118,15 +116,10 @@ class BatchDecoder:
     def _forward(self, ids: Tensor, positions: Tensor) -> None:
         cache, first, _ = self._inputs
         # State-space models that have a state read the mask as that of the new tokens.
-        mask_BT = (
-            None if cache == "cache_params" and ids.shape[1] == 1 < self._length else self._mask_BT[:, : self._length]
-        )
-        inputs = {
-            "input_ids": ids,
-            "attention_mask": mask_BT,
-            cache: self._cache,
-            **({} if first is None else {"position_ids": positions + first}),
-        }
+        has_state = cache == "cache_params" and ids.shape[1] == 1 < self._length
+        mask_BT = None if has_state else self._mask_BT[:, : self._length]
+        inputs = {"input_ids": ids, "attention_mask": mask_BT, cache: self._cache}
+        inputs |= {} if first is None else {"position_ids": positions + first}
 
         def run() -> None:
             self.logits_BV = self._model(**inputs, use_cache=True, logits_to_keep=1).logits[:, -1]
@@ -248,9 +241,8 @@ class StopStrings:
         """Return the string that the last token completes; those before it have completed none."""
         count = self._longest + MARGIN_TOKENS
         while True:
-            text = self._tokenizer.decode(
-                token_ids[-count:], skip_special_tokens=False, clean_up_tokenization_spaces=False
-            )
+            last, as_it_is = token_ids[-count:], {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
+            text = self._tokenizer.decode(last, **as_it_is)
             if len(text) >= self._longest or count >= len(token_ids):  # tokens of broken characters may have no text
                 return next((each for each in self._strings if each in text), None)
             count *= 2

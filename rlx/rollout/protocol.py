@@ -30,17 +30,13 @@ class Sampling:
     top_k: int = -1  # keep this many most likely tokens; -1 keeps all
     stop_token_ids: tuple[int, ...] = ()  # the first of these ends a completion and belongs to it
     with_log_probs: bool = True  # whether to return the log-prob of each token
-    with_experts: bool = (
-        False  # whether to return the experts that process each token; the sampler must be built for it
-    )
-    stop: tuple[
-        str, ...
-    ] = ()  # the token that completes one of these in the text, special tokens included, ends a completion
+    with_experts: bool = False  # whether to return the experts of each token; the sampler must be built for it
+    # The token that completes one of these in the text, special tokens included, ends a completion
+    stop: tuple[str, ...] = ()
     include_stop_str_in_output: bool = False  # whether `shown` keeps the stop string
     min_p: float = 0.0  # drop tokens less likely than this share of the most likely one
-    repetition_penalty: float = (
-        1.0  # divides positive logits of tokens in prompt or completion, multiplies negative ones
-    )
+    # Divides positive logits of tokens in prompt or completion, multiplies negative ones
+    repetition_penalty: float = 1.0
     presence_penalty: float = 0.0  # subtracted from the logits of tokens in the completion
     frequency_penalty: float = 0.0  # subtracted from a token's logit for each time that the completion has it
     bad_words: tuple[str, ...] = ()  # texts that are not sampled: after all tokens of one but its last, the last is not
@@ -87,7 +83,7 @@ class Request:
     # The same for all turns of a conversation; a sampler may ignore it
     memory: PrefixMemory | None = field(default=None, compare=False, repr=False)
     kept: int = (
-        0  # the last so many of `prompt_ids` begin the completion: an earlier request with this seed sampled them
+        0  # the last so many of `prompt_ids` are of an earlier request with this seed: they begin the completion
     )
     budget: int | None = None  # most tokens to sample now; None: all that `sampling.max_tokens` leaves
 
@@ -115,9 +111,8 @@ class Completion(NamedTuple):
     # Of each token, from log_softmax(logits / temperature) over the whole vocabulary, before penalties, biases and cuts: the trainer's
     # definition. Greedy sampling uses temperature 1. None if they were not asked for.
     log_probs: list[float] | None
-    finish_reason: Literal[
-        "stop", "length", "budget"
-    ]  # "length" after `max_tokens`; another request may continue "budget"
+    # "length" after `max_tokens`; another request may continue "budget"
+    finish_reason: Literal["stop", "length", "budget"]
     # Of prompt and completion without the last token, which the model does not read: (tokens, decoder layers, experts of a token) uint8,
     # or int16 if a layer has more than 256; 0 in layers without experts. None if not asked for.
     experts: Tensor | None = None

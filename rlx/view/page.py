@@ -13,7 +13,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -107,15 +107,11 @@ def _transcripts(run: Path, first: int | None, last: int | None, may_lack: bool)
             f"{folder}: got no step_*.jsonl, expected one per step. A run with an environment writes them, others with "
             f"trainer.transcripts=True; train again with that key behind the run's others: {program('train')} trainer.transcripts=True"
         )
-    chosen = {
-        step: found[step]
-        for step in sorted(found)
-        if (first is None or step >= first) and (last is None or step <= last)
-    }
+    low, high = (min(found) if first is None else first), (max(found) if last is None else last)
+    chosen = {step: found[step] for step in sorted(found) if low <= step <= high}
     if not chosen:
-        raise ViewError(
-            f"--steps: got {first}:{last}, expected some of the steps {min(found)} to {max(found)} of {run}"
-        )
+        expected = f"some of the steps {min(found)} to {max(found)} of {run}"
+        raise ViewError(f"--steps: got {first}:{last}, expected {expected}")
     return chosen
 
 
@@ -183,9 +179,8 @@ def _require_places(sample: Sample) -> None:
         raise TypeError("turns or their calls: expected lists")
     for turn in turns:
         if not 0 <= turn["start"] <= turn["end"] <= end:
-            raise ValueError(
-                f"a turn: got tokens {turn['start']} to {turn['end']}, expected a part of the {end} tokens"
-            )
+            got = f"tokens {turn['start']} to {turn['end']}"
+            raise ValueError(f"a turn: got {got}, expected a part of the {end} tokens")
 
 
 def _summary(sample: Sample) -> tuple[Any, ...]:
@@ -193,6 +188,8 @@ def _summary(sample: Sample) -> tuple[Any, ...]:
     turns = sample["turns"]
     calls = [call for turn in turns for call in turn.get("calls") or ()]
     own = [turn for turn in turns if turn["role"] == "assistant"]
+    texts = [" ".join(str(turn.get("text") or "").split()) for turn in own]
+    whole = " → ".join(texts)  # short turns, such as guesses or moves; of others the beginning of the last one
     return (
         sample["step"],
         sample["group"],
@@ -207,14 +204,8 @@ def _summary(sample: Sample) -> tuple[Any, ...]:
         sum(bool(call.get("error")) for call in calls if isinstance(call, dict)),
         _short(sum(turn.get("seconds") or 0.0 for turn in turns)),
         str(sample.get("reason") or ""),
-        _title([" ".join(str(turn.get("text") or "").split()) for turn in own]),
+        whole if len(whole) <= TITLE_LENGTH else texts[-1][:TITLE_LENGTH],
     )
-
-
-def _title(texts: Sequence[str]) -> str:
-    """Return all turns if they are short, such as guesses or moves, else the beginning of the last one."""
-    whole = " → ".join(texts)
-    return whole if len(whole) <= TITLE_LENGTH else texts[-1][:TITLE_LENGTH]
 
 
 def _tokens(sample: Sample) -> dict[str, Any]:
@@ -253,9 +244,8 @@ def _compressed(text: str) -> str:
 
 def _parts(name: str, index: dict[str, Any], blocks: Iterable[str]) -> Iterator[str]:
     """Yield the page piece by piece."""
-    style, script, body = (
-        files("rlx.view").joinpath(f"page.{kind}").read_text("utf-8") for kind in ("css", "js", "html")
-    )
+    parts = (files("rlx.view").joinpath(f"page.{kind}") for kind in ("css", "js", "html"))
+    style, script, body = (part.read_text("utf-8") for part in parts)
     policy = f"default-src 'none'; style-src '{_digest(style)}'; script-src '{_digest(script)}'"
     yield (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{html.escape(name)}</title>\n'
