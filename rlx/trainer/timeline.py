@@ -201,11 +201,20 @@ def pictures(kept: Mapping[str, Step]) -> dict[str, tuple[float, dict[str, list[
 
 
 def _rows(step: Step) -> dict[str, list[Bar]]:
-    """Return the bars of each row: phases, the readings of each process, and waits for offloading's copies."""
+    """Return the bars of each row: phases, the tail, the readings of each process, and waits for offloading's copies."""
+    queue = step.get("queue", {})
     colors = {name: PHASES[name].color if name in PHASES else GREY for name, *_ in step["phases"]}
     bars = [(start, end, 1.0, colors[name], name.replace("_", " ")) for name, start, end in step["phases"]]
     rows: dict[str, list[Bar]] = {"phases": bars}
-    if queue := step.get("queue"):
+    rollouts = [phase for phase in step["phases"] if phase[0] == "rollout"]
+    tails = [(phase[2], costs_of({**step, "phases": [phase]})["tail"]) for phase in rollouts]
+    if (tail := sum(seconds for _, seconds in tails)) > 0:
+        share, has_rounds = tail / sum(end - start for _, start, end in rollouts), "partial/queued_prompts" in queue
+        key = "raise partial.round_tokens, or partial.max_staleness" if has_rounds else "set partial.max_staleness=2"
+        rows[f"tail, {share:.0%} of rollout waits for few long answers{f'; {key}' if share > MUCH else ''}"] = [
+            (end - seconds, end, 1.0, RED, "tail") for end, seconds in tails
+        ]
+    if queue:
         names = ("queued_prompts", "unfinished_samples", "continued_tokens")
         prompts, samples, tokens = (queue.get(f"partial/{name}", 0) for name in names)
         gaps = {name[14:-6]: share for name, share in queue.items() if name.startswith("staleness/gap_")}

@@ -10,7 +10,7 @@ from rlx.config.schema import ActorRolloutRefConfig, PPOConfig, RolloutConfig, T
 from rlx.config.schema.rollout import PartialConfig
 from rlx.trainer.progress import Span
 from rlx.trainer.report import write_report
-from rlx.trainer.timeline import MOST_READINGS, TIMELINE_FILE, Timeline, costliest, costs_of, read_timeline
+from rlx.trainer.timeline import MOST_READINGS, TIMELINE_FILE, Timeline, costliest, costs_of, pictures, read_timeline
 from rlx.trainer.tracking import TrackingError
 
 READINGS = {
@@ -73,11 +73,22 @@ def test_the_costs_of_a_step_are_those_of_its_readings(tmp_path):
     timeline = Timeline(tmp_path)
     take(timeline, 1)
     timeline.write()
-    found = costs_of(read_timeline(tmp_path / TIMELINE_FILE)["last"])
+    step = read_timeline(tmp_path / TIMELINE_FILE)["last"]
+    found = costs_of(step)
     assert {name: round(value, 1) for name, value in found.items()} == {
         "steps": 1, "step": 10.0, "rollout": 8.0, "update_actor": 1.0, "stall/actor": 0.5, "cpu": 0,
         "tail": 2.0, "waiting": 5.0, "no request": 0.0, "no kernel": 2.5,
     }  # fmt: skip
+    for start, queue, key in (
+        (1, {}, ""),
+        (5, {}, "set partial.max"),
+        (5, {"partial/queued_prompts": 4}, "raise partial"),
+    ):
+        shown = {**step, "phases": [["rollout", start, 9]], "queue": queue}
+        (_, rows) = pictures({"last": shown})["Last step 1"]
+        ((row, bars),) = ((row, bars) for row, bars in rows.items() if row.startswith("tail"))
+        assert f"{2 / (9 - start):.0%}" in row and key in row and ("partial" in row) == bool(key)
+        assert bars[0][:2] == pytest.approx((7, 9), abs=0.1)
     take(timeline, 2, seconds=20.0)
     take(timeline, 3, seconds=20.0)
     assert (timeline.costs["steps"], timeline.costs["step"]) == (2, 40.0), "those of the first step do not count"

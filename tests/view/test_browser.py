@@ -132,10 +132,10 @@ def test_the_timeline_is_drawn_with_names_as_text(make_run, look):
     run = make_run(steps=1, groups=1, samples=1)
     write_page(run, run / "view.html")
     made = look(run / "view.html")
-    assert made.texts["timeline-legend"] == ["rollout<b>update actor"] and len(made.texts["lane"]) == 8
+    assert made.texts["timeline-legend"] == ["rollout<b>update actor"] and len(made.texts["lane"]) == 9
     bars = [attributes for tag, attributes in made.tags if tag == "rect"]
     assert [(bar["x"], bar["width"]) for bar in bars[:3]] == [("0", "8"), ("8", "0.5"), ("8.5", "1.5")]
-    assert [(bar["x"], bar["y"], bar["width"], bar["height"]) for bar in bars[6:8]] == [
+    assert [(bar["x"], bar["y"], bar["width"], bar["height"]) for bar in bars[7:9]] == [
         ("1", "0", "5", "1"), ("6", "0.875", "2", "0.125")
     ], "eight of eight requests from 1 s, one from 6 s"  # fmt: skip
 

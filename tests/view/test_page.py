@@ -90,7 +90,7 @@ def test_the_timelines_of_the_last_and_the_slowest_step_are_there_also_without_s
     ]  # fmt: skip
     rows = timelines["Last step 3"][1]
     assert list(rows) == [
-        "phases", "process 1, GPU busy", "process 1, engine 1 running (max 8)", "process 1, engine 1 waiting (max 4)",
+        "phases", "tail, 25% of rollout waits for few long answers", "process 1, GPU busy", "process 1, engine 1 running (max 8)", "process 1, engine 1 waiting (max 4)",
         "process 1, engine 2 running (max 8)", "process 1, tokens (max 400)",
         "actor waits for copies: 2 MB out, 3 in",
     ]  # fmt: skip

@@ -139,7 +139,8 @@ def test_older_keys_of_the_examples_are_known_or_answered():
 def test_what_verl_alone_has_is_answered():
     answers = {
         "algorithm.adv_estimator=dapo": "use algorithm.adv_estimator=grpo actor_rollout_ref.actor.clip_ratio_high=0.28 ",
-        f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes=512": "remove it: the sampler",
+        f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes=512": "remove it: weights",
+        "trainer.v1.trainer_mode=separate_async": f"set {ROLLOUT}.partial.max_staleness, and trainer.n_rollout_gpus",
         f"{ROLLOUT}.agent.num_workers=8": "remove it; with an environment it is environment.processes",
         "algorithm.rollout_is=True": "use algorithm.rollout_correction.rollout_is=token in place of True",
         "algorithm.rollout_is_level=sequence": "use algorithm.rollout_correction.rollout_is=sequence",
