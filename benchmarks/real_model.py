@@ -2,20 +2,21 @@
 
     python -m benchmarks.real_model NAME --model smollm2 [--gsm8k FOLDER] [--seeds 1,2,3] [--minutes 9] [key=value ...]
 
-NAME is a record below. docs/real_model.md says how to get the model. Each run has a folder in OUT/NAME. Called again, the command
-continues unfinished runs from their checkpoints and repeats no finished one. It writes OUT/NAME.json and OUT/NAME.png, and exits with 1
-if a record that has to win points falls short, with 3 if `--minutes` ended before the runs did.
+NAME is a record below, or several with commas. docs/real_model.md says how to get the model. Each run has a folder in OUT/NAME. Called again, the command
+continues unfinished runs from their checkpoints and repeats no finished one. With `--together N` up to N runs share the machine's GPUs
+(benchmarks/side_by_side.py): curves over steps stay what they are, times do not. It writes OUT/NAME.json and OUT/NAME.png, and exits
+with 1 if a record that has to win points falls short, with 3 if `--minutes` ended before the runs did.
 """
 
 import argparse
 import json
 import math
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from random import Random
 from typing import Any, NamedTuple
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -24,16 +25,18 @@ from matplotlib.ticker import PercentFormatter
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.common import chosen_device, title
+from benchmarks.side_by_side import Job, SideBySide
+from rlx.config.compose.command_line import compose
+from rlx.config.machine import inspect_machine
 from rlx.trainer.report import BLUE, GREEN, GREY, INK, ORANGE, RED
 from rlx.trainer.report import style as style_axes
-from rlx.trainer.tracking import METRICS_FILE, read_metrics
 
 ROOT = Path(__file__).parents[1]
 EXAMPLE = ROOT / "examples" / "real_model"
 COLORS = (BLUE, ORANGE, GREEN, RED)
 Z = 1.96  # standard deviations of a normal distribution that hold 95 %
 TOO_LITTLE, UNFINISHED = 1, 3  # exit codes
+COUNTED = 20  # numbers of an answer
 SAVE_S = 240.0  # after `--minutes`, for the step to end and to save
 
 ALGORITHM, ROLLOUT, ACTOR, MODEL = "algorithm", *(f"actor_rollout_ref.{part}" for part in ("rollout", "actor", "model"))
@@ -63,13 +66,14 @@ class Record(NamedTuple):
     """One record: runs on one task that differ in a few keys.
 
     Args:
-        data: `sums`; `small`, sums of numbers up to 30; `products`, to compute with a tool; `gsm8k`.
+        data: `sums`; `small`, sums of numbers up to 30; `products`, to compute with a tool; `counts`, long answers; `gsm8k`.
         steps: of a run.
         test_freq: steps between two validations.
         keys: of all its runs, after EVERY.
         variants: further keys by name.
         seeds: of sampling and the order of rows.
         points: of held-out accuracy that each run has to win, with intervals apart; None: any result is a result.
+        traces: metrics of each step to record and draw besides.
     """
 
     data: str
@@ -79,11 +83,19 @@ class Record(NamedTuple):
     variants: Mapping[str, tuple[str, ...]] = {"GRPO": ()}
     seeds: tuple[int, ...] = (1,)
     points: int | None = None
+    traces: tuple[str, ...] = ()
 
 
 SUMS = sizes(128, 96, 16)
 PPO = (f"{ALGORITHM}.adv_estimator=gae", "trainer.max_critic_ckpt_to_keep=1")
 OFFLOAD, SHARED, ADAPTERS = f"{MODEL}.enable_activation_offload", f"{MODEL}.use_shared_prefix", f"{MODEL}.lora_rank"
+CORRECTION = "algorithm.rollout_correction.rollout_is"
+EXACTLY = {
+    "exact": (f"{ROLLOUT}.exact=True",),
+    "corrected": (f"{CORRECTION}=token", f"{CORRECTION}_threshold=2.0"),
+    "neither": (),
+}
+GAP = ("val/reward", "mismatch/mean_abs_log_prob", "mismatch/ess_sequence", "actor/grad_norm", "actor/entropy")
 RECORDS = {
     "sums": Record("sums", 200, 20, SUMS, seeds=(1, 2, 3)),
     "gsm8k": Record("gsm8k", 200, 20, (*sizes(128, 384, 320), "custom_reward_function.name=gsm8k"), seeds=(1, 2, 3)),
@@ -96,6 +108,11 @@ RECORDS = {
     "offload": Record("sums", 20, 10, SUMS, {"offloaded": (f"{OFFLOAD}=True",), "kept": (f"{OFFLOAD}=False",)}),
     "shared_prefix": Record("sums", 20, 10, SUMS, {"shared": (f"{SHARED}=True",), "repeated": (f"{SHARED}=False",)}),
     "gpus": Record("sums", 20, 10, SUMS, {"1 GPU": (), "2 GPUs": ("trainer.n_gpus_per_node=2",)}),
+    "exact": Record(
+        "counts", 30, 10,
+        (*sizes(64, 96, 128), f"{ROLLOUT}.n=16", f"{ACTOR}.ppo_mini_batch_size=16", "custom_reward_function.name=counted"),
+        EXACTLY, seeds=(1, 2, 3), traces=GAP,
+    ),
     "nightly": Record("small", 24, 24, (*sizes(8, 96, 16), f"{ROLLOUT}.name=hf", "trainer.device=cpu"), points=5),
 }  # fmt: skip
 
@@ -109,6 +126,7 @@ class Run(NamedTuple):
     seconds: dict[int, float]  # of all steps up to this one, without start-up and interruptions
     accuracy: dict[int, tuple[float, float, float]]
     others: dict[str, list[float]]  # further held-out numbers of the reward function
+    traces: dict[str, dict[int, float]]  # metrics of the record, by step
 
 
 def wilson(right: int, rows: int) -> tuple[float, float]:
@@ -124,6 +142,8 @@ def write_data(name: str, folder: Path, gsm8k: Path | None) -> tuple[Path, Path]
     if name == "gsm8k":
         assert gsm8k is not None, "the parser asks for it"
         return gsm8k / "train.jsonl", gsm8k / "test.jsonl"
+    if name == "counts":
+        return write_counts(folder / name)
     largest = "30" if name == "small" else "99"
     subprocess.run([sys.executable, str(EXAMPLE / "sums.py"), str(folder / name), "--largest", largest], check=True)
     files = folder / name / "train.jsonl", folder / name / "held_out.jsonl"
@@ -131,6 +151,26 @@ def write_data(name: str, folder: Path, gsm8k: Path | None) -> tuple[Path, Path]
         for file in files:
             rows = [json.loads(line) for line in file.read_text().splitlines()]
             file.write_text("".join(json.dumps(with_tool(index, row)) + "\n" for index, row in enumerate(rows)))
+    return files
+
+
+def write_counts(folder: Path) -> tuple[Path, Path]:
+    """Write tasks to count in steps, whose answers have some 60 to 100 tokens. Each number is worth the same, in its place."""
+    ways = [(first, step) for first in range(1, 200) for step in range(1, 10)]
+    Random(0).shuffle(ways)
+    rows = []
+    for first, step in ways:
+        last = first + COUNTED * step - step
+        prompt = (
+            f"Count from {first} to {last} in steps of {step}. Write the numbers alone, separated by commas, "
+            f"beginning with {first}, {first + step}."
+        )
+        numbers = " ".join(map(str, range(first, last + 1, step)))
+        rows.append(json.dumps({"prompt": prompt, "answer": numbers}) + "\n")
+    folder.mkdir(parents=True, exist_ok=True)
+    files = folder / "train.jsonl", folder / "held_out.jsonl"
+    for file, part in zip(files, (rows[300:], rows[:300]), strict=True):
+        file.write_text("".join(part))
     return files
 
 
@@ -144,38 +184,9 @@ def with_tool(index: int, row: Mapping[str, str]) -> dict[str, Any]:
     return {"prompt": prompt, "answer": str(int(first) * int(second)), "index": index}
 
 
-def metrics_of(folder: Path) -> dict[int, dict[str, float]]:
-    """Return the metrics of a run that may have begun several times before its first checkpoint."""
-    found = [read_metrics(file) for file in sorted(folder.glob(f"*/{METRICS_FILE}"))]
-    return max(found, key=lambda metrics: max(metrics, default=-1), default={})
-
-
-def train(folder: Path, overrides: Sequence[str], until: float) -> bool:
-    """Begin or continue a run in a process of its own; return whether it ended before `until` [s of the clock]."""
-    folder.mkdir(parents=True, exist_ok=True)
-    given = folder / "keys.json"
-    if given.exists() and json.loads(given.read_text()) != [*overrides]:
-        sys.exit(f"{folder} has a run with other keys: see keys.json there; give another --out, or delete the folder")
-    given.write_text(json.dumps([*overrides], indent=2))
-    with (folder / "output.log").open("a") as output:
-        command = [sys.executable, "-m", "rlx.main_ppo", *overrides]
-        run = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
-        try:
-            run.wait(max(until - time.time(), 1.0) if math.isfinite(until) else None)
-        except subprocess.TimeoutExpired:
-            run.send_signal(signal.SIGTERM)
-            run.wait()
-            return False
-        except KeyboardInterrupt:
-            run.wait()
-            raise
-    if run.returncode:
-        last = "\n".join((folder / "output.log").read_text(errors="replace").splitlines()[-15:])
-        sys.exit(f"{' '.join(command)} ended with exit code {run.returncode}; {folder / 'output.log'} ends in:\n{last}")
-    return True
-
-
-def read(variant: str, seed: int, metrics: Mapping[int, Mapping[str, float]], rows: int) -> Run:
+def read(
+    variant: str, seed: int, metrics: Mapping[int, Mapping[str, float]], rows: int, traces: Sequence[str] = ()
+) -> Run:
     """Return what a run has reached."""
     spent, seconds, accuracy = 0.0, dict[int, float](), dict[int, tuple[float, float, float]]()
     others: dict[str, list[float]] = {}
@@ -188,7 +199,8 @@ def read(variant: str, seed: int, metrics: Mapping[int, Mapping[str, float]], ro
             if name.startswith("val/extra/"):
                 others.setdefault(name.removeprefix("val/extra/"), []).append(value)
     rewards = {step: row["reward/mean"] for step, row in metrics.items() if "reward/mean" in row}
-    return Run(variant, seed, rewards, seconds, accuracy, others)
+    traced = {name: {step: row[name] for step, row in metrics.items() if name in row} for name in traces}
+    return Run(variant, seed, rewards, seconds, accuracy, others, traced)
 
 
 def points(run: Run) -> tuple[float, bool]:
@@ -197,10 +209,10 @@ def points(run: Run) -> tuple[float, bool]:
     return 100 * (last - first), low > high
 
 
-def table(name: str, runs: Sequence[Run]) -> Table:
-    """Return a table of accuracies before and after, with a row per run."""
+def table(name: str, runs: Sequence[Run], is_shared: bool) -> Table:
+    """Return a table of accuracies before and after, with a row per run; runs that shared a GPU have no seconds."""
     columns = ("variant", "seed", "step", "held-out accuracy, % (95 % interval)", "points", "apart", "s", "others, %")
-    found = Table(*columns, title=name)
+    found = Table(*(column for column in columns if not (is_shared and column == "s")), title=name)
     for run in runs:
         ends = [run.accuracy[step] for step in (min(run.accuracy), max(run.accuracy))]
         path = " → ".join(f"{100 * share:.1f} ({100 * low:.1f} to {100 * high:.1f})" for share, low, high in ends)
@@ -211,7 +223,7 @@ def table(name: str, runs: Sequence[Run]) -> Table:
             path,
             f"{won:+.1f}",
             "yes" if apart else "no",
-            f"{max(run.seconds.values()):.0f}",
+            *(() if is_shared else (f"{max(run.seconds.values()):.0f}",)),
         )
         found.add_row(run.variant, str(run.seed), *figures, ", ".join(others))
     return found
@@ -223,13 +235,17 @@ def difference(runs: Sequence[Run]) -> float | None:
     return max((abs(a[step] - b[step]) for a, b in pairs for step in a.keys() & b.keys()), default=None)
 
 
-def draw(name: str, runs: Sequence[Run], picture: Path) -> None:
-    """Draw held-out accuracy with its intervals, and the sampled reward, over steps and over minutes."""
-    figure = Figure(figsize=(11, 4.2), facecolor="white", layout="constrained")
+def draw(name: str, runs: Sequence[Run], picture: Path, is_shared: bool) -> None:
+    """Draw held-out accuracy with its intervals, and the sampled reward, over steps and over minutes; below, the traces."""
+    traces = [*runs[0].traces]
+    height = 2 * (len(traces) > 0)
+    figure = Figure(figsize=(11, 4.2 + 1.5 * height), facecolor="white", layout="constrained")
     FigureCanvasAgg(figure)
+    above, *below = figure.subfigures(2, 1, height_ratios=(4.2, 1.5 * height)) if traces else (figure,)
     colors = dict(zip(dict.fromkeys(run.variant for run in runs), COLORS, strict=False))
     labelled = set[str]()
-    for axes, unit in zip(figure.subplots(1, 2, sharey=True), ("step", "minutes of steps"), strict=True):
+    minutes = "minutes of steps" + is_shared * ", of runs that shared a GPU"
+    for axes, unit in zip(above.subplots(1, 2, sharey=True), ("step", minutes), strict=True):
         style_axes(axes)
         axes.set_xlabel(unit, color=GREY, fontsize=9)
         for run in runs:
@@ -243,57 +259,107 @@ def draw(name: str, runs: Sequence[Run], picture: Path) -> None:
             axes.plot(held, shares, color=color, linewidth=1.8, marker="o", markersize=3.5, label=label)
             axes.fill_between(held, lows, highs, color=color, alpha=0.12, linewidth=0)
         axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    for part in below:
+        for axes, trace in zip(part.subplots(1, len(traces), squeeze=False)[0], traces, strict=True):
+            style_axes(axes)
+            axes.set_xlabel(trace, color=GREY, fontsize=9)
+            for run in runs:
+                found = run.traces[trace]
+                axes.plot([*found], [*found.values()], color=colors[run.variant], linewidth=0.9, alpha=0.7)
     figure.axes[0].legend(loc="best", frameon=False, fontsize=9, labelcolor=GREY)
     figure.suptitle(f"{name}: held-out accuracy with 95 % intervals; thin: sampled reward", fontsize=12, color=INK)
     figure.savefig(picture, dpi=130)
 
 
+def jobs_of(name: str, given: argparse.Namespace, files: tuple[Path, Path]) -> dict[tuple[str, int], Job]:
+    """Return the runs of a record by variant and seed. Raises ValueError for an unknown variant, and for runs that cannot share a GPU."""
+    record, found = RECORDS[name], dict[tuple[str, int], Job]()
+    places = [f"data.train_files={files[0]}", f"data.val_files={files[1]}", f"{MODEL}.path={given.model.absolute()}"]
+    places += [] if record.data == "gsm8k" else ["data.answer_key=answer"]
+    ends = (f"trainer.total_training_steps={record.steps}", f"trainer.test_freq={record.test_freq}")
+    variants = given.variants.split(",") if given.variants else [*record.variants]
+    if unknown := {*variants} - record.variants.keys():
+        raise ValueError(f"--variants: got {', '.join(unknown)}, expected of {', '.join(record.variants)}")
+    for seed in map(int, given.seeds.split(",")) if given.seeds else record.seeds:
+        for variant in variants:
+            title = f"{variant}-{seed}".replace(" ", "-")
+            folder = given.out.absolute() / name / title
+            own = (f"trainer.seed={seed}", f"trainer.default_local_dir={folder / 'runs'}")
+            overrides = (*EVERY, *places, *ends, *record.keys, *record.variants[variant], *own, *given.overrides)
+            trainer = compose(overrides).config.trainer
+            if given.together > 1 and trainer.n_gpus_per_node > 1:
+                raise ValueError(f"--together: a run of {name} has {trainer.n_gpus_per_node} GPUs; give 1")
+            found[variant, seed] = Job(title, folder, overrides, trainer.total_training_steps or 0)
+    return found
+
+
+def write(name: str, jobs: Mapping[tuple[str, int], Job], given: argparse.Namespace, console: Console) -> bool:
+    """Write and show what the runs of a record have reached; return whether each won the points that it had to."""
+    record, out = RECORDS[name], given.out.absolute()
+    data = compose(next(iter(jobs.values())).overrides).config.data
+    lines = sum(len(Path(file).read_text().splitlines()) for file in data.val_files)
+    rows = min(lines, data.val_max_samples) if data.val_max_samples > 0 else lines
+    runs = [read(*key, job.metrics, rows, record.traces) for key, job in jobs.items()]
+    if not (runs := [run for run in runs if run.accuracy]):
+        return True
+    gap, shared = difference(runs), [job.name for job in jobs.values() if job.shared]
+    figures = {
+        "record": name, "machines": sorted({job.machine for job in jobs.values()}), "held_out_rows": rows,
+        "overrides": given.overrides, "largest_difference_of_rewards": gap, "shared_a_gpu": shared,
+        "unfinished": [job.name for job in jobs.values() if not job.finished], "runs": [run._asdict() for run in runs],
+    }  # fmt: skip
+    (out / f"{name}.json").write_text(json.dumps(figures, indent=1) + "\n")
+    draw(name, runs, out / f"{name}.png", bool(shared))
+    console.print(table(name, runs, bool(shared)))
+    if shared:
+        console.print(f"no seconds: {len(shared)} run(s) shared a GPU or CPU with others")
+    if gap is not None:
+        console.print(f"largest difference of the variants' rewards in a step: {gap:.3g}")
+    console.print(f"{out / name}.json, {out / name}.png")
+    return record.points is None or all(apart and won >= record.points for won, apart in map(points, runs))
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.real_model", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("name", choices=RECORDS)
+    parser.add_argument("names", metavar="NAME", help=f"of {', '.join(RECORDS)}, or several with commas")
     parser.add_argument("--model", type=Path, required=True, help="folder that examples/real_model/get_model.py wrote")
     parser.add_argument("--gsm8k", type=Path, help="folder with train.jsonl and test.jsonl, for the record gsm8k")
     parser.add_argument("--out", type=Path, default=Path("outputs/real_model"), help="default outputs/real_model")
     parser.add_argument("--seeds", help="such as 1,2,3; default: the record's")
+    parser.add_argument("--variants", help="such as LoRA; default: all of the record")
     parser.add_argument("--minutes", type=float, default=math.inf, help="then save and stop; call again to continue")
+    parser.add_argument("--together", type=int, default=1, help="runs at the same time (default 1)")
     parser.add_argument("overrides", nargs="*", help="key=value for every run")
     given = parser.parse_intermixed_args(arguments)
-    record, console, began = RECORDS[given.name], Console(width=160, highlight=False), time.time()
-    if record.data == "gsm8k" and given.gsm8k is None:
+    names, console, until = (
+        given.names.split(","),
+        Console(width=160, highlight=False),
+        time.time() + 60 * given.minutes,
+    )
+    if unknown := {*names} - RECORDS.keys():
+        parser.error(f"NAME: got {', '.join(unknown)}, expected of {', '.join(RECORDS)}")
+    if given.gsm8k is None and any(RECORDS[name].data == "gsm8k" for name in names):
         parser.error("gsm8k needs --gsm8k FOLDER, with GSM8K's own train.jsonl and test.jsonl")
-    out, until, runs = given.out.absolute(), began + 60 * given.minutes, list[Run]()
-    train_file, held_out = write_data(record.data, out / "data", given.gsm8k and given.gsm8k.absolute())
-    rows = len(held_out.read_text().splitlines())
-    places = [f"data.train_files={train_file}", f"data.val_files={held_out}", f"{MODEL}.path={given.model.absolute()}"]
-    places += [] if record.data == "gsm8k" else ["data.answer_key=answer"]
-    ends = (f"trainer.total_training_steps={record.steps}", f"trainer.test_freq={record.test_freq}")
-    for seed in map(int, given.seeds.split(",")) if given.seeds else record.seeds:
-        for variant, keys in record.variants.items():
-            folder = out / given.name / f"{variant}-{seed}".replace(" ", "-")
-            own = (f"trainer.seed={seed}", f"trainer.default_local_dir={folder / 'runs'}")
-            overrides = (*EVERY, *places, *ends, *record.keys, *keys, *own, *given.overrides)
-            console.print(f"{given.name}: {variant}, seed {seed}, in {folder}")
-            if not ((folder / "finished").exists() or train(folder, overrides, until)):
-                console.print(f"stopped at step {max(metrics_of(folder / 'runs'), default=0)}; call again to continue")
-                return UNFINISHED
-            (folder / "finished").touch()
-            runs.append(read(variant, seed, metrics_of(folder / "runs"), rows))
-    gap = difference(runs)
-    figures = {
-        "record": given.name, "machine": title(chosen_device()), "held_out_rows": rows, "overrides": given.overrides,
-        "largest_difference_of_rewards": gap, "runs": [run._asdict() for run in runs],
-    }  # fmt: skip
-    (out / f"{given.name}.json").write_text(json.dumps(figures, indent=1) + "\n")
-    draw(given.name, runs, out / f"{given.name}.png")
-    console.print(table(given.name, runs))
-    if gap is not None:
-        console.print(f"largest difference of the variants' rewards in a step: {gap:.3g}")
-    console.print(f"{out / given.name}.json, {out / given.name}.png")
-    if any(record.points is not None and not (points(run)[1] and points(run)[0] >= record.points) for run in runs):
-        console.print(f"TOO LITTLE: a run won fewer than {record.points} points, or its intervals overlap")
-        return TOO_LITTLE
-    return 0
+    out, gsm8k = given.out.absolute(), given.gsm8k and given.gsm8k.absolute()
+    files = {name: write_data(RECORDS[name].data, out / "data", gsm8k) for name in names}
+    try:
+        jobs = {name: jobs_of(name, given, files[name]) for name in names}
+    except ValueError as error:
+        parser.error(str(error))
+    every = [job for of_record in jobs.values() for job in of_record.values()]
+    console.print(f"{given.names}: {len(every)} run(s), {given.together} at a time, in {out}")
+    is_done = SideBySide(every, given.together, inspect_machine(), until, console).run()
+    short = [name for name in names if not write(name, jobs[name], given, console)]
+    if not is_done:
+        reached = ", ".join(f"{job.name} at step {max(job.metrics, default=0)}" for job in every)
+        console.print(f"stopped: {reached}; call again to continue")
+        return UNFINISHED
+    for name in short:
+        console.print(
+            f"TOO LITTLE: a run of {name} won fewer than {RECORDS[name].points} points, or its intervals overlap"
+        )
+    return TOO_LITTLE if short else 0
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Score a response by its last number: 1 if it is the answer, else 0."""
 
 import re
+from itertools import takewhile
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
@@ -13,3 +14,10 @@ def gsm8k(data_source, solution_str, ground_truth, extra_info=None):
     marked = re.findall(r"####\s*(-?[\d,]+)", solution_str)
     strict = [number.replace(",", "") for number in marked[-1:]] == [str(ground_truth)]
     return {"score": compute_score(data_source, solution_str, ground_truth), "strict": float(strict)}
+
+
+def counted(data_source, solution_str, ground_truth, extra_info=None):
+    """Score a list by the share of numbers that are right up to the first wrong one; 0 for more numbers than asked for."""
+    numbers, wanted = re.findall(r"-?\d+", solution_str), ground_truth.split()
+    right = [*takewhile(lambda pair: pair[0] == pair[1], zip(numbers, wanted, strict=False))]
+    return len(right) / len(wanted) if len(numbers) <= len(wanted) else 0.0

@@ -7,12 +7,15 @@ import pytest
 
 from benchmarks import real_model
 from benchmarks.real_model import EVERY, RECORDS, main
+from benchmarks.side_by_side import part_of_gpu
 from rlx.config.check.validate import check
 from rlx.config.choices import chosen
 from rlx.config.compose.command_line import compose
+from rlx.config.forecast.memory_forecast import MemoryForecast
 from rlx.config.machine import named_machine
+from rlx.config.vllm_range import ENGINE_BYTES
 
-MODEL = "actor_rollout_ref.model.path"
+MODEL, OVERRIDE = "actor_rollout_ref.model.path", "actor_rollout_ref.model.override_config"
 
 
 @pytest.mark.parametrize("name", RECORDS)
@@ -21,10 +24,26 @@ def test_the_keys_of_a_record_can_run(name, untrained, tmp_path):
     (tmp_path / "rows.jsonl").write_text('{"prompt": "What is 1 + 2?", "answer": "3"}\n' * 128)
     places = (f"{MODEL}={untrained}", f"data.train_files={tmp_path}/rows.jsonl", "data.answer_key=answer")
     machine = named_machine("2xh100")
+    if name == "exact":  # only a vocabulary of whole blocks can be equal to the bit
+        places += (f"{OVERRIDE}.vocab_size=320", f"{OVERRIDE}.head_dim=64")
     for keys in record.variants.values():
         overrides = [*EVERY, *places, *record.keys, *keys]
         overrides += chosen(overrides, compose(overrides), machine, 128)
         assert check(compose(overrides), machine).faults == ()
+        if record.variants.keys() != {"1 GPU", "2 GPUs"}:
+            assert check(compose([*overrides, *part_of_gpu(overrides, machine, 9)]), machine).faults == ()
+
+
+def test_parts_of_a_gpu_are_equal_and_fit(untrained):
+    overrides, machine = [*EVERY, f"{MODEL}={untrained}", *RECORDS["sums"].keys], named_machine("h100")
+    assert part_of_gpu(overrides, machine, 1) == ()
+    keys = [*overrides, *part_of_gpu(overrides, machine, 9)]
+    rollout, part = compose(keys).config.actor_rollout_ref.rollout, machine.device_bytes / 9
+    taken = rollout.gpu_memory_utilization * machine.device_bytes
+    assert 0 < rollout.engine_kwargs.vllm["kv_cache_memory_bytes"] + ENGINE_BYTES < taken <= 0.51 * part
+    assert max(phase.peak for phase in MemoryForecast.of(compose(keys).config, machine).phases()) < part
+    with pytest.raises(ValueError, match="60 runs do not fit on a GPU of 80 GB"):
+        part_of_gpu(overrides, machine, 60)
 
 
 def finished(folder: Path, accuracies, reward=0.5, **extra):
@@ -70,21 +89,27 @@ def test_rows_of_the_tool_show_a_call_and_ask_for_a_product():
 
 @pytest.mark.slow
 @pytest.mark.e2e
-def test_a_record_runs_stops_and_goes_on(untrained, tmp_path, capsys):
+def test_runs_go_side_by_side_stop_and_go_on(untrained, tmp_path, capsys):
     short = [
         "trainer.total_training_steps=2",
         "trainer.test_freq=2",
         "data.max_response_length=4",
+        "data.val_max_samples=100",
         f"{real_model.ROLLOUT}.n=2",
     ]
-    command = ["nightly", "--model", untrained, "--out", str(tmp_path), *short]
+    command = ["nightly", "--model", untrained, "--out", str(tmp_path), "--seeds", "1,2", "--together", "2", *short]
     assert main([*command, "--minutes", "0"]) == 3
-    assert "stopped at step 0; call again" in capsys.readouterr().out
+    assert "stopped: GRPO-1 at step 0, GRPO-2 at step 0; call again" in capsys.readouterr().out
     assert main(command) == 1, "two steps teach nothing"
     shown = capsys.readouterr().out
-    assert "TOO LITTLE" in shown
-    (run,) = json.loads((tmp_path / "nightly.json").read_text())["runs"]
-    assert [*run["accuracy"]] == ["0", "2"] and [*run["reward"]] == ["1", "2"]
+    assert "TOO LITTLE" in shown and "2 run(s) shared a GPU or CPU" in shown
+    figures = json.loads((tmp_path / "nightly.json").read_text())
+    assert figures["shared_a_gpu"] == ["GRPO-1", "GRPO-2"] and figures["held_out_rows"] == 100
+    for run in figures["runs"]:
+        assert [*run["accuracy"]] == ["0", "2"] and [*run["reward"]] == ["1", "2"]
     (tmp_path / "nightly" / "GRPO-1" / "finished").unlink()
     with pytest.raises(SystemExit, match="a run with other keys"):
         main([*command, "trainer.balance_batch=False"])
+    (tmp_path / "nightly" / "GRPO-1" / "keys.json").unlink()
+    with pytest.raises(SystemExit, match=r"ended with exit code 2; .*output\.log ends in:"):
+        main([*command, "custom_reward_function.path=nowhere.py"])
