@@ -155,18 +155,15 @@ def write_data(name: str, folder: Path, gsm8k: Path | None) -> tuple[Path, Path]
 
 
 def write_counts(folder: Path) -> tuple[Path, Path]:
-    """Write tasks to count in steps, whose answers have some 60 to 100 tokens. Each number is worth the same, in its place."""
-    ways = [(first, step) for first in range(1, 200) for step in range(1, 10)]
+    """Write tasks to count in steps, whose answers have some 80 tokens. Each number that is right in its place counts."""
+    ways = [(first, step) for first in range(1, 800) for step in (1, 2, 5, 10)]
     Random(0).shuffle(ways)
     rows = []
     for first, step in ways:
-        last = first + COUNTED * step - step
-        prompt = (
-            f"Count from {first} to {last} in steps of {step}. Write the numbers alone, separated by commas, "
-            f"beginning with {first}, {first + step}."
-        )
-        numbers = " ".join(map(str, range(first, last + 1, step)))
-        rows.append(json.dumps({"prompt": prompt, "answer": numbers}) + "\n")
+        numbers = [*range(first, first + COUNTED * step, step)]
+        begin, words = ", ".join(map(str, numbers[:3])), "Write the numbers alone, separated by commas"
+        prompt = f"Count from {first} to {numbers[-1]} in steps of {step}. {words}, beginning with {begin}."
+        rows.append(json.dumps({"prompt": prompt, "answer": " ".join(map(str, numbers))}) + "\n")
     folder.mkdir(parents=True, exist_ok=True)
     files = folder / "train.jsonl", folder / "held_out.jsonl"
     for file, part in zip(files, (rows[300:], rows[:300]), strict=True):

@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable, Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -29,6 +29,7 @@ from benchmarks.race.inputs import PHASE, add_work, settings, write_inputs
 from rlx.trainer.tracking import METRICS_FILE, read_metrics
 
 Steps = dict[int, dict[str, float]]
+FRAMEWORKS = ("rlx", "TRL", "verl")
 KERNELS = Path(__file__).with_name("kernels")  # flash-attn's compiled part, by torch's kernels
 ROOT = Path(__file__).parents[2]
 COLUMNS = {  # of the table, and the names that frameworks have for them
@@ -65,7 +66,7 @@ def shared_keys(options: Namespace) -> list[str]:
         *settings(options),
         "data.shuffle=False",
         f"{policy}.model.enable_gradient_checkpointing={options.checkpointing}",
-        f"{policy}.actor.optim.lr=1e-6",
+        f"{policy}.actor.optim.lr={options.lr}",
         f"{policy}.rollout.name=vllm",
         f"{policy}.rollout.tensor_model_parallel_size=1",
         f"{policy}.rollout.gpu_memory_utilization={options.share}",
@@ -219,30 +220,38 @@ def show(table: Mapping[str, Mapping[str, float | None]]) -> None:
         print(f"{name:>{width}}" + "".join(cell(value, 2, 11) for value in cells), flush=True)
 
 
+def site(text: str) -> str:
+    """Return an argument of `--site` if it is one."""
+    name, _, folder = text.partition("=")
+    if name not in FRAMEWORKS[1:] or not Path(folder).is_dir():
+        raise ArgumentTypeError(f"got {text}, expected TRL=FOLDER or verl=FOLDER with a folder that exists")
+    return text
+
+
+def add_frameworks(parser: ArgumentParser) -> None:
+    """Add the options that say who runs, and for how long."""
+    parser.add_argument("--json", type=Path, help="file to write the figures to")
+    parser.add_argument("--frameworks", nargs="+", choices=FRAMEWORKS, default=FRAMEWORKS)
+    sites = {"action": "append", "default": [], "metavar": "NAME=FOLDER", "help": "packages that it finds first"}
+    parser.add_argument("--site", type=site, **sites)
+    parser.add_argument("--share", type=float, default=0.4, help="of device memory for vLLM (default 0.4)")
+    parser.add_argument("--limit", type=float, default=600, help="most seconds of a run (default %(default)s)")
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Run the command."""
     parser = ArgumentParser(prog="python -m benchmarks.race", description=__doc__)
-    parser.add_argument("--json", type=Path, help="file to write the figures to")
     add_work(parser)
+    add_frameworks(parser)
     parser.set_defaults(prompts=64, prompt=256, updates=2, micro_batch=16)
-    parser.add_argument("--frameworks", nargs="+", choices=("rlx", "TRL", "verl"), default=["rlx", "TRL", "verl"])
     parser.add_argument("--each", metavar="KEY=VALUE,VALUE", help="rlx runs with each value of this key")
-    parser.add_argument(
-        "--site", action="append", default=[], metavar="NAME=FOLDER", help="packages that it finds first"
-    )
     parser.add_argument(
         "--lora", type=int, default=0, help="rank of adapters on all linear layers; 0: train all weights"
     )
     parser.add_argument("--checkpointing", action="store_true", help="recompute activations in backward")
-    parser.add_argument("--share", type=float, default=0.4, help="of device memory for vLLM (default 0.4)")
-    parser.add_argument("--limit", type=float, default=600, help="most seconds of a run (default 600)")
     options, overrides = parser.parse_known_args(arguments)
     if options.steps < 2:
         parser.error(f"got --steps {options.steps}, expected at least 2: the first is left out")
-    for site in options.site:
-        name, _, folder = site.partition("=")
-        if name not in ("TRL", "verl") or not Path(folder).is_dir():
-            parser.error(f"got --site {site}, expected TRL=FOLDER or verl=FOLDER with a folder that exists")
     device, table = chosen_device(), {}
     with tempfile.TemporaryDirectory(prefix="rlx-race-") as made:
         folder = Path(made)

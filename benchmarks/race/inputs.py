@@ -113,7 +113,7 @@ def settings(options: Namespace, gpus: int = 1) -> list[str]:
         f"{policy}.actor.ppo_mini_batch_size={options.prompts // options.updates}",
         f"{policy}.actor.use_dynamic_bsz=True",
         f"{policy}.actor.ppo_max_token_len_per_gpu={tokens}",
-        f"{policy}.actor.use_kl_loss=True",
+        f"{policy}.actor.use_kl_loss={options.kl > 0}",
         f"trainer.n_gpus_per_node={gpus}",
         f"trainer.total_training_steps={options.steps}",
         "trainer.val_before_train=False",
@@ -135,6 +135,7 @@ def add_work(parser: ArgumentParser) -> None:
         ("--steps", 4, "of each run, at least 2"),
     ):
         parser.add_argument(name, type=int, default=default, help=f"{meaning} (default %(default)s)")
+    parser.set_defaults(lr=1e-6, kl=0.001)
 
 
 def medians(metrics: Mapping[int, Mapping[str, float]]) -> dict[str, float]:

@@ -34,14 +34,14 @@ def settings(folder: Path, options: Namespace) -> GRPOConfig:
         num_generations=options.samples,
         max_completion_length=options.response,
         shuffle_dataset=False,
-        beta=0.001,
+        beta=options.kl,
         epsilon=0.2,
         use_bias_correction_kl=False,
         # Without this correction TRL would leave out `old`. Its default weighs by the ratio of whole sequences.
         vllm_importance_sampling_mode="token_truncate",
         vllm_importance_sampling_clip_max=1e9,
         loss_type="bnpo",
-        learning_rate=1e-6,
+        learning_rate=options.lr,
         lr_scheduler_type="constant",
         weight_decay=0.01,
         max_grad_norm=1.0,
@@ -104,6 +104,7 @@ class StepRows(TrainerCallback):  # type: ignore[misc]
         self._spent["update_actor"] = step - self._spent.pop("all but update")
         self._spent["rollout"] -= self._spent.get("sync", 0.0)
         row = {f"timing_s/{name}": seconds for name, seconds in {**self._spent, "step": step}.items()}
+        row["reward/mean"] = self._logged.get("reward", 0.0)
         row["response_length/mean"] = self._logged.get("completions/mean_length", 0.0)
         row["actor/grad_norm"] = self._logged.get("grad_norm", 0.0)
         self._file.write(json.dumps({"step": self._step, **row}) + "\n")
@@ -129,13 +130,21 @@ class StepRows(TrainerCallback):  # type: ignore[misc]
 
 def main(folder: Path, options: Namespace) -> None:
     """Train, and leave `rows.jsonl` in the folder."""
-    score = runpy.run_path(str(folder.parent / "reward.py"))["score"]
+    (score,) = (
+        each for name, each in runpy.run_path(str(folder.parent / "reward.py")).items() if name.endswith("score")
+    )
 
-    def reward(completions: list[str], **columns: Any) -> list[float]:
-        return [score("", text, "") for text in completions]
+    def reward(completions: list[Any], answer: list[str], **columns: Any) -> list[float]:
+        texts = [each if isinstance(each, str) else each[0]["content"] for each in completions]
+        return [score("", text, truth) for text, truth in zip(texts, answer, strict=True)]
+
+    def columns(row: dict[str, Any]) -> dict[str, Any]:
+        """Return a row's question, without a template if there is none that marks turns."""
+        prompt = row["prompt"] if row["reward_model"]["ground_truth"] else row["prompt"][0]["content"]
+        return {"prompt": prompt, "answer": row["reward_model"]["ground_truth"]}
 
     rows = load_dataset("json", data_files=str(folder.parent / "prompts.jsonl"), cache_dir=str(folder))["train"]
-    prompts = rows.map(lambda row: {"prompt": row["prompt"][0]["content"]}, remove_columns=rows.column_names)
+    prompts = rows.map(columns, remove_columns=rows.column_names)
     lora = LoraConfig(r=options.lora, lora_alpha=options.lora, target_modules="all-linear") if options.lora else None
     trainer = GRPOTrainer(
         model=str(folder.parent / "model"),

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import real_model
+from benchmarks.race.real import area, reached
 from benchmarks.real_model import EVERY, RECORDS, main
 from benchmarks.side_by_side import part_of_gpu
 from rlx.config.check.validate import check
@@ -85,6 +86,14 @@ def test_a_record_that_has_to_win_points_says_when_it_does_not(tmp_path, capsys,
 def test_rows_of_the_tool_show_a_call_and_ask_for_a_product():
     row = real_model.with_tool(0, {"prompt": "What is 37 - 4? Answer with the number alone.", "answer": "33"})
     assert row["answer"] == "148" and "37 * 4?" in row["prompt"][-1]["content"]
+
+
+def test_a_race_counts_from_the_start_of_the_process():
+    curve = [(10.0, 0.0), (12.0, 0.3), (14.0, 0.3), (16.0, 0.6), (18.0, 0.9)]
+    assert [reached(curve, level) for level in (0.15, 0.35, 0.55, 0.7)] == [14.0, 16.0, 18.0, None]
+    assert reached(curve[:2], 0.1) is None, "one step in three is luck"
+    assert area(curve, 20.0) == pytest.approx(2 * (0.3 + 0.3 + 0.6 + 0.9) / 20)
+    assert area([], 20.0) == 0
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ import pytest
 
 from benchmarks import soak, start_up
 from benchmarks.race.__main__ import main as race
+from benchmarks.race.real import main as real_race
 
 pytestmark = pytest.mark.nightly
 ON_CPU = ["actor_rollout_ref.rollout.name=hf", "trainer.device=cpu"]
@@ -22,6 +23,17 @@ def test_rlx_and_trl_do_the_same_steps(tmp_path, capsys):
         assert row["steps"] == 2 and row["tokens"] == work["response"]
         assert all(row[phase] > 0 for phase in ("generation", "old", "ref", "update")) and row["rest"] >= 0
     assert found["rlx"]["grad norm"] == pytest.approx(found["TRL"]["grad norm"], rel=0.5)
+
+
+def test_rlx_and_trl_learn_the_same_task(untrained, tmp_path, capsys):
+    size = ["--prompts=2", "--samples=2", "--updates=1", "--micro-batch=4", "--steps=4", "--limit=120"]
+    real_race([f"--model={untrained}", f"--out={tmp_path / 'race'}", *ON_CPU, *size, "--frameworks", "rlx", "TRL"])
+    found = json.loads((tmp_path / "race" / "race.json").read_text())
+    assert set(found["table"]) == {"rlx", "TRL"}, capsys.readouterr().out
+    for name, curve in found["curves"].items():
+        assert len(curve) == found["table"][name]["steps"] == 4
+        assert curve == sorted(curve) and all(0 < seconds < 120 and 0 <= reward <= 1 for seconds, reward in curve)
+    assert (tmp_path / "race" / "race.png").stat().st_size > 10_000
 
 
 @pytest.mark.e2e
