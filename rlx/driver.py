@@ -128,7 +128,7 @@ def _check_and_run(overrides: Sequence[str], options: DriverOptions) -> int:
             print(composed.yaml)
         if options.check and not composed.faults:
             _print_plan(composed, machine)
-        warnings = (*checked.warnings, *tried.warnings, *([over.text] if over and options.check else []))
+        warnings = (*checked.warnings, *tried.warnings, *(over[1:] if over and options.check else ()))
         for warning in (*warnings, *(of_hub if options.check else ())):
             print(wrapped(f"warning: {warning}"), file=sys.stderr, flush=True)
         if faults:
@@ -142,7 +142,8 @@ def _check_and_run(overrides: Sequence[str], options: DriverOptions) -> int:
             return FAULTY if faults else DONE
         given = [override_without_secrets(each) for each in overrides]
         if over:
-            print(wrapped(over.text), *next_commands(over.folder, given), sep="\n")
+            folder, text = over
+            print(wrapped(text), *next_commands(folder, given), sep="\n")
             return DONE
         forecast = MemoryForecast.of(composed.config, machine)
         trainer = composed.config.trainer

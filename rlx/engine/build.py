@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -24,19 +24,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class BuiltModel(NamedTuple):
-    """A model, its transformer layers, and its adapters by the name of the weight that each changes."""
-
-    plain: "PreTrainedModel"
-    layers: list[nn.Module]
-    adapters: dict[str, Adapter]
-
-
 def build_model(
     model: ModelConfig, head: Head, dtype: torch.dtype, seed: int, trains: bool, device: torch.device
-) -> BuiltModel:
-    """Return the model of a role, in host memory; `device` quantises the base of adapters. All processes call this together.
+) -> tuple["PreTrainedModel", list[nn.Module], dict[str, Adapter]]:
+    """Return the model of a role, in host memory, its layers, and its adapters by the name of the weight that each changes.
 
+    All processes call this together. `device` quantises the base of adapters.
     `seed` is that of weights that no file holds: a value head and adapters. Raises ModelError if the model cannot be loaded, or
     does not take the adapters or the quantisation.
     """
@@ -71,7 +64,7 @@ def build_model(
     layers = [layer for _, layer in find_layers(plain, None)]
     if model.tiled_mlp:
         enable_tiling(plain, None if model.tiled_mlp == "auto" else int(model.tiled_mlp), layers)
-    return BuiltModel(plain, layers, adapters)
+    return plain, layers, adapters
 
 
 def require_finite(source: str, named: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -124,8 +117,7 @@ def stream_frozen(
         for machine in dict.fromkeys(machines):
             made = dist.new_group([rank for rank, name in enumerate(machines) if name == machine])
             group = made if machine == machines[dist.get_rank()] else group
-    shared = cast(dist.ProcessGroup | None, group)
-    return enable_layer_offloading(model, layers, device=device, dtype=dtype, group=shared, directory=directory)
+    return enable_layer_offloading(model, layers, device=device, dtype=dtype, group=group, directory=directory)
 
 
 def _fill_frozen(model: nn.Module, layers: Sequence[nn.Module], device: torch.device, is_everywhere: bool) -> None:

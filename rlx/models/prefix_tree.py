@@ -158,18 +158,14 @@ def joined(spans: Sequence[Span]) -> tuple[Span, ...]:
     return tuple(found)
 
 
-class TreeRows(NamedTuple):
-    """Rows of tokens laid out as a tree."""
-
-    tree: Tree  # roots come first, then their children, and so on
-    pieces: list[tuple[int, Span]]  # for each segment a row that has it, and the columns in that row
-    places: list[Tensor]  # for each row the place in the packed row of each of its tokens, (length,) int64
-
-
-def tree_of_rows(rows: Sequence[Tensor], least_gain: float = NEVER) -> TreeRows:
+def tree_of_rows(
+    rows: Sequence[Tensor], least_gain: float = NEVER
+) -> tuple[Tree, list[tuple[int, Span]], list[Tensor]]:
     """Return rows of tokens, each (length >= 1,) int64, as a tree in which common beginnings are segments of their own.
 
     Rows share a beginning if that saves more than `least_gain` of their tokens behind what they share already; `NEVER`: none do.
+    In the tree roots come first, then their children, and so on. Return also for each segment a row that has it, and the columns in
+    that row; and for each row the place in the packed row of each of its tokens, (length,) int64.
     """
     alone = [_Node([number], Span(0, len(row)), None, 0) for number, row in enumerate(rows)]
     nodes = alone if least_gain >= NEVER else _by_level(_shared(rows, least_gain))
@@ -180,7 +176,7 @@ def tree_of_rows(rows: Sequence[Tensor], least_gain: float = NEVER) -> TreeRows:
     for i, node in enumerate(nodes):
         for row in node.rows:
             places[row].append(torch.arange(*tree.span(i)))
-    return TreeRows(tree, [(node.rows[0], node.columns) for node in nodes], [torch.cat(parts) for parts in places])
+    return tree, [(node.rows[0], node.columns) for node in nodes], [torch.cat(parts) for parts in places]
 
 
 class _Node(NamedTuple):

@@ -104,14 +104,6 @@ class Conversations:
             ) from None
 
 
-class RewardModel(NamedTuple):
-    """A model that scores responses, too."""
-
-    conversations: Conversations  # writes its input
-    # Factor of the functions' score in the sum with the model's; with 0 rlx does not call the functions
-    rule_weight: float
-
-
 class RewardFailure(NamedTuple):
     """The reason why a sample has no score (error, timeout or crash of its function) in words, with the traceback."""
 
@@ -127,18 +119,20 @@ Report = dict[str, float] | RewardFailure
 class RewardManager:
     """Scores samples with the reward function of each data source. A context that ends the reward processes.
 
-    If `custom` is set, its function or parts score every sample, or those of its `data_sources`. `model` scores, too. The sampler
-    takes `sampler_cores` of this machine. Raises UserCodeError if the user's function cannot be loaded.
+    If `custom` is set, its function or parts score every sample, or those of its `data_sources`. The sampler takes `sampler_cores` of
+    this machine. `judge` writes the input of a model that scores, too; to its score that of the functions is added `rule_weight` times:
+    with 0 they are not called, and None is without a model. Raises UserCodeError if the user's function cannot be loaded.
     """
 
     def __init__(
         self,
         reward: RewardConfig,
         custom: CustomRewardConfig,
-        model: RewardModel | None = None,
         sampler_cores: int = 0,
+        judge: Conversations | None = None,
+        rule_weight: float | None = None,
     ):
-        self._config, self._custom, self._model = reward, custom, model
+        self._config, self._custom, self._conversations, self._rule_weight = reward, custom, judge, rule_weight
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         size = reward.num_workers or min(MOST_WORKERS, cores)
         self._beside_sampler = reward.num_workers or max(1, min(size, cores - sampler_cores))
@@ -169,7 +163,7 @@ class RewardManager:
 
     @property
     def _calls_functions(self) -> bool:
-        return self._model is None or self._model.rule_weight != 0
+        return self._rule_weight != 0
 
     def check_sources(self, data_sources: Iterable[str]) -> None:
         """Raise RewardError that names all of these data sources without a reward function, before the first sample comes."""
@@ -246,8 +240,8 @@ class RewardManager:
 
     def sequences(self, batch: Batch) -> Batch:
         """Return the reward model's input for the batch. Raises ConversationError."""
-        assert self._model is not None, "only called with a reward model"
-        return self._model.conversations.of(batch)
+        assert self._conversations is not None, "only called with a reward model"
+        return self._conversations.of(batch)
 
     def score(self, batch: Batch, dump_dir: str | Path, model_scores: Tensor | None = None) -> Scores:
         """Score every sample, in order, of a batch with info response_text, data_source, ground_truth and extra_info.
@@ -256,7 +250,7 @@ class RewardManager:
         alone. Raises RewardError if a model's score is not finite, a data source is unknown, or a function failed and
         `reward.on_error` or `reward.on_crash` says stop or it failed for all samples. Then a copy of the sample is in `dump_dir`.
         """
-        if model_scores is None or self._model is None:
+        if model_scores is None or self._rule_weight is None:
             return self._by_function(batch, Path(dump_dir))
         if not model_scores.isfinite().all():
             row = int((~model_scores.isfinite()).nonzero()[0])
@@ -264,13 +258,12 @@ class RewardManager:
                 f"the reward model's score of sample {row} is {model_scores[row].item()}, expected a finite number; try "
                 "reward_model.model.fsdp_config.mixed_precision.param_dtype=fp32"
             )
-        weight = self._model.rule_weight
-        if weight == 0:
+        if self._rule_weight == 0:
             return Scores(model_scores, {})
         rule = self._by_function(batch, Path(dump_dir))
         own = {"acc": rule.right(), "model_score": model_scores, "rule_score": rule.scores}
         extra = rule.extra | {name: numbers.tolist() for name, numbers in own.items()}
-        return Scores(model_scores + weight * rule.scores, extra)
+        return Scores(model_scores + self._rule_weight * rule.scores, extra)
 
     def _by_function(self, batch: Batch, dump_dir: Path) -> Scores:
         samples = _samples(batch)

@@ -330,15 +330,11 @@ def resumes_here(config: PPOConfig) -> bool:
     return trainer.resume_mode != "disable" and not in_storage and link.folder_to_continue() is None
 
 
-class EndOfRun(NamedTuple):
-    """A run without a step left: its folder, and what to tell."""
+def end_of_run(config: PPOConfig) -> tuple[Path, str] | None:
+    """Return the folder of the run to resume and what to tell, if its newest checkpoint is of the last step.
 
-    folder: Path
-    text: str
-
-
-def end_of_run(config: PPOConfig) -> EndOfRun | None:
-    """Return the run to resume if its newest checkpoint is of the last step; None if it is not, or if that is not known here."""
+    None if it is not, or if that is not known here.
+    """
     trainer = config.trainer
     if trainer.val_only or not resumes_here(config):
         return None
@@ -352,7 +348,7 @@ def end_of_run(config: PPOConfig) -> EndOfRun | None:
     if checkpoint is None or last_step is None or require_step(checkpoint) < last_step:
         return None
     text = f"{nothing_to_train(require_step(checkpoint), last_step, trainer)} ({checkpoint})"
-    return EndOfRun(checkpoint.parent.parent, text)
+    return checkpoint.parent.parent, text
 
 
 def set_aside_later(folder: Path, step: int) -> list[str]:

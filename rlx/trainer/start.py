@@ -22,7 +22,7 @@ from rlx.models.hf_folder import try_saving
 from rlx.models.loading import Head, ModelError, load_config, load_tokenizer
 from rlx.models.preflight import faults_of
 from rlx.models.tiny import make_tiny_tokenizer
-from rlx.rewards.manager import Conversations, RewardManager, RewardModel
+from rlx.rewards.manager import Conversations, RewardManager
 from rlx.rewards.rules import scored_sources
 from rlx.trainer.checkpoints import Choice, checkpoint_of, is_evaluation, read_driver_state
 from rlx.trainer.resume_config import ChangedKey, changes_since
@@ -290,13 +290,13 @@ def _sampler(config: PPOConfig, train: PromptDataset, checkpoint: Path | None) -
 
 
 def _rewards(config: PPOConfig, policy: "PreTrainedTokenizerBase", has_judge: bool) -> RewardManager:
-    model, judge = config.reward_model.model, None
+    model, judge = config.reward_model.model, ()
     if has_judge:
         own = load_tokenizer(model.path or "", model.trust_remote_code)
-        judge = RewardModel(Conversations(policy, own), config.reward_model.rule_weight)
+        judge = Conversations(policy, own), config.reward_model.rule_weight
     engines = config.actor_rollout_ref.rollout.engines_per_gpu
     sampler_cores = CORES * config.trainer.samplers_per_node * (1 if engines == "auto" else int(engines))
-    return RewardManager(config.reward, config.custom_reward_function, judge, sampler_cores)
+    return RewardManager(config.reward, config.custom_reward_function, sampler_cores, *judge)
 
 
 def _faults_of_models(config: PPOConfig, judged: Iterable[roles.ModelRole]) -> Iterator[str]:

@@ -9,7 +9,7 @@ import torch
 from rlx.config.schema import CustomRewardConfig, RewardConfig, RewardManagerConfig
 from rlx.data.batch import Batch
 from rlx.models.tiny import make_tiny_tokenizer
-from rlx.rewards.manager import ConversationError, Conversations, RewardError, RewardManager, RewardModel, Scores
+from rlx.rewards.manager import ConversationError, Conversations, RewardError, RewardManager, Scores
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def test_sources_without_a_function_are_known_before_the_first_sample(manager, w
     with pytest.raises(RewardError, match=r"data source 'b'; .*add 'b' to custom_reward_function\.data_sources, or"):
         manager(path, custom={"data_sources": ("a",)}).check_sources(["a", "b"])
     for weight, is_asked in ((0.0, False), (1.0, True)):
-        with RewardManager(RewardConfig(), CustomRewardConfig(), RewardModel(None, weight)) as rewards:
+        with RewardManager(RewardConfig(), CustomRewardConfig(), rule_weight=weight) as rewards:
             if not is_asked:
                 rewards.check_sources(["a"])
                 continue
@@ -287,12 +287,12 @@ def test_an_expression_that_backtracks_for_ever_is_ended(manager, make_batch, tm
 def test_a_models_scores_stand_alone_or_beside_the_functions(make_batch, tmp_path):
     batch = make_batch(["#### 7", "#### 8"], ["7", "7"])
     model_scores = torch.tensor([0.25, -2.0])
-    with RewardManager(RewardConfig(), CustomRewardConfig(), RewardModel(None, 0.0)) as rewards:
+    with RewardManager(RewardConfig(), CustomRewardConfig(), rule_weight=0.0) as rewards:
         scores = rewards.score(make_batch(["a", "b"], [0, 0], "of no function"), tmp_path, model_scores)
         assert scores.scores.equal(model_scores) and scores.extra == {}
         with pytest.raises(RewardError, match="score of sample 1 is nan"):
             rewards.score(batch, tmp_path, torch.tensor([1.0, math.nan]))
-    with RewardManager(RewardConfig(), CustomRewardConfig(), RewardModel(None, 2.0)) as rewards:
+    with RewardManager(RewardConfig(), CustomRewardConfig(), rule_weight=2.0) as rewards:
         scores = rewards.score(batch, tmp_path, model_scores)
     assert scores.scores.tolist() == [2.25, -2.0]
     assert scores.extra == {"acc": [1.0, 0.0], "model_score": [0.25, -2.0], "rule_score": [1.0, 0.0]}

@@ -48,8 +48,8 @@ def test_a_run_is_finished_if_no_step_is_left(runs: str, keys: tuple[str, ...], 
     over = end_of_run(compose([runs, *ON, *keys]).config)
     assert (over is not None) == is_over
     if over:
-        assert over.text.startswith("nothing to train: the checkpoint is of step 4 and the run ends at 4; raise ")
-        assert over.text.endswith("checkpoints/global_step_4)")
+        assert over[1].startswith("nothing to train: the checkpoint is of step 4 and the run ends at 4; raise ")
+        assert over[1].endswith("checkpoints/global_step_4)")
 
 
 def test_a_driver_that_was_started_again_is_not_judged(runs: str, monkeypatch: pytest.MonkeyPatch):
