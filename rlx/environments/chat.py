@@ -151,7 +151,6 @@ class Chat:
     def _between(self, gaps: Sequence[Gap]) -> list[Written]:
         hidden: list[list[str]] = [[] for _ in gaps]
         safe = [self._with_plain_answers(*each) for each in zip(gaps, hidden, strict=True)]
-        tails: list[str | None]
         if self._tokenizer.chat_template is None:
             texts = [""] * len(gaps)
             tails = [contents_of(gap.added) or "\n" for gap in safe]  # something must lie between two turns

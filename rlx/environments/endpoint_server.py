@@ -32,6 +32,7 @@ from rlx.environments.openai_calls import BadCall, Call, History, answer, events
 from rlx.processes.lines import line_of
 
 MODEL = "policy"
+READERS = {"chat/completions": partial(read, True), "completions": partial(read, False), "messages": read_message}
 LONGEST_BODY, LONGEST_UPLOAD_S = 2**22, 60.0  # bytes, and the time in which they arrive
 MOST_AT_ONCE, MOST_SERVED = 256, 4096  # calls in work: of a life, or of all who have the key
 UNKNOWN = "expected the token of a running sample: Authorization: Bearer $OPENAI_API_KEY"
@@ -68,9 +69,8 @@ async def _serve(connection: socket.socket) -> None:
     _, host, *settings = json.loads(await reader.readline())
     own = _Server(writer, *settings)
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
-    app.post("/v1/chat/completions")(own.chat)
-    app.post("/v1/completions")(own.text)
-    app.post("/v1/messages")(own.messages)
+    for path, reads in READERS.items():
+        app.add_route(f"/v1/{path}", partial(own.call, reads), ["POST"])
     app.get("/v1/models")(own.models)
     app.add_exception_handler(BadCall, _rejected)
     with socket.create_server((host, own.port), backlog=4096) as listening:
@@ -128,15 +128,6 @@ class _Server:
         self._number(_token(request))
         return JSONResponse({"object": "list", "data": [{"id": self._name, "object": "model", "owned_by": "rlx"}]})
 
-    async def chat(self, request: Request) -> Response:
-        return await self._call(request, partial(read, True))
-
-    async def text(self, request: Request) -> Response:
-        return await self._call(request, partial(read, False))
-
-    async def messages(self, request: Request) -> Response:
-        return await self._call(request, read_message)
-
     def _number(self, token: str) -> int:
         """Return the life of a token that this run has made; it may have ended. Raises BadCall."""
         if self._key is not None:
@@ -156,7 +147,7 @@ class _Server:
             raise BadCall(UNKNOWN, 401, "invalid_api_key")
         return self._lives.setdefault(life, _Life(life, History(self._mode)))
 
-    async def _call(self, request: Request, reads: Callable[[bytes], Call]) -> Response:
+    async def call(self, reads: Callable[[bytes], Call], request: Request) -> Response:
         token = _token(request)
         self._number(token)
         call = reads(await _body(request))
