@@ -6,7 +6,7 @@ Shape letters: B rows, W columns of the window that holds the responses, K respo
 import contextlib
 import inspect
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -189,7 +189,6 @@ class Forward:
         if distribution is None:
             values = self._call(inputs)[:, kept, 0]
             return {"values": values.to(torch.promote_types(values.dtype, torch.float32))}
-        figures: Iterable[Tensor | None]
         if not self._chooses_positions:
             figures = token_log_probs(self._call(inputs)[:, kept], ids, *distribution[:2])
         elif self._head_ends_it:
@@ -200,8 +199,7 @@ class Forward:
         return {name: x for name, x in zip(("log_probs", "entropy"), figures, strict=False) if x is not None}
 
     def _call(self, inputs: dict[str, Any]) -> Tensor:
-        output: Tensor = self._root(**inputs, use_cache=False).logits
-        return output
+        return self._root(**inputs, use_cache=False).logits
 
     def _inputs(
         self,

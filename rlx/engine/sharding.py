@@ -2,7 +2,7 @@
 
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from contextlib import AbstractContextManager, contextmanager
 from functools import reduce
 from itertools import pairwise
@@ -113,7 +113,7 @@ def shard(
     fsdp: FSDPConfig,
     precision: Precision,
     device: torch.device,
-    streamed: frozenset[nn.Parameter] = frozenset(),
+    streamed: Set[nn.Parameter],
 ) -> Sharded:
     """Shard a model, with rank 0's weights in host memory, over all processes; `streamed` weights stay where they are.
 
@@ -139,7 +139,7 @@ class FSDP2Model(Sharded):
         fsdp: FSDPConfig,
         precision: Precision,
         device: torch.device,
-        streamed: frozenset[nn.Parameter] = frozenset(),
+        streamed: Set[nn.Parameter],
     ):
         mesh = build_mesh(fsdp.fsdp_size, device)
         super().__init__(model, precision, device)
@@ -291,13 +291,7 @@ class SingleModel(Sharded):
     with wider tensors, as some norms are: FSDP2 rounds these to the type of computation in each micro-batch.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        precision: Precision,
-        device: torch.device,
-        streamed: frozenset[nn.Parameter] = frozenset(),
-    ):
+    def __init__(self, model: nn.Module, precision: Precision, device: torch.device, streamed: Set[nn.Parameter]):
         super().__init__(model, precision, device)
         materialise(model, [], device, streamed)
         self._compute = precision.compute

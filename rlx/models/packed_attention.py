@@ -176,8 +176,7 @@ def packed_attention(
     # Observers of torch functions then see one function, whichever kernel it uses.
     if has_torch_function(tensors):
         rest = (starts, tree, scaling, window, dropout, exact)
-        result: Tensor = handle_torch_function(packed_attention, tensors, *tensors, *rest)
-        return result
+        return handle_torch_function(packed_attention, tensors, *tensors, *rest)
     if exact is not None:
         return exact(query, key, value, tree, scaling)
     longest = max(tree.lengths)

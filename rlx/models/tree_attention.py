@@ -109,30 +109,27 @@ class CpuFlash(Kernel):
 
     def grads_of_pair(self, of_output: tuple[Tensor, ...], lse: Tensor, call: Call) -> tuple[Tensor, ...]:
         do, q, k, v, o = map(_heads_first, of_output)
-        found: tuple[Tensor, ...] = ops._scaled_dot_product_flash_attention_for_cpu_backward(
+        return ops._scaled_dot_product_flash_attention_for_cpu_backward(
             do, q, k, v, o, lse, 0.0, False, attn_mask=_mask(q, k, call), scale=call.scaling
         )
-        return found
 
 
 class CudaFlash(Kernel):
     """FlashAttention 2, one call for all pairs."""
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-        output, lse, *_ = ops._flash_attention_forward(
+        return ops._flash_attention_forward(
             query, key, value, *call.bounds, 0.0, call.is_causal and call.window is None, False, **call.options
-        )
-        return output, lse
+        )[:2]
 
     def backward(
         self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor, call: Call
     ) -> tuple[Tensor, Tensor, Tensor]:
         random = torch.zeros(2, dtype=torch.uint64, device=query.device), torch.empty(0, device=query.device)
         of_output = (grad, query, key, value, output, lse.contiguous())
-        found: tuple[Tensor, Tensor, Tensor] = ops._flash_attention_backward(
+        return ops._flash_attention_backward(
             *of_output, *call.bounds, 0.0, call.is_causal and call.window is None, *random, **call.options
         )
-        return found
 
 
 class CudnnFlash(Kernel):
@@ -157,10 +154,9 @@ class CudnnFlash(Kernel):
         inputs = map(_heads_first, (_as(query, grad), query, key, value, _as(query, output)))
         random = torch.zeros(2, 1, dtype=torch.int64, device=query.device).unbind()
         rest = (None, None, None, len(query), len(key), 0.0, call.is_causal)  # no bias, and one pair of these lengths
-        found: tuple[Tensor, ...] = ops._scaled_dot_product_cudnn_attention_backward(
+        return ops._scaled_dot_product_cudnn_attention_backward(
             *inputs, lse[..., None].contiguous(), *random, *rest, scale=call.scaling
         )
-        return found
 
 
 @cache
@@ -270,17 +266,11 @@ def steps_of(tree: Tree, kernels: list[Kernel], device: torch.device, scaling: f
         large, small = _by_size(read) if has_large else ([], read.pairs)
         parts = [*([(kernels[0], small)] if small else []), *((kernels[-1], [pair]) for pair in large)]
         for kernel, pairs in parts:
-            call = Call(
-                tuple(_tokens(pair.queries) for pair in pairs),
-                tuple(_tokens(pair.keys) for pair in pairs),
-                read.is_causal,
-                window,
-                scaling,
-                device,
-            )
-            queries = _places([span for pair in pairs for span in pair.queries], device)
-            keys = _places([span for pair in pairs for span in pair.keys], device)
-            steps.append(Step(kernel, queries, keys, call, read.adds))
+            both = [*zip(*pairs, strict=True)]  # the spans of queries, and those of keys, of each pair
+            lengths = (tuple(map(_tokens, each)) for each in both)
+            places = (_places([span for spans in each for span in spans], device) for each in both)
+            call = Call(*lengths, read.is_causal, window, scaling, device)
+            steps.append(Step(kernel, *places, call, read.adds))
     return steps
 
 

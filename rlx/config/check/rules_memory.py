@@ -136,8 +136,7 @@ class Change(NamedTuple):
         return f"{self.needs} with {self.key}={self.value}" if self.needs else f"{self.key}={self.value}"
 
     def of(self, config: PPOConfig) -> PPOConfig:
-        changed: PPOConfig = with_value(self.needs.of(config) if self.needs else config, self.key, self.value)
-        return changed
+        return with_value(self.needs.of(config) if self.needs else config, self.key, self.value)
 
 
 def remedies(forecast: MemoryForecast, is_least: bool = False) -> str:
