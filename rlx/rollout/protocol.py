@@ -82,9 +82,8 @@ class Request:
     sampling: Sampling
     # The same for all turns of a conversation; a sampler may ignore it
     memory: PrefixMemory | None = field(default=None, compare=False, repr=False)
-    kept: int = (
-        0  # the last so many of `prompt_ids` are of an earlier request with this seed: they begin the completion
-    )
+    # The last so many of `prompt_ids` are of an earlier request with this seed: they begin the completion
+    kept: int = 0
     budget: int | None = None  # most tokens to sample now; None: all that `sampling.max_tokens` leaves
 
     @property

@@ -8,6 +8,7 @@ Nothing here depends on time: prompts, seeds and budgets follow from the configu
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -84,26 +85,16 @@ def phase_rows(draws: Sequence[Draw], budget: int, shares: int) -> tuple[Batch, 
     places = [(number, row) for number, draw in enumerate(draws) for row in draw.open_rows]
     if len(draws) > 1 and shares > 1:
         # A prompt stays in its process, where its environments are.
-        places.sort(key=lambda place: _group(draws, place) % shares)
-    widest = max(draw.rows["prompt_ids"].shape[1] for draw in draws)
-    parts = [_wide(draw.rows, widest) for draw in draws]
-    starts = [0]
-    for part in parts:
-        starts.append(starts[-1] + len(part))
+        groups = [draw.rows["group_id"].tolist() for draw in draws]
+        places.sort(key=lambda place: groups[place[0]][place[1]] % shares)
+    widest, parts = max(draw.rows["prompt_ids"].shape[1] for draw in draws), []
+    for rows in (draw.rows for draw in draws):
+        added = (widest - rows["prompt_ids"].shape[1], 0)
+        parts.append(rows.with_(**{name: pad(rows[name], added) for name in ("prompt_ids", "prompt_mask")}))
+    starts = [*accumulate(map(len, parts), initial=0)]
     rows = concat(parts).rows([starts[number] + row for number, row in places])
     budgets = torch.tensor([budget if number else 0 for number, _ in places], dtype=torch.int64)
     return rows.with_({"kept": [draws[number].kept[row] for number, row in places]}, budget=budgets), places
-
-
-def _group(draws: Sequence[Draw], place: tuple[int, int]) -> int:
-    number, row = place
-    return int(draws[number].rows["group_id"][row])
-
-
-def _wide(rows: Batch, width: int) -> Batch:
-    return rows.with_(
-        **{name: pad(rows[name], (width - rows[name].shape[1], 0)) for name in ("prompt_ids", "prompt_mask")}
-    )
 
 
 def as_data(draw: Draw) -> dict[str, Any]:

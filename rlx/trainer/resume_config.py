@@ -150,9 +150,8 @@ def longer(changed: list[ChangedKey], text: str) -> dict[str, str]:
     """
     now = flat(text, "the new configuration")
     for role in ("actor_rollout_ref.actor", *(["critic"] if now.get("algorithm.adv_estimator") == "gae" else [])):
-        kind, steps, ratio = (
-            now.get(f"{role}.optim.lr_{name}") for name in ("scheduler_type", "warmup_steps", "warmup_steps_ratio")
-        )
+        names = ("scheduler_type", "warmup_steps", "warmup_steps_ratio")
+        kind, steps, ratio = (now.get(f"{role}.optim.lr_{name}") for name in names)
         if kind != "constant" or (steps == -1 and ratio != 0):
             return {}
     return {

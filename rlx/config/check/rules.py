@@ -214,10 +214,8 @@ def layers_can_stream(s: CheckContext) -> Faults:
             expected = "recomputation by the activation engine"
             yield s.fault(what, expected, f"set {engine}=True, or {key}=False", engine, key)
         if folder is not None and s.machine.cluster is None and (problem := folder_problem(folder)):
-            what, remedy = (
-                "frozen weights that go to disk have no usable folder",
-                f"make it, or set {key}_directory=null",
-            )
+            what = "frozen weights that go to disk have no usable folder"
+            remedy = f"make it, or set {key}_directory=null"
             got = f"{key}_directory={folder}, which {problem}"
             yield s.fault(what, "a folder of this machine that is writable", remedy, f"{key}_directory", got=got)
     frozen = {role.model_key for role in streaming if roles.has_frozen_layers(role)}

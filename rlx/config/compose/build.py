@@ -118,10 +118,8 @@ def nearest_keys(key: str) -> list[str]:
     same_name = [known for known in LEAVES if known.rpartition(".")[2] == name]
     if name in GENERIC:  # also a word of its group is like one of the known key's groups
         places = {known: re.split(r"[._]", known)[:-1] for known in same_name}
-        is_near = {
-            known: any(get_close_matches(word, places[known], cutoff=0.75) for word in words) for known in places
-        }
-        same_name = [known for known in same_name if is_near[known]]
+        alike = {known for known in places for word in words if get_close_matches(word, places[known], cutoff=0.75)}
+        same_name = [known for known in same_name if known in alike]
     if same_name:
         return get_close_matches(key, same_name, n=3, cutoff=0.0)
     siblings = {known.rpartition(".")[2]: known for known in LEAVES if known.rpartition(".")[0] == section}
