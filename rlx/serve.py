@@ -79,8 +79,9 @@ def _start(chosen: argparse.Namespace, until_the_end: ExitStack) -> tuple[Servic
     if own is None:
         key = f"rlx-{secrets.token_urlsafe(24)}"
     elif not own.isascii() or own != own.strip() or not own.isprintable():
-        got = "blanks around it or letters that no header holds"
-        raise ServeError(f"--api-key or {KEY}: got {got}, expected plain ASCII")
+        raise ServeError(
+            f"--api-key or {KEY}: got blanks around it or letters that no header holds, expected plain ASCII"
+        )
     _require_free(chosen.host, chosen.port)
     policy = policies_at(chosen.policy)[0]._replace(hidden=())  # of rewards and trackers, which it does without
     config = compose(policy.with_given(chosen.given)).config

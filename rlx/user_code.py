@@ -99,8 +99,9 @@ def load_module(path: str, key: str) -> ModuleType:
         del sys.modules[module_name]
         line = line_in(path, fault)
         where = f" (line {line})" if line else ""
-        what = f"importing {file} failed with {type(fault).__name__}"
-        raise ImportFailed(f"{key}.path: {what}: {fault}{where}") from fault
+        raise ImportFailed(
+            f"{key}.path: importing {file} failed with {type(fault).__name__}: {fault}{where}"
+        ) from fault
     return module
 
 
@@ -113,8 +114,9 @@ def line_in(path: str, fault: BaseException) -> int | None:
 
 def _is_own(name: str, value: Any, module_name: str) -> bool:
     """Return whether a module's name is public and no import: a module, or a class or function that another one defines."""
-    is_defined = inspect.isclass(value) or inspect.isroutine(value)
-    is_import = inspect.ismodule(value) or (is_defined and value.__module__ != module_name)
+    is_import = inspect.ismodule(value) or (
+        (inspect.isclass(value) or inspect.isroutine(value)) and value.__module__ != module_name
+    )
     return not (name.startswith("_") or is_import)
 
 

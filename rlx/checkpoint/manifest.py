@@ -159,8 +159,9 @@ def require_keys(path: Path, found: Mapping[str, Any], expected: Iterable[str]) 
     if lacking or unknown:
         parts = [f"has no {', '.join(lacking)}"] * bool(lacking)
         parts += [f"has {', '.join(unknown)[:80]}, which this version does not know"] * bool(unknown)
-        what = f"was written by another version of rlx: it {' and '.join(parts)}"
-        raise OtherVersionError(f"{path}: {what}; resume with that version")
+        raise OtherVersionError(
+            f"{path}: was written by another version of rlx: it {' and '.join(parts)}; resume with that version"
+        )
 
 
 def _listed(folder: Path, faults: list[str]) -> Iterator[tuple[Path, str, FileEntry]]:

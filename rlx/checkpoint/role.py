@@ -61,8 +61,9 @@ def read_description(folder: Path) -> Description:
     """Return the description of one role's checkpoint. Raises OtherVersionError or CheckpointError if it is none of this version."""
     path = folder / "checkpoint.json"
     if not path.is_file():
-        expected = "a finished checkpoint of one role, such as .../global_step_N/actor"
-        raise CheckpointError(f"{folder}: no checkpoint.json; expected {expected}")
+        raise CheckpointError(
+            f"{folder}: no checkpoint.json; expected a finished checkpoint of one role, such as .../global_step_N/actor"
+        )
     found = manifest.read_json(path)
     if found.get("format") != FORMAT:
         raise OtherVersionError(
@@ -131,8 +132,9 @@ def _belonging_together(folder: Path) -> Iterator[None]:
     try:
         yield
     except (LookupError, RuntimeError, StopIteration, TypeError, ValueError) as error:
-        why = f"{type(error).__name__}: {error}"
-        raise CheckpointError(f"{folder}: checkpoint.json does not belong to these tensors ({why})") from None
+        raise CheckpointError(
+            f"{folder}: checkpoint.json does not belong to these tensors ({type(error).__name__}: {error})"
+        ) from None
 
 
 def _adapters(weights: dict[str, Tensor], description: Description) -> tuple[dict[str, Tensor], AdapterKind]:

@@ -44,8 +44,9 @@ def checked_observation(value: Any) -> Observation:
         try:
             value = Observation(**value)
         except TypeError as fault:
-            expected = f"the fields of an Observation ({fault})"
-            raise Nonsense(f"step returned {_shown.repr(value)}, expected {expected}") from None
+            raise Nonsense(
+                f"step returned {_shown.repr(value)}, expected the fields of an Observation ({fault})"
+            ) from None
     if not isinstance(value, Observation):
         raise Nonsense(f"step returned {_shown.repr(value)}, expected an Observation or a dict with its fields")
     done, info = plain(value.done), value.info
@@ -76,8 +77,9 @@ def _messages(value: Any, what: str) -> list[Message]:
         match message:
             case {"role": str()} if isinstance(message.get("content", ""), str | list | None):
                 continue
-        expected = "a dict with `role` and `content`"
-        raise Nonsense(f"{what} returned {_shown.repr(message)} as a message, expected {expected}")
+        raise Nonsense(
+            f"{what} returned {_shown.repr(message)} as a message, expected a dict with `role` and `content`"
+        )
     # Without lone surrogates, which no tokenizer reads
     texts = [{name: x for name in ("role", "content") if isinstance(x := each.get(name), str)} for each in value]
     readable = [{name: text.encode("utf-8", "replace").decode() for name, text in each.items()} for each in texts]

@@ -83,8 +83,9 @@ def program_limits(kwargs: dict[str, Any]) -> SandboxLimits:
     unknown = kwargs.keys() - known - {"tool_format"}
     if unknown:
         gone = "; programs run isolated or not at all: remove require_isolation" * ("require_isolation" in unknown)
-        got, expected = (", ".join(sorted(names)) for names in (unknown, known))
-        raise UserCodeError(f"environment.kwargs: got {got}, expected of {expected}{gone}")
+        raise UserCodeError(
+            f"environment.kwargs: got {', '.join(sorted(unknown))}, expected of {', '.join(sorted(known))}{gone}"
+        )
     return SandboxLimits(**{name: value for name, value in kwargs.items() if name in known})
 
 

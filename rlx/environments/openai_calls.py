@@ -72,8 +72,9 @@ class _Message(BaseModel):
         content = "\n".join(part.text for part in parts) if isinstance(parts, list) else parts or ""
         found: Message = {"role": role, "content": content}
         found |= {name: value for name in ("name", "tool_call_id") if (value := getattr(self, name))}
-        made = ((each.id, each.function) for each in self.tool_calls or ())
-        calls = [_called(number, function.name, _object(function.arguments)) for number, function in made]
+        calls = [
+            _called(each.id, each.function.name, _object(each.function.arguments)) for each in self.tool_calls or ()
+        ]
         return found | ({"tool_calls": calls} if calls else {})
 
 

@@ -47,8 +47,9 @@ def load(path: str | None, kwargs: dict[str, Any]) -> Any:
     if path is not None:
         name, module = Path(path).stem, load_module(path, "environment")
         if other := _other_module(name, str(module.__file__)):
-            what = f"{path} has the name of the module {name} ({other})"
-            raise UserCodeError(f"environment.path: {what}; rename the file")
+            raise UserCodeError(
+                f"environment.path: {path} has the name of the module {name} ({other}); rename the file"
+            )
         sys.modules[name] = module
         block["taskset"] = {"id": name, **block.get("taskset", {})}
     try:

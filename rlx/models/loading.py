@@ -111,8 +111,9 @@ def load_tokenizer(path: str, trust_remote_code: bool) -> "PreTrainedTokenizerBa
     folder = Path(source)
     # From a folder without a tokenizer transformers would make one with a single word.
     if folder.is_dir() and not any((folder / name).exists() for name in TOKENIZER_FILES):
-        some = ", ".join(TOKENIZER_FILES)
-        raise ModelError(f"tokenizer: {source} has none of {some}; save the tokenizer in the model's folder")
+        raise ModelError(
+            f"tokenizer: {source} has none of {', '.join(TOKENIZER_FILES)}; save the tokenizer in the model's folder"
+        )
     with explained(f"the tokenizer of {path}"):
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
     if tokenizer.eos_token_id is None:
@@ -304,8 +305,12 @@ def class_and_config(config: ModelConfig, head: Head) -> tuple[Any, "PreTrainedC
                 f"{config.path}: its config has no pad_token_id, so it would not find the end of a padded sequence; set it in "
                 "override_config to the id of its training"
             )
-    classes = {"lm": AutoModelForCausalLM, "value": AutoModelForTokenClassification}
-    return classes.get(head, AutoModelForSequenceClassification), loaded
+    classes = {
+        "lm": AutoModelForCausalLM,
+        "value": AutoModelForTokenClassification,
+        "score": AutoModelForSequenceClassification,
+    }
+    return classes[head], loaded
 
 
 def rope_by_length(config: "PreTrainedConfig") -> str | None:
@@ -433,8 +438,9 @@ def _check_report(path: str | None, model: "PreTrainedModel", report: dict[str, 
     backbone = f"{model.base_model_prefix}."
     if report["mismatched_keys"]:
         wrong = [f"{n}: {tuple(got)} instead of {tuple(want)}" for n, got, want in sorted(report["mismatched_keys"])]
-        what = "got weights of other shapes than the config has"
-        raise ModelError(f"{path}: {what}: {_some(wrong)}; check model.override_config")
+        raise ModelError(
+            f"{path}: got weights of other shapes than the config has: {_some(wrong)}; check model.override_config"
+        )
     if missing := sorted(k for k in report["missing_keys"] if head != "value" or k.startswith(backbone)):
         raise ModelError(
             f"{path}: the checkpoint lacks {_some(missing)} of {type(model).__name__}; is it a {head} model, and does "
@@ -480,7 +486,8 @@ def apply_liger(model: "PreTrainedModel") -> None:
     kind = model.config.model_type
     apply = getattr(package, f"apply_liger_kernel_to_{kind}", None)
     if apply is None:
-        what = f"liger-kernel {found} has no kernels for models of type {kind}"
-        raise ModelError(f"use_liger: {what}; set model.use_liger=False")
+        raise ModelError(
+            f"use_liger: liger-kernel {found} has no kernels for models of type {kind}; set model.use_liger=False"
+        )
     known = inspect.signature(apply).parameters
     apply(model=model, **{name: False for name in LIGER_LOSSES if name in known})

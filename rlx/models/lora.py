@@ -109,13 +109,15 @@ def add_lora(model: "PreTrainedModel", config: ModelConfig, seed: int = 0) -> di
         module = model.get_submodule(name).requires_grad_(True)
         module.to(adapter_dtype(next(module.parameters()).dtype))
     layers = {name: cast(Any, model.get_submodule(name)) for name in targets}
-    stabilised = options.use_rslora
-    adapters = {n: Adapter(each.scaling[ADAPTER], each.fan_in_fan_out, stabilised) for n, each in layers.items()}
+    adapters = {
+        n: Adapter(each.scaling[ADAPTER], each.fan_in_fan_out, options.use_rslora) for n, each in layers.items()
+    }
     for name, layer in take_over(model).items():
         layers[name], base = layer, layer.get_base_layer()
-        scale, transposed = layer.scaling[ADAPTER], getattr(base, "is_transposed", False)
         own = layer.parameter_name, len(getattr(base, layer.parameter_name))
-        adapters[name] = Adapter(scale, transposed, stabilised, *own)
+        adapters[name] = Adapter(
+            layer.scaling[ADAPTER], getattr(base, "is_transposed", False), options.use_rslora, *own
+        )
     for name, layer in layers.items():
         for part in (getattr(layer, part) for part in ADAPTER_PARTS if hasattr(layer, part)):
             part.to(adapter_dtype(getattr(layer.get_base_layer(), adapters[name].parameter).dtype))
@@ -394,8 +396,9 @@ def adapter_faults(path: str, config: ModelConfig) -> list[str]:
     for name, (own, value) in wanted.items():
         theirs = found.get(name, False)
         if theirs != value:
-            got = f"the adapters of {folder} have {name}={theirs}, but {own}={value}"
-            faults.append(f"{key}: {got}; set {own}={theirs}")
+            faults.append(
+                f"{key}: the adapters of {folder} have {name}={theirs}, but {own}={value}; set {own}={theirs}"
+            )
     return faults
 
 

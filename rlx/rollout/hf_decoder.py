@@ -118,8 +118,12 @@ class BatchDecoder:
         # State-space models that have a state read the mask as that of the new tokens.
         has_state = cache == "cache_params" and ids.shape[1] == 1 < self._length
         mask_BT = None if has_state else self._mask_BT[:, : self._length]
-        inputs = {"input_ids": ids, "attention_mask": mask_BT, cache: self._cache}
-        inputs |= {} if first is None else {"position_ids": positions + first}
+        inputs = {
+            "input_ids": ids,
+            "attention_mask": mask_BT,
+            cache: self._cache,
+            **({} if first is None else {"position_ids": positions + first}),
+        }
 
         def run() -> None:
             self.logits_BV = self._model(**inputs, use_cache=True, logits_to_keep=1).logits[:, -1]
@@ -182,10 +186,16 @@ def request_uniforms(seeds: list[int], count: int, kept: Sequence[int] | None = 
 def choose_tokens(
     logits_BV: Tensor, uniforms_B: Tensor, sampling: Sampling, changed_BV: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Choose each row's next token by inverting the cumulative distribution at the row's uniform number, fp64 in [0, 1).
+    """Choose each row's next token by inverting the cumulative distribution at the row's uniform number.
 
-    `changed_BV` are the logits after penalties and biases, to choose from. Return tokens (B,) int64 and their log-probs (B,) fp32
-    under log_softmax(logits / temperature), before penalties and cuts.
+    Args:
+        logits_BV: (B, V) floating.
+        uniforms_B: (B,) fp64 in [0, 1); unused when greedy.
+        sampling: temperature, min_p, top_k, top_p.
+        changed_BV: logits after penalties and biases, to choose from.
+
+    Returns:
+        Tokens (B,) int64 and their log-probs (B,) fp32 under log_softmax(logits / temperature), before penalties and cuts.
     """
     log_probs_BV = torch.log_softmax(logits_BV.float() / sampling.log_prob_temperature, dim=-1)
     chosen_BV = log_probs_BV
@@ -205,7 +215,12 @@ def changed_logits(
 ) -> Tensor:
     """Return logits in fp32 after biases, penalties and bad words, in this order.
 
-    `prompts_BV`, bool, tells which tokens the prompts have; `said_BT` are the tokens of the completions so far.
+    Args:
+        logits_BV: (B, V) floating.
+        sampling: names them.
+        prompts_BV: (B, V) bool, which tokens the prompts have.
+        said_BT: tokens of the completions so far.
+        bad_words: tokens of each.
     """
     changed = logits_BV.float().clone()
     for token, bias in sampling.logit_bias:
@@ -241,8 +256,9 @@ class StopStrings:
         """Return the string that the last token completes; those before it have completed none."""
         count = self._longest + MARGIN_TOKENS
         while True:
-            last, as_it_is = token_ids[-count:], {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
-            text = self._tokenizer.decode(last, **as_it_is)
+            text = self._tokenizer.decode(
+                token_ids[-count:], skip_special_tokens=False, clean_up_tokenization_spaces=False
+            )
             if len(text) >= self._longest or count >= len(token_ids):  # tokens of broken characters may have no text
                 return next((each for each in self._strings if each in text), None)
             count *= 2

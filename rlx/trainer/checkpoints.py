@@ -71,8 +71,9 @@ def require_step(checkpoint: Path) -> int:
     """Return N of global_step_N. Raises ResumeError for another name."""
     step = step_of(checkpoint)
     if step is None:
-        expected = "a folder named global_step_N, in the checkpoints folder of a run"
-        raise ResumeError(f"got {checkpoint}, expected {expected}")
+        raise ResumeError(
+            f"got {checkpoint}, expected a folder named global_step_N, in the checkpoints folder of a run"
+        )
     return step
 
 
@@ -216,8 +217,9 @@ def require_parts(config: PPOConfig, checkpoint: Path) -> None:
         older = "it has samples that go on from tokens of older weights, also with partial.max_staleness=0"
         faults.append(f"{older}; set {', '.join(missing)}")
     if saved is not None and saved != control:
-        got = f"algorithm.kl_ctrl.type={saved!r}, this run has {control!r}"
-        faults.append(f"it was written with {got}: set it as before")
+        faults.append(
+            f"it was written with algorithm.kl_ctrl.type={saved!r}, this run has {control!r}: set it as before"
+        )
     if faults:
         raise ResumeError(f"cannot resume from {checkpoint}: {'; '.join(faults)}")
 

@@ -65,11 +65,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for policy, (folder, overrides) in zip(policies, commands, strict=True):
             result = folder / f"{policy.step}.json"
             if not result.exists() and (code := _validate(overrides)):
-                what = f"{policy.folder} was not evaluated, see above; the same command continues"
-                print(f"{program('eval')}: {what}", file=sys.stderr)
+                print(
+                    f"{program('eval')}: {policy.folder} was not evaluated, see above; the same command continues",
+                    file=sys.stderr,
+                )
                 return code
-            known = {"policy": str(policy.folder), "step": policy.step, "samples": str(folder)}
-            found.append(known | json.loads(result.read_text()))
+            found.append(
+                {
+                    "policy": str(policy.folder),
+                    "step": policy.step,
+                    "samples": str(folder),
+                    **json.loads(result.read_text()),
+                }
+            )
         out = chosen.out or commands[0][0] / "evaluation.json"
         with storing(out):
             out.write_text(json.dumps(found, indent=1) + "\n")
@@ -77,8 +85,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(wrapped(f"{program('eval')}: {error}"), file=sys.stderr)
         return 2
     Console(highlight=False, width=None if sys.stdout.isatty() else 120).print(table(found))
-    places = (f"samples   {each[0]}" for each in commands)
-    print(f"intervals: 95 %, normal, over prompts\ntable     {out}", *places, sep="\n")
+    print(
+        f"intervals: 95 %, normal, over prompts\ntable     {out}",
+        *(f"samples   {each[0]}" for each in commands),
+        sep="\n",
+    )
     return 0
 
 
@@ -88,8 +99,11 @@ def command_of(policy: Policy, given: Sequence[str]) -> tuple[Path, list[str]]:
     composed = compose(overrides)
     config = composed.config
     val = config.actor_rollout_ref.rollout.val_kwargs
-    added = ["trainer.val_only=True", "trainer.logger=[console]"]
-    added.append(f"data.train_files={written(list(config.data.val_files))}")
+    added = [
+        "trainer.val_only=True",
+        "trainer.logger=[console]",
+        f"data.train_files={written(list(config.data.val_files))}",
+    ]
     # The manager `batch` scores all together
     if config.data.val_batch_size is None and config.reward.reward_manager.name != "batch":
         added.append(f"{PARTS}={max(1, PART // (val.n if val.do_sample else 1))}")
@@ -113,15 +127,18 @@ def command_of(policy: Policy, given: Sequence[str]) -> tuple[Path, list[str]]:
         folder.mkdir(parents=True, exist_ok=True)
         known["overrides"] = [override_without_secrets(each) for each in known["overrides"]]
         (folder / EVALUATION).write_text(json.dumps(known, indent=1))
-    place = f"trainer.validation_data_dir={written(str(folder))}"
-    return folder, [*Policy(folder, None, overrides).with_given(added), place]
+    return folder, [
+        *Policy(folder, None, overrides).with_given(added),
+        f"trainer.validation_data_dir={written(str(folder))}",
+    ]
 
 
 def _files(names: Iterable[str | Path]) -> dict[str, Any]:
     """Return size and time of files by name, and of those in folders and behind patterns."""
     found = [Path(name).expanduser() for name in names]
-    there = ([path] if path.exists() else glob.glob(str(path), recursive=True) for path in found)
-    paths = [Path(each) for some in there for each in some]
+    paths = [
+        Path(each) for path in found for each in ([path] if path.exists() else glob.glob(str(path), recursive=True))
+    ]
     files = [each for path in paths for each in (sorted(path.glob("*")) if path.is_dir() else [path]) if each.is_file()]
     return {str(each): [each.stat().st_size, each.stat().st_mtime_ns] for each in files}
 
@@ -141,8 +158,9 @@ def _validate(overrides: Sequence[str]) -> int:
 
 def table(found: Sequence[dict[str, Any]]) -> Table:
     """Return a row for each policy and data source, and a column for each number; none for scores that are accuracies."""
-    both = ([one["metrics"][f"val/{name}"] for name in ("accuracy", "reward")] for one in found)
-    different = any(not math.isclose(*each, rel_tol=1e-6) for each in both)
+    different = any(
+        not math.isclose(one["metrics"]["val/accuracy"], one["metrics"]["val/reward"], rel_tol=1e-6) for one in found
+    )
     names = dict.fromkeys(row["name"] for one in found for row in one["rows"])
     columns = [name for name in names if different or not name.startswith("reward ")]
     drawn = Table(box=box.SIMPLE)

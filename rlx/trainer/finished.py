@@ -39,8 +39,9 @@ class Policy(NamedTuple):
         """Return the overrides with the user's own in place of those of the same keys. Raises ResumeError if a secret is missing."""
         keys = {each.partition("=")[0].lstrip("+") for each in given}
         if missing := [key for key in self.hidden if key not in keys]:
-            what = f"{self.folder} was trained with a secret there, which no file keeps"
-            raise ResumeError(f"{missing[0]}: {what}; add {missing[0]}=…")
+            raise ResumeError(
+                f"{missing[0]}: {self.folder} was trained with a secret there, which no file keeps; add {missing[0]}=…"
+            )
         return [*(each for each in self.overrides if each.partition("=")[0] not in keys), *given]
 
 
@@ -52,8 +53,9 @@ def policies_at(source: str, every: bool = False) -> list[Policy]:
     folder = Path(source).expanduser().absolute()
     expected = "expected a run, its .../checkpoints/global_step_N, or a Hugging Face folder with config.json"
     if "://" in source:
-        remedy = f"download it, or `{program('export')} {source} my-model`"
-        raise ResumeError(f"{source}: got a URL, {expected} on this machine; {remedy}")
+        raise ResumeError(
+            f"{source}: got a URL, {expected} on this machine; download it, or `{program('export')} {source} my-model`"
+        )
     if folder.name == "actor" and step_of(folder.parent) is not None:
         folder = folder.parent
     if not folder.is_dir():

@@ -185,8 +185,9 @@ class Learner:
         skipped = sum(updated.get(f"{role}/skipped", 0) for role in ("actor", "critic"))
         self._run.skipped_steps += int(skipped)
         if skipped:
-            what = f"{skipped:.0f} optimizer step(s) skipped: the gradient was not finite"
-            self._run.progress.notice(f"step {step}: {what}")
+            self._run.progress.notice(
+                f"step {step}: {skipped:.0f} optimizer step(s) skipped: the gradient was not finite"
+            )
         return {
             "train/skipped_steps": float(self._run.skipped_steps),
             "train/policy_version": float(self._run.policy_version),

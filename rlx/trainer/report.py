@@ -256,8 +256,9 @@ def main() -> int:
         if not run_dir.is_dir():
             raise TrackingError(f"{run_dir}: no such folder; name that of a run, which the run's first lines show")
         if not (run_dir / METRICS_FILE).is_file():
-            remedy = "name the folder of a run with `jsonl` in trainer.logger"
-            raise TrackingError(f"{run_dir} holds no {METRICS_FILE}; {remedy}")
+            raise TrackingError(
+                f"{run_dir} holds no {METRICS_FILE}; name the folder of a run with `jsonl` in trainer.logger"
+            )
         write_report(run_dir / METRICS_FILE, run_dir / "report.png")
     except TrackingError as error:
         print(f"{program('report')}: {error}", file=sys.stderr)

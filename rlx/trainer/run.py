@@ -196,8 +196,9 @@ def _picture(folder: Path, progress: Progress) -> Path | None:
         with storing(folder):
             return write_report(folder / METRICS_FILE, folder / "report.png")
     except Exception as error:
-        what = f"report.png was not drawn ({type(error).__name__}: {error})"
-        progress.notice(f"{what}; to try again: {program('report')} {folder}")
+        progress.notice(
+            f"report.png was not drawn ({type(error).__name__}: {error}); to try again: {program('report')} {folder}"
+        )
         return None
 
 
@@ -209,8 +210,9 @@ def _set_aside_damaged(folder: Path) -> list[str]:
         raise OSError(f"{whole}: can be read now, but could not when this run began; start it again")
     set_aside_later(checkpoints, 0)
     if passed_over:
-        what = "all checkpoints of this run are damaged"
-        passed_over.append(f"{what}: it starts from scratch; they are now in {SUPERSEDED}")
+        passed_over.append(
+            f"all checkpoints of this run are damaged: it starts from scratch; they are now in {SUPERSEDED}"
+        )
     return passed_over
 
 

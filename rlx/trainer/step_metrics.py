@@ -84,8 +84,7 @@ def describe(rows: Batch, batch: Batch) -> dict[str, float]:
     }
     if "values" in batch:
         numbers["critic/values_mean"] = masked_mean(batch["values"], mask)
-        both = batch["returns"] - batch["values"], batch["returns"]
-        left, total = (masked_mean((x - masked_mean(x, mask)) ** 2, mask) for x in both)
+        left, total = (masked_variance(x, mask) for x in (batch["returns"] - batch["values"], batch["returns"]))
         numbers["critic/explained_variance"] = 1 - left / total if total > 0 else math.nan
     return numbers | environment_rows.describe(rows)
 
@@ -147,6 +146,10 @@ def finite_mean(values: Sequence[float]) -> float:
 def masked_mean(x_BR: Tensor, mask_BR: Tensor) -> float:
     """Return the mean over the tokens of the mask; 0 if it is empty."""
     return ((x_BR * mask_BR).sum() / mask_BR.sum().clamp(min=1)).item()
+
+
+def masked_variance(x_BR: Tensor, mask_BR: Tensor) -> float:
+    return masked_mean((x_BR - masked_mean(x_BR, mask_BR)) ** 2, mask_BR)
 
 
 def staleness(batch: Batch, version: int) -> Metrics:

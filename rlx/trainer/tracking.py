@@ -65,8 +65,9 @@ class WandbLogger:
         id_file = run_dir / "wandb_run_id"
         run_id = id_file.read_text(encoding="utf-8").strip() if id_file.exists() else None
         config = yaml.safe_load(config_yaml)
-        where = {"project": project, "name": experiment, "dir": str(run_dir)}
-        self._run = wandb.init(**where, config=config, id=run_id, resume="allow")
+        self._run = wandb.init(
+            project=project, name=experiment, dir=str(run_dir), config=config, id=run_id, resume="allow"
+        )
         # wandb's own step may only grow, but a resumed run repeats steps, so steps are an axis of their own.
         self._run.define_metric("step", hidden=True)
         self._run.define_metric("*", step_metric="step")
@@ -171,13 +172,15 @@ def _start(name: str, make: Callable[[], Logger]) -> Logger:
         return make()
     except ModuleNotFoundError as error:
         package = (error.name or name).partition(".")[0]
-        what = f"the package {package} is not installed"
-        raise TrackingError(f"logger {name}: {what}; run `pip install {package}`, {remedy}") from None
+        raise TrackingError(
+            f"logger {name}: the package {package} is not installed; run `pip install {package}`, {remedy}"
+        ) from None
     except ExplainedError:
         raise
     except Exception as error:
-        why = f"{type(error).__name__}: {error}"
-        raise TrackingError(f"logger {name} cannot start ({why}); fix that, {remedy}") from error
+        raise TrackingError(
+            f"logger {name} cannot start ({type(error).__name__}: {error}); fix that, {remedy}"
+        ) from error
 
 
 def append_row(path: Path, metrics: Mapping[str, float], step: int) -> None:
@@ -224,8 +227,9 @@ def read_metrics(path: Path) -> dict[int, dict[str, float]]:
                 raise TypeError
             own = {name: float(value) for name, value in row.items() if name != "time" and value is not None}
         except (TypeError, ValueError, OverflowError):
-            got = line[:80].decode(errors="replace")
-            raise TrackingError(f"{path}: got {got!r}, expected numbers; correct or remove the line") from None
+            raise TrackingError(
+                f"{path}: got {line[:80].decode(errors='replace')!r}, expected numbers; correct or remove the line"
+            ) from None
         if by_step and step < next(reversed(by_step)):
             by_step = {s: metrics for s, metrics in by_step.items() if s < step}
         by_step.setdefault(step, {}).update(own)

@@ -132,8 +132,9 @@ def estimates(batch: Batch, scores: Scores, samples: int) -> list[Estimate]:
             for what, values_P in of_prompts.items():
                 mean = values_PN.mean() if "avg" in what else values_P.mean()
                 half = 1.96 * (values_P.std() / len(values_P) ** 0.5 if len(values_P) > 1 else math.nan)
-                ends = (x.item() for x in (mean, mean - half, mean + half))
-                found.append(Estimate(source, what, *ends, len(values_P)))
+                found.append(
+                    Estimate(source, what, *(x.item() for x in (mean, mean - half, mean + half)), len(values_P))
+                )
     return found
 
 

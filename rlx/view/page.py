@@ -13,7 +13,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -110,8 +110,9 @@ def _transcripts(run: Path, first: int | None, last: int | None, may_lack: bool)
     low, high = (min(found) if first is None else first), (max(found) if last is None else last)
     chosen = {step: found[step] for step in sorted(found) if low <= step <= high}
     if not chosen:
-        expected = f"some of the steps {min(found)} to {max(found)} of {run}"
-        raise ViewError(f"--steps: got {first}:{last}, expected {expected}")
+        raise ViewError(
+            f"--steps: got {first}:{last}, expected some of the steps {min(found)} to {max(found)} of {run}"
+        )
     return chosen
 
 
@@ -179,8 +180,9 @@ def _require_places(sample: Sample) -> None:
         raise TypeError("turns or their calls: expected lists")
     for turn in turns:
         if not 0 <= turn["start"] <= turn["end"] <= end:
-            got = f"tokens {turn['start']} to {turn['end']}"
-            raise ValueError(f"a turn: got {got}, expected a part of the {end} tokens")
+            raise ValueError(
+                f"a turn: got tokens {turn['start']} to {turn['end']}, expected a part of the {end} tokens"
+            )
 
 
 def _summary(sample: Sample) -> tuple[Any, ...]:
@@ -188,8 +190,6 @@ def _summary(sample: Sample) -> tuple[Any, ...]:
     turns = sample["turns"]
     calls = [call for turn in turns for call in turn.get("calls") or ()]
     own = [turn for turn in turns if turn["role"] == "assistant"]
-    texts = [" ".join(str(turn.get("text") or "").split()) for turn in own]
-    whole = " → ".join(texts)  # short turns, such as guesses or moves; of others the beginning of the last one
     return (
         sample["step"],
         sample["group"],
@@ -204,8 +204,14 @@ def _summary(sample: Sample) -> tuple[Any, ...]:
         sum(bool(call.get("error")) for call in calls if isinstance(call, dict)),
         _short(sum(turn.get("seconds") or 0.0 for turn in turns)),
         str(sample.get("reason") or ""),
-        whole if len(whole) <= TITLE_LENGTH else texts[-1][:TITLE_LENGTH],
+        _title([" ".join(str(turn.get("text") or "").split()) for turn in own]),
     )
+
+
+def _title(texts: Sequence[str]) -> str:
+    """Return all turns if they are short, such as guesses or moves, else the beginning of the last one."""
+    whole = " → ".join(texts)
+    return whole if len(whole) <= TITLE_LENGTH else texts[-1][:TITLE_LENGTH]
 
 
 def _tokens(sample: Sample) -> dict[str, Any]:
@@ -244,8 +250,9 @@ def _compressed(text: str) -> str:
 
 def _parts(name: str, index: dict[str, Any], blocks: Iterable[str]) -> Iterator[str]:
     """Yield the page piece by piece."""
-    parts = (files("rlx.view").joinpath(f"page.{kind}") for kind in ("css", "js", "html"))
-    style, script, body = (part.read_text("utf-8") for part in parts)
+    style, script, body = (
+        files("rlx.view").joinpath(f"page.{kind}").read_text("utf-8") for kind in ("css", "js", "html")
+    )
     policy = f"default-src 'none'; style-src '{_digest(style)}'; script-src '{_digest(script)}'"
     yield (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{html.escape(name)}</title>\n'
