@@ -109,16 +109,3 @@ def test_every_command_needs_packages_of_its_extra():
         extra = PYPROJECT["optional-dependencies"]
         installed = " ".join(package for name in command.extra.split(",") for package in extra[name])
         assert all(extras.get(name, name) in installed for name in command.needs)
-
-
-def test_the_cpu_requirements_agree_on_torch():
-    pins = [
-        re.search(r"^torch==\S+", (ROOT / "requirements" / f"{name}.txt").read_text(), re.M)
-        for name in ("torch-cpu", "cpu")
-    ]
-    assert pins[0][0] == pins[1][0]
-
-
-def test_gpu_machines_get_no_development_tools():
-    (own,) = [line for line in (ROOT / "requirements" / "gpu.txt").read_text().splitlines() if line.startswith("-e")]
-    assert "dev" not in own

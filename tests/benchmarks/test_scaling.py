@@ -49,14 +49,6 @@ def test_a_case_that_is_cut_off_or_lacks_what_it_needs_says_so_and_the_next_one_
     assert "tiny, grpo, 2 GPUs: RuntimeError: cut off" in capsys.readouterr().out
 
 
-def test_the_speed_of_a_gpu_is_compared_with_that_of_the_fewest(capsys):
-    name, line = "update tokens/s/GPU", {"case": "grpo", "shape": "qwen2-7b"}
-    scaling.show([{**line, "gpus": gpus, "figures": {name: speed}} for gpus, speed in ((4, 9.0), (2, 8.0), (2, 10.0))])
-    rows = capsys.readouterr().out.split("\n")
-    assert rows[1].split()[-4:] == ["2", "GPUs", "4", "GPUs"]
-    assert [row.split()[-2:] for row in rows[2:4]] == [["10", "9"], ["1", "0.9"]]
-
-
 def test_seconds_of_an_update_are_those_of_its_micro_batches():
     keys = ["experiment=qwen3_8b_lora_1x80gb"]
     forecast = MemoryForecast.of(compose(keys).config, named_machine("1xh100")).decided()

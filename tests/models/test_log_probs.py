@@ -298,30 +298,6 @@ def figures_of(hidden, weight, ids, with_entropy=True):
     return [*found, *torch.autograd.grad(sum((i + 1) * x.sum() for i, x in enumerate(found)), (hidden, weight))]
 
 
-def test_the_first_compiled_call_that_overwrites_logits_has_few_tokens(monkeypatch):
-    """Compilers try variants then, and keep copies of what is overwritten."""
-    monkeypatch.setattr(module, "ALIGNED", 8)
-    given, lengths = make_head(tokens=(50,)), {}
-    expected = figures_of(*given)
-
-    def compiler(function, **options):
-        name = function.__name__.removesuffix("_compiled")
-
-        def call(logits, ids, *others):
-            lengths.setdefault(name, []).append(len(ids))
-            return getattr(module, name)(logits, ids, *others)
-
-        return call
-
-    with_new_passes(monkeypatch, compiler)
-    for _ in range(2):
-        for found, right in zip(figures_of(*given), expected, strict=True):
-            assert torch.equal(found, right)
-    assert lengths == {"_read": [50, 50], "_differentiate": [8, 42, 50]}
-    figures_of(*given, with_entropy=False)
-    assert lengths["_differentiate"][3:] == [8, 42], "another form"
-
-
 COMPILES = """
 import torch
 from rlx.models.log_probs import head_log_probs

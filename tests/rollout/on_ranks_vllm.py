@@ -199,20 +199,6 @@ def forget_prefixes():
     NOW[-1].vllm.engine._drop_prefixes()
 
 
-def of_vllm_itself(sampling):
-    """Tokens and log-probs of all requests from vLLM's own `generate`, and from the sampler's; no prefix is in the cache."""
-    from benchmarks.rollout import direct
-
-    sampler, asked = NOW[-1].vllm, requests(sampling)
-    engine = sampler.engine
-    engine._drop_prefixes()
-    answers = [answer.outputs[0] for answer in direct(engine, asked, sampler.has_seeds)()]
-    engine._drop_prefixes()
-    return [(list(answer.token_ids), list(answer.logprobs.logprobs)) for answer in answers], [
-        (completion.token_ids, completion.log_probs) for completion in NOW[-1].vllm.generate(asked)
-    ]
-
-
 def late(sampling):
     """All requests, of which one comes after the other between steps. Each rank alone would add them at other steps."""
     rollout, asked = NOW[-1].vllm, requests(sampling)
@@ -369,19 +355,6 @@ def while_gathering_fails():
 def build(folder, options):
     rollout = RolloutConfig(name="vllm", engine_kwargs=EngineKwargsConfig(vllm=options))
     build_rollout(rollout, ModelConfig(path=folder), CPU, 32)
-
-
-def parameters(samplings, seeds):
-    """What vLLM has of each request that it took: seed, most tokens, temperature and tokens that stop it."""
-    rollout, taken = NOW[-1].vllm, NOW[-1].vllm.engine._client.engine_core.scheduler.requests
-    for sampling, seed in zip(samplings, seeds, strict=True):
-        rollout.add_request(Request((5, 6), seed, sampling))
-    rollout.abort(
-        [rollout.add_request(Request((5, 6), 7, samplings[0]))]
-    )  # while it waits for others to enter beside it
-    found = [request.sampling_params for request in taken.values()]
-    rollout.abort()
-    return [(own.seed, own.max_tokens, own.temperature, own.stop_token_ids) for own in found]
 
 
 def process():

@@ -154,11 +154,6 @@ def twice(ranks, sampling):
     return together
 
 
-def test_tokens_and_log_probs_are_bit_for_bit_those_of_vllms_own_generate(started, ranks):
-    for own, found in ranks("vllm", "of_vllm_itself", started.sampling):
-        assert found == own
-
-
 def test_requests_may_come_while_others_are_in_flight_in_one_order_for_a_group(started, ranks):
     together = ranks("vllm", "generate", started.sampling)
     late = ranks("vllm", "late", started.sampling)
@@ -355,16 +350,6 @@ def test_a_model_that_vllm_cannot_sample_is_named(ranks, config, said, tmp_path)
     config.save_pretrained(tmp_path)
     for kind, text in ranks("vllm", "refusal", "build", str(tmp_path), {}):
         assert kind == "ValueError" and re.search(said, text) and str(tmp_path) in text
-
-
-@FIRST
-def test_each_request_has_parameters_of_its_own(ranks):
-    stops = {"stop_token_ids": (4, 9), "with_log_probs": False}
-    samplings = [Sampling(3, 0.7, **stops), Sampling(5, 2.1, **stops), replace(GREEDY, max_tokens=3)]
-    seeds = [11, 0, 2**63 - 1]
-    for taken in ranks("vllm", "parameters", samplings, seeds):
-        # Relative to the temperature that the model divides its logits by
-        assert taken == [(11, 3, 1.0, [4, 9]), (0, 5, pytest.approx(3.0), [4, 9]), (2**63 - 1, 3, 0.0, [])]
 
 
 def test_the_first_rank_decides_for_its_group(vllm_ranks):
