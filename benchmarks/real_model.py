@@ -9,6 +9,7 @@ with 1 if a record that has to win points falls short, with 3 if `--minutes` end
 """
 
 import argparse
+import itertools
 import json
 import math
 import subprocess
@@ -110,7 +111,7 @@ RECORDS = {
     "gpus": Record("sums", 20, 10, SUMS, {"1 GPU": (), "2 GPUs": ("trainer.n_gpus_per_node=2",)}),
     "exact": Record(
         "counts", 30, 10,
-        (*sizes(64, 96, 128), f"{ROLLOUT}.n=16", f"{ACTOR}.ppo_mini_batch_size=16", "custom_reward_function.name=counted"),
+        (*sizes(64, 224, 128), f"{ROLLOUT}.n=16", f"{ACTOR}.ppo_mini_batch_size=16", "custom_reward_function.name=counted"),
         EXACTLY, seeds=(1, 2, 3), traces=GAP,
     ),
     "nightly": Record("small", 24, 24, (*sizes(8, 96, 16), f"{ROLLOUT}.name=hf", "trainer.device=cpu"), points=5),
@@ -155,15 +156,19 @@ def write_data(name: str, folder: Path, gsm8k: Path | None) -> tuple[Path, Path]
 
 
 def write_counts(folder: Path) -> tuple[Path, Path]:
-    """Write tasks to count in steps, whose answers have some 80 tokens. Each number that is right in its place counts."""
-    ways = [(first, step) for first in range(1, 800) for step in (1, 2, 5, 10)]
-    Random(0).shuffle(ways)
+    """Write tasks to count in steps, each behind an example: answers have some 80 tokens, and each number in its place counts."""
+
+    def turns(first: int, step: int) -> tuple[str, str]:
+        last = first + COUNTED * step - step
+        return f"Count from {first} to {last} in steps of {step}.", ", ".join(map(str, range(first, last + 1, step)))
+
     rows = []
-    for first, step in ways:
-        numbers = [*range(first, first + COUNTED * step, step)]
-        begin, words = ", ".join(map(str, numbers[:3])), "Write the numbers alone, separated by commas"
-        prompt = f"Count from {first} to {numbers[-1]} in steps of {step}. {words}, beginning with {begin}."
-        rows.append(json.dumps({"prompt": prompt, "answer": " ".join(map(str, numbers))}) + "\n")
+    for first, step in itertools.product(range(1, 800), (1, 2, 5, 10)):
+        (shown, answered), (asked, wanted) = turns(40, step), turns(first, step)
+        texts = (("user", shown), ("assistant", answered), ("user", asked))
+        prompt = [{"role": role, "content": text} for role, text in texts]
+        rows.append(json.dumps({"prompt": prompt, "answer": wanted.replace(",", "")}) + "\n")
+    Random(0).shuffle(rows)
     folder.mkdir(parents=True, exist_ok=True)
     files = folder / "train.jsonl", folder / "held_out.jsonl"
     for file, part in zip(files, (rows[300:], rows[:300]), strict=True):

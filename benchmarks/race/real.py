@@ -4,8 +4,10 @@ python -m benchmarks.race.real --model smollm2 [--site verl=FOLDER] [--limit 170
 
 The task is `sums` of docs/real_model.md. Equal are the weights, the prompts and their order, lengths, batches, optimizer steps, learning
 rate, AdamW and clip range; there is no KL. Each framework has `--limit` seconds in a process of its own, one after the other. Further keys
-go to rlx alone, `--site` is that of `benchmarks.race`. A level is reached when the mean reward of AVERAGED steps in a row is as high. The
-area is the mean reward over the whole time, 0 before the first step ends. OUT/race.json and OUT/race.png hold the curves.
+go to rlx alone, `--site` is that of `benchmarks.race`. OUT/race.json and OUT/race.png hold the curves, also those of earlier calls.
+
+A level is reached when the mean reward of AVERAGED steps in a row is as high. The area is the mean reward over the longest limit: 0 before
+the first step ends, and the last reward after a shorter limit.
 """
 
 import json
@@ -47,6 +49,7 @@ def write_inputs(folder: Path, model: Path) -> list[str]:
             truth = {"style": "rule", "ground_truth": row["answer"]}
             file.write(json.dumps({"prompt": prompt, "data_source": "sums", "reward_model": truth}) + "\n")
     copyfile(EXAMPLE / "reward.py", folder / "reward.py")
+    (folder / "model").unlink(missing_ok=True)
     (folder / "model").symlink_to(model)
     data = [f"data.{name}_files={folder / 'prompts.jsonl'}" for name in ("train", "val")]
     reward = [f"custom_reward_function.path={folder / 'reward.py'}", "custom_reward_function.name=compute_score"]
@@ -55,6 +58,7 @@ def write_inputs(folder: Path, model: Path) -> list[str]:
 
 def run(racer: Racer, limit: float, console: Console) -> Curve:
     """Let a framework train for so many seconds."""
+    rmtree(racer.folder, ignore_errors=True)
     racer.folder.mkdir()
     began, log, found = time.perf_counter(), racer.folder / "log.txt", dict[int, tuple[float, float]]()
     with running(racer.command, log, env=racer.environment, cwd=racer.folder) as process:
@@ -130,26 +134,29 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command."""
     parser = ArgumentParser(prog="python -m benchmarks.race.real", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--model", type=Path, required=True, help="folder that examples/real_model/get_model.py wrote")
-    parser.add_argument("--out", type=Path, default=Path("outputs/race"), help="replaced folder (default outputs/race)")
+    parser.add_argument("--out", type=Path, default=Path("outputs/race"), help="default outputs/race")
     add_work(parser)
     add_frameworks(parser)
     sizes = {"prompts": 128, "prompt": 96, "response": 16, "updates": 2, "micro_batch": 256, "steps": 1000}
     parser.set_defaults(**sizes, lr=2e-5, kl=0.0, limit=170.0, each=None, lora=0, checkpointing=False)
     options, overrides = parser.parse_known_args(arguments)
     console, folder, device = Console(width=160, highlight=False), options.out.absolute(), chosen_device()
-    rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     heading = f"{title(device)}: sums, {options.prompts} x {options.samples} responses a step, lr {options.lr:g}"
     console.print(heading)
-    keys, curves = [*shared_keys(options), *write_inputs(folder, options.model.absolute())], dict[str, Curve]()
+    keys = [*shared_keys(options), *write_inputs(folder, options.model.absolute())]
+    options.json = options.json or folder / "race.json"
+    before = json.loads(options.json.read_text()) if options.json.exists() else {}
+    if before and before["work"] != heading:
+        parser.error(f"{options.json} is of other work, {before['work']}: give another --out")
+    curves, limits = before.get("curves", {}), before.get("limits_s", {})
     for racer in racers(folder, options, keys, overrides):
         if curve := run(racer, options.limit, console):
-            curves[racer.name] = curve
-            rows = {name: figures(found, options.limit) for name, found in curves.items()}
+            curves[racer.name], limits[racer.name] = curve, options.limit
+            rows = {name: figures(found, max(limits.values())) for name, found in curves.items()}
             show(rows, console)
             draw(curves, heading, folder / "race.png")
-            options.json = options.json or folder / "race.json"
-            write_json(options, device, {"work": heading, "limit_s": options.limit, "table": rows, "curves": curves})
+            write_json(options, device, {"work": heading, "limits_s": limits, "table": rows, "curves": curves})
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ def gsm8k(data_source, solution_str, ground_truth, extra_info=None):
 
 
 def counted(data_source, solution_str, ground_truth, extra_info=None):
-    """Score a list by the share of numbers that are right up to the first wrong one; 0 for more numbers than asked for."""
+    """Score a list by the share of numbers that are right up to the first wrong one, of those wanted or written, whichever are more."""
     numbers, wanted = re.findall(r"-?\d+", solution_str), ground_truth.split()
     right = [*takewhile(lambda pair: pair[0] == pair[1], zip(numbers, wanted, strict=False))]
-    return len(right) / len(wanted) if len(numbers) <= len(wanted) else 0.0
+    return len(right) / max(len(numbers), len(wanted))

@@ -55,7 +55,6 @@ def test_a_run_writes_table_figures_and_picture(run_benchmark, tmp_path):
     for name, row in rows.items():
         assert row["note"] is None and row["layers"] == 3 and len(row["step_s"]) == 3
         assert row["median_s"] == statistics.median(row["step_s"])
-        assert row["min_s"] == min(row["step_s"]) and row["max_s"] == max(row["step_s"])
         for base in ("plain", "checkpointing"):
             assert row[f"ratio_to_{base}"] == row["median_s"] / rows[base]["median_s"]
         assert row["peak_bytes"] is None  # the CPU has no device memory
@@ -64,14 +63,12 @@ def test_a_run_writes_table_figures_and_picture(run_benchmark, tmp_path):
     boundary = rows["boundary"]
     assert boundary["offloaded_bytes_per_step"] == boundary["held_bytes"] == 3 * 16 * 64 * 4
     assert rows["all"]["offloaded_bytes_per_step"] > boundary["offloaded_bytes_per_step"]
-    assert boundary["stall_share"] == pytest.approx(boundary["stall_ms_per_step"] / 1e3 / boundary["median_s"])
     assert boundary["recomputed_ms_per_step"] > 0 == rows["all"]["recomputed_ms_per_step"]
     assert rows["plain"]["offloaded_bytes_per_step"] is None
     host = results["cases"][0]["host"]
     assert host["allocations_after_warm_up"] == 0 and "allocations after warm-up: 0" in printed
     assert host["largest_held_bytes"] == rows["all"]["held_bytes"] <= host["reserved_bytes"]
     assert torch.__version__.startswith(results["torch"]) and "--rounds 3" in results["command"]
-    assert results["options"]["boundary:prefetch_layers=0"]["prefetch_layers"] == 0
     assert (tmp_path / "out" / "16x3.png").read_bytes().startswith(b"\x89PNG")
     assert str(tmp_path / "out" / "16x3.png") in printed.splitlines()[-1]
 

@@ -8,8 +8,9 @@ from benchmarks.optimizer_step import STEP_PHASES, TIMES, in_own_process
 
 
 @pytest.mark.slow
-def test_a_step_of_each_kind_is_watched_from_forward_to_optimizer(model_folder, one_rank):
-    ((ours, theirs),) = one_rank("step", "steps", model_folder, ["rlx", "checkpointing"])
+def test_a_step_of_each_kind_is_watched_from_forward_to_optimizer(model_folder):
+    given = ["--tokens=64", "--rounds=3", "--lossy", f"--folder={model_folder}"]
+    ours, theirs = (in_own_process([f"--modes={mode}", *given]) for mode in ("rlx", "checkpointing"))
     for figures in ours, theirs:
         assert min(figures["rounds"]) <= figures["seconds"] == sorted(figures["rounds"])[1] <= max(figures["rounds"])
         assert min(figures["rounds"]) > 0 and set(figures["peaks"]) == set(STEP_PHASES)

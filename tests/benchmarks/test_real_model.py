@@ -37,12 +37,11 @@ def test_the_keys_of_a_record_can_run(name, untrained, tmp_path):
 
 def test_parts_of_a_gpu_are_equal_and_fit(untrained):
     overrides, machine = [*EVERY, f"{MODEL}={untrained}", *RECORDS["sums"].keys], named_machine("h100")
-    assert part_of_gpu(overrides, machine, 1) == ()
-    keys = [*overrides, *part_of_gpu(overrides, machine, 9)]
-    rollout, part = compose(keys).config.actor_rollout_ref.rollout, machine.device_bytes / 9
+    config, part = compose([*overrides, *part_of_gpu(overrides, machine, 9)]).config, machine.device_bytes / 9
+    rollout = config.actor_rollout_ref.rollout
     taken = rollout.gpu_memory_utilization * machine.device_bytes
     assert 0 < rollout.engine_kwargs.vllm["kv_cache_memory_bytes"] + ENGINE_BYTES < taken <= 0.51 * part
-    assert max(phase.peak for phase in MemoryForecast.of(compose(keys).config, machine).phases()) < part
+    assert max(phase.peak for phase in MemoryForecast.of(config, machine).phases()) < part
     with pytest.raises(ValueError, match="60 runs do not fit on a GPU of 80 GB"):
         part_of_gpu(overrides, machine, 60)
 
@@ -92,21 +91,15 @@ def test_a_race_counts_from_the_start_of_the_process():
     curve = [(10.0, 0.0), (12.0, 0.3), (14.0, 0.3), (16.0, 0.6), (18.0, 0.9)]
     assert [reached(curve, level) for level in (0.15, 0.35, 0.55, 0.7)] == [14.0, 16.0, 18.0, None]
     assert reached(curve[:2], 0.1) is None, "one step in three is luck"
-    assert area(curve, 20.0) == pytest.approx(2 * (0.3 + 0.3 + 0.6 + 0.9) / 20)
-    assert area([], 20.0) == 0
+    assert area(curve, 20.0) == pytest.approx(2 * (0.3 + 0.3 + 0.6 + 0.9) / 20) and area([], 20.0) == 0
 
 
 @pytest.mark.slow
 @pytest.mark.e2e
 def test_runs_go_side_by_side_stop_and_go_on(untrained, tmp_path, capsys):
-    short = [
-        "trainer.total_training_steps=2",
-        "trainer.test_freq=2",
-        "data.max_response_length=4",
-        "data.val_max_samples=100",
-        f"{real_model.ROLLOUT}.n=2",
-    ]
-    command = ["nightly", "--model", untrained, "--out", str(tmp_path), "--seeds", "1,2", "--together", "2", *short]
+    short = "trainer.total_training_steps=2 trainer.test_freq=2 data.max_response_length=4 data.val_max_samples=100"
+    places = ["--model", untrained, "--out", str(tmp_path), f"{real_model.ROLLOUT}.n=2"]
+    command = ["nightly", "--seeds=1,2", "--together=2", *places, *short.split()]
     assert main([*command, "--minutes", "0"]) == 3
     assert "stopped: GRPO-1 at step 0, GRPO-2 at step 0; call again" in capsys.readouterr().out
     assert main(command) == 1, "two steps teach nothing"

@@ -33,7 +33,6 @@ def test_rlx_and_trl_learn_the_same_task(untrained, tmp_path, capsys):
     for name, curve in found["curves"].items():
         assert len(curve) == found["table"][name]["steps"] == 4
         assert curve == sorted(curve) and all(0 < seconds < 120 and 0 <= reward <= 1 for seconds, reward in curve)
-    assert (tmp_path / "race" / "race.png").stat().st_size > 10_000
 
 
 @pytest.mark.e2e

@@ -1,35 +1,28 @@
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rlx.config.schema import FSDPConfig, ModelConfig, TinyModelConfig
+from rlx.config.schema import FSDPConfig, ModelConfig
 from rlx.engine.engine import Engine
-from rlx.models.tiny import make_tiny
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "export_and_generate.py"
 
 
-@pytest.fixture
-def one_process() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 @pytest.mark.slow
-def test_a_checkpoint_becomes_a_folder_that_answers(tmp_path: Path, one_process: None):
-    model, tokenizer = make_tiny(TinyModelConfig(hidden_size=64, intermediate_size=64, num_hidden_layers=2))
-    model.save_pretrained(tmp_path / "start")
-    tokenizer.save_pretrained(tmp_path / "start")
-    config = ModelConfig(path=str(tmp_path / "start"))
-    engine = Engine(config, FSDPConfig(), strategy="fsdp2", device=torch.device("cpu"), tokenizer=tokenizer)
+def test_a_checkpoint_becomes_a_folder_that_answers(tmp_path: Path, untrained: str):
+    model, tokenizer = (kind.from_pretrained(untrained) for kind in (AutoModelForCausalLM, AutoTokenizer))
     checkpoint, exported = tmp_path / "global_step_1" / "actor", tmp_path / "exported"
-    engine.weights.save(checkpoint, ("model",))
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    device, config = torch.device("cpu"), ModelConfig(path=untrained)
+    Engine(config, FSDPConfig(), strategy="fsdp2", device=device, tokenizer=tokenizer).weights.save(
+        checkpoint, ("model",)
+    )
+    dist.destroy_process_group()
 
     question = "Tom has 3 apples. He buys 4 more. How many apples does Tom have?"
     chat = [{"role": "user", "content": question}]

@@ -1,4 +1,3 @@
-import ast
 import re
 import subprocess
 import sys
@@ -31,10 +30,5 @@ def test_trained_weights_are_equal_and_layer_inputs_left_the_device(name: str):
 
 @pytest.mark.parametrize("example", sorted(EXAMPLES.glob("offload_*.py")), ids=lambda path: path.stem)
 def test_of_rlx_an_example_imports_offload_alone(example: Path):
-    imports = [
-        node for node in ast.walk(ast.parse(example.read_text())) if isinstance(node, ast.Import | ast.ImportFrom)
-    ]
-    modules = {
-        name for node in imports for name in (getattr(node, "module", None), *(alias.name for alias in node.names))
-    }
-    assert {name for name in modules if name and name.split(".")[0] == "rlx"} == {"rlx.offload"}
+    modules = re.findall(r"^\s*(?:from|import) (rlx\b[\w.]*)", example.read_text(), re.MULTILINE)
+    assert set(modules) == {"rlx.offload"}
