@@ -40,16 +40,13 @@ class HangWatch:
     model, it is any other stack: a library may work at one place in rlx for long. With beats it is not, because an endless loop
     of a user's policy loss gives another stack at each look. A rank that waits for a slow one is not stuck, so the progress of
     any of them counts for all. Times are monotonic; `began_s` is that of the call.
-
-    Attributes:
-        due_s: when to look next.
     """
 
     def __init__(self, timeout_s: float, began_s: float) -> None:
         self._timeout_s, self._since_s, self._looked_s = timeout_s, began_s, began_s
         self._seen: dict[int, tuple[object, ...]] = {}
         self._every_s = min(LOOK_S, timeout_s / 4)
-        self.due_s = began_s + self._every_s
+        self.due_s = began_s + self._every_s  # when to look next
 
     def faults(self, standings: Mapping[int, Standing | None], now_s: float) -> list[RankFault]:
         """Return a fault for each rank if they are stuck, the one that the others probably wait for first; else none.
@@ -68,12 +65,8 @@ class HangWatch:
         silent = f"{stuck}, and no answer: the process is frozen, its node is gone, or native code holds Python's lock"
         # Silent ranks, then working ones, then those in a collective
         order = sorted(standings.items(), key=lambda item: 0 if item[1] is None else 1 + item[1].is_waiting)
-        return [
-            RankFault(rank, "hung", silent, time_s=noticed_s)
-            if standing is None
-            else RankFault(rank, "hung", f"{stuck} at {standing}", standing.stack, noticed_s)
-            for rank, standing in order
-        ]
+        texts = {rank: (f"{stuck} at {each}", each.stack) if each else (silent, "") for rank, each in order}
+        return [RankFault(rank, "hung", *text, noticed_s) for rank, text in texts.items()]
 
 
 @dataclass(eq=False)
@@ -85,14 +78,13 @@ class BegunCall:
     ranks: Mapping[Any, int]  # of each process's part of it
     watch: HangWatch
     answering: tuple[int, ...] = ()  # the ranks whose results are used
-    rows: int = 0  # that were sent
     stream: "_Stream | None" = None
 
     def __post_init__(self) -> None:
         self.left = dict(self.ranks)  # without parts that ended while another call was waited for
 
 
-class WorkerGroup:
+class WorkerGroup(contextlib.AbstractContextManager["WorkerGroup"]):
     """Worker processes in the slots of a placement, one rank each. Each pool of the placement is a process group of torch.
 
     The processes start in the background; `load` waits for them, and `build` makes a worker in each. Its `at_work(role, method)`
@@ -129,7 +121,7 @@ class WorkerGroup:
             actor.options(**placement.options(slot)).remote(rank) for rank, slot in enumerate(placement.slots)
         ]
         self._worker_class = worker_class
-        self._loading: list[Any] = []
+        self._loading: dict[Any, int] = {}
 
     def load(self) -> None:
         """Wait until the processes have started, tell each its rank and the address at which rank 0 will listen, and let them
@@ -154,18 +146,14 @@ class WorkerGroup:
             }
             if not self._placement.gpu:
                 own["CUDA_VISIBLE_DEVICES"] = ""
-            self._loading.append(process.load.remote(self._worker_class, {**common, **own}, several_nodes))
+            self._loading[process.load.remote(self._worker_class, {**common, **own}, several_nodes)] = rank
 
     def build(self, *arguments: Any) -> "WorkerGroup":
         """Make a worker in each process, with the same arguments on all ranks, and return the group. Raises WorkerFailure."""
         if not self._loading:
             self.load()
-        loading = {call: rank for rank, call in enumerate(self._loading)}
-        self._collect(BegunCall("worker", "import", loading, self._watch()))
+        self._collect(BegunCall("worker", "import", self._loading, self._watch()))
         self._collect(self._of_all("__init__", "build", ray.put(arguments)))
-        return self
-
-    def __enter__(self) -> "WorkerGroup":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -214,8 +202,7 @@ class WorkerGroup:
             for rank, arguments in zip(ranks, sent, strict=True)
         }
         stream = meanwhile and _Stream([self._processes[rank] for rank in answering], role, meanwhile)
-        rows = 0 if batch is None else len(batch)
-        self._begun.append(BegunCall(role, method, calls, self._watch(), answering, rows, stream))
+        self._begun.append(BegunCall(role, method, calls, self._watch(), answering, stream))
         return self._begun[-1]
 
     def results(self, call: BegunCall, beside: BegunCall | None = None) -> list[Any]:
@@ -225,17 +212,12 @@ class WorkerGroup:
 
     def split(self, role: str, method: str, batch: "Batch", *args: Any) -> "Batch":
         """Send each share of the rows to its ranks; join the results, one row per row sent, in order. See `call`."""
-        return self.joined(self.begin(role, method, *args, batch=batch))
-
-    def joined(self, call: BegunCall) -> "Batch":
-        """Wait for a call with a batch that has begun, and join its results as `split` does."""
         from rlx.data.batch import concat  # imports torch, and the workers start before this process has it
 
-        answers = self.results(call)
-        for rows, answer in zip(share_ranges(call.rows, len(answers)), answers, strict=True):
+        answers = self.call(role, method, *args, batch=batch)
+        for rows, answer in zip(share_ranges(len(batch), len(answers)), answers, strict=True):
             if len(answer) != len(rows):
-                what = f"{call.role}.{call.method} answered {len(answer)} rows for {len(rows)}"
-                raise ValueError(f"{what}; expected one for each")
+                raise ValueError(f"{role}.{method} answered {len(answer)} rows for {len(rows)}; expected one for each")
         return concat(answers)
 
     def close(self) -> None:
@@ -260,7 +242,7 @@ class WorkerGroup:
         role, method = own[0].role, own[0].method
         slow_s = time.monotonic() + SLOW_START_S if method == "start" else inf
         give_up_s = inf
-        wait = next((each.stream.wait for each in (*own, *self._begun) if each.stream), _wait)  # one at most has any
+        wait = next((each.stream.wait for each in (*own, *self._begun) if each.stream), _wait)  # at most one has any
         while rank_of and (left_s := give_up_s - time.monotonic()) > 0:
             if not faults:
                 due_s = min(watch.due_s for watch, left in parts if left)

@@ -61,10 +61,10 @@ class Placement:
                 asked = f"{nnodes} node(s) with {processes_per_node} {'GPU(s)' if gpu else 'CPU process(es)'} each"
                 logger.warning("waiting up to %.0f s for %s; the cluster has %s", _WAIT_S, asked, _inventory())
                 if not group.wait(_WAIT_S - _PATIENCE_S):
-                    own = " or trainer.n_rollout_gpus" * (len(sizes) > 1)
                     raise PlacementError(
                         f"asked for {asked}, got no room within {_WAIT_S:.0f} s; the cluster has {_inventory()}; "
-                        f"lower trainer.nnodes or trainer.n_gpus_per_node{own}, add nodes, or wait for other jobs to end"
+                        f"lower trainer.nnodes or trainer.n_gpus_per_node{' or trainer.n_rollout_gpus' * (len(sizes) > 1)}, "
+                        "add nodes, or wait for other jobs to end"
                     )
         except BaseException:
             remove_placement_group(group)
@@ -103,9 +103,8 @@ def _inventory() -> str:
 class Mesh:
     """The distribution of a batch's shares over the ranks of a group."""
 
-    share_of_rank: tuple[
-        int, ...
-    ]  # ranks that work on one share together (tensor or sequence parallel) have the same number
+    # Ranks that work on one share together (tensor or sequence parallel) have the same number
+    share_of_rank: tuple[int, ...]
     answering_ranks: tuple[int, ...]  # for each share the rank whose result is used
 
     @classmethod

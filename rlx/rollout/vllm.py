@@ -218,7 +218,7 @@ class VLLMEngine:
             try:
                 self._engine.collective_rpc(support.reload, args=(arriving(),))
             except Exception as error:
-                if source_faults or isinstance(error, torch.OutOfMemoryError):
+                if source_faults or isinstance(error, EngineError | torch.OutOfMemoryError):
                     raise
                 raise ValueError(
                     f"vLLM {_version} cannot take this model's weights ({_reason(error)[:300]}); set actor_rollout_ref.rollout.name=hf"

@@ -51,8 +51,7 @@ class SampleSource:
     def __init__(self, run: Run):
         self._run, self._config = run, run.config
         self._unfinished: Metrics = {}  # of the last phase of generation with a queue
-        # Of a phase that runs the draw of each sample and its row there, and the call
-        self._phase: tuple[list[tuple[Draw, int]], BegunCall] | None = None
+        self._phase: tuple[list[tuple[Draw, int]], BegunCall] | None = None  # draw and row of each sample, and the call
         self._failed = FailedConversations(run.config.environment, run.progress)
         self._has_judge, self._has_environment = has_reward_model(run.config), has_environment(run.config)
         self._least_gain = run.config.actor_rollout_ref.model.least_gain
@@ -68,7 +67,7 @@ class SampleSource:
             drawn = self._drawn(step, first=0)
             return Samples(drawn, None, epoch | self._unfinished)
         found = DynamicSampling(filters.metric, data.train_batch_size, self._config.actor_rollout_ref.rollout.n)
-        while not found.enough:
+        while found.kept < data.train_batch_size:
             if found.generations == filters.max_num_gen_batches > 0:
                 raise found.error(step)
             found.add(*self._scored(self._drawn(step, first=found.prompts)))
@@ -129,10 +128,8 @@ class SampleSource:
         row_of = {seed: row for row, seed in enumerate(rows["seed"].tolist())}
 
         def score(finished: list[tuple[int, list[int]]], wait_s: float) -> bool:
-            known = {
-                row_of[seed]: tokens for seed, tokens in finished if seed in row_of
-            }  # others are of the call before
-            if known:
+            # Others are of the call before
+            if known := {row_of[seed]: tokens for seed, tokens in finished if seed in row_of}:
                 texts = texts_of([*known.values()], run.tokenizer, rollout)
                 run.rewards.begin(rows.rows([*known]).with_({"response_text": texts}))
             return run.rewards.work(wait_s)
@@ -310,10 +307,6 @@ class DynamicSampling:
     @property
     def kept(self) -> int:
         return sum(len(batch) for batch, _ in self._kept) // self._samples
-
-    @property
-    def enough(self) -> bool:
-        return self.kept >= self._wanted
 
     def samples(self) -> Part:
         """Return the samples of the first kept prompts, as many as are wanted."""

@@ -206,13 +206,13 @@ def _rows(step: Step) -> dict[str, list[Bar]]:
     colors = {name: PHASES[name].color if name in PHASES else GREY for name, *_ in step["phases"]}
     bars = [(start, end, 1.0, colors[name], name.replace("_", " ")) for name, start, end in step["phases"]]
     rows: dict[str, list[Bar]] = {"phases": bars}
-    rollouts = [phase for phase in step["phases"] if phase[0] == "rollout"]
-    tails = [(phase[2], costs_of({**step, "phases": [phase]})["tail"]) for phase in rollouts]
-    if (tail := sum(seconds for _, seconds in tails)) > 0:
-        share, has_rounds = tail / sum(end - start for _, start, end in rollouts), "partial/queued_prompts" in queue
+    if (costs := costs_of(step))["tail"] > 0:
+        share, has_rounds = costs["tail"] / costs["rollout"], "partial/queued_prompts" in queue
         key = "raise partial.round_tokens, or partial.max_staleness" if has_rounds else "set partial.max_staleness=2"
         rows[f"tail, {share:.0%} of rollout waits for few long answers{f'; {key}' if share > MUCH else ''}"] = [
-            (end - seconds, end, 1.0, RED, "tail") for end, seconds in tails
+            (end - costs_of({**step, "phases": [[name, start, end]]})["tail"], end, 1.0, RED, "tail")
+            for name, start, end in step["phases"]
+            if name == "rollout"
         ]
     if queue:
         names = ("queued_prompts", "unfinished_samples", "continued_tokens")

@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -297,24 +298,23 @@ class RolloutRole:
         if config.trainer.n_rollout_gpus:
             settings = replace(settings, free_cache_engine=False)
         self._length = config.data.max_response_length
-        context_length = config.data.max_prompt_length + self._length
-        model, seed = config.actor_rollout_ref.model, config.trainer.seed
+        model = config.actor_rollout_ref.model
         if model.quantization is not None and model.sends_adapters and isinstance(source, ActorRole):
             self._base = DequantizedBase(source.engine)
             source.rest()
             model = replace(model, path=self._base.path)
+        longest = config.data.max_prompt_length + self._length
+        arguments = settings, model, device, longest, config.trainer.seed, tokenizer
         silence_s = ENGINE_SILENCE_SHARE * config.trainer.hang_timeout_s
-        arguments = settings, model, device, context_length, seed, tokenizer
         self._build = partial(build_rollout, *arguments, silence_s=silence_s)
         self.sampler = self._build(engines=engines)
         self._sleeps, self._is_alone = settings.free_cache_engine, settings.tensor_model_parallel_size == 1
         self._changes = ChangeCheck(sampler_dtype(settings, device))
         self._loads: list[dict[str, float]] = []  # of calls for training since `take_load`
-        self._generate_s = 0.0  # of the same calls
+        self._generate_s, self._failures = 0.0, 0  # of the same calls; in a row
         self._sync_s: dict[str, float] = {}  # of the last sync
         self._synced: int | None = None  # version of the actor's weights at the last sync
         self._source, self._is_linked = source, isinstance(source, LinkedWeights)
-        self._failures = 0  # in a row
         self._pad_token_id = int(tokenizer.pad_token_id)
         stops = stop_tokens(tokenizer, source.generation)
         self._conversations = ConversationSampler(config, tokenizer) if has_environment(config) else None
@@ -335,10 +335,10 @@ class RolloutRole:
             EnvironmentFailed: an environment failed, and the run is to end then.
         """
         started = time.monotonic()
-        if self.sampler.version is None and self._synced is not None:
-            self.sync(self._synced)  # the sampler slept and lost its weights
         done: dict[int, Any] = {}
         while True:
+            if self.sampler.version is None and self._synced is not None:
+                self.sync(self._synced)  # the sampler slept and lost its weights, or is new
             samples, error = self._attempt(batch, purpose, done)
             if not self._fails(error):
                 break
@@ -347,8 +347,6 @@ class RolloutRole:
                 done.clear()
             if self._is_linked:
                 return None
-            assert self._synced is not None
-            self.sync(self._synced)
         assert samples is not None
         self._failures = 0
         load = self.sampler.take_load()
@@ -365,7 +363,7 @@ class RolloutRole:
         With an actor elsewhere only the ranks of a tensor-parallel group work together. Raises EngineError: it has failed again,
         without a whole call in between.
         """
-        if not _on_any_rank(error is not None) or (self._is_linked and self._is_alone and error is None):
+        if not _largest(error is not None) or (self._is_linked and self._is_alone and error is None):
             return False
         self._failures += 1
         if self._failures == 1:
@@ -383,8 +381,7 @@ class RolloutRole:
     def take_load(self) -> dict[str, float]:
         """Return how busy the sampler was with samples for training since the last call, see `rlx.rollout.protocol.SamplerLoad`.
 
-        Beside it the seconds of the last sync by part: adapters gathered, the sampler's weights awake, new weights sent. Of a sampler
-        that has this process to itself also the seconds of all calls, generate_s.
+        Beside it the seconds of the last sync by part, and with an actor elsewhere those of all calls, generate_s.
         """
         load, spent = joined_loads(self._loads), self._generate_s
         self._loads, self._generate_s = [], 0.0
@@ -415,7 +412,7 @@ class RolloutRole:
         try:
             self.sampler.wake()
             awake = time.monotonic()
-            self.sampler.update_weights(watched, version)
+            self.sampler.update_weights(chain(watched), version)  # which nobody can close
             for _ in watched:  # to the end, whatever the sampler takes
                 pass
             self._changes.require_change(self.sampler.probe(), version)
@@ -449,10 +446,6 @@ def _clear_frames(error: BaseException | None) -> None:
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
-
-
-def _on_any_rank(flag: bool) -> bool:
-    return bool(_largest(int(flag)))
 
 
 def _largest(number: int) -> int:

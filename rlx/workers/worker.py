@@ -61,7 +61,8 @@ class Worker:
         self._began, self._start_s = time.monotonic(), dict[str, float]()
         pools, own = pools_of_roles(config), pool()
         roles = [role for role in roles if pools[role] == own]
-        self.device = join_process_group(config.trainer.device, config.trainer.hang_timeout_s + COLLECTIVE_EXTRA_S)
+        limit_s = config.trainer.hang_timeout_s + COLLECTIVE_EXTRA_S
+        self.device = join_process_group(config.trainer.device, limit_s)
         self._note_start("device")
         self.roles: dict[str, Role] = {}
         self._active: Role | None = None
@@ -73,29 +74,23 @@ class Worker:
         tokenizer = load_tokenizer(model.path, model.trust_remote_code)
         link = None
         if config.trainer.n_rollout_gpus:
-            samplers = sampling_processes(config)
-            rank = int(os.environ["RANK"]) + own
-            link = WeightLink(self.device, rank, 1 + samplers, config.trainer.hang_timeout_s + COLLECTIVE_EXTRA_S)
-        actor = None
-        if "actor" in roles:
-            self._add("actor", actor := ActorRole(config, self.device, tokenizer, link))
-        if "ref" in roles:
-            self._add("ref", RefRole(config, self.device))
-        if "critic" in roles:
-            self._add("critic", CriticRole(config, self.device, tokenizer))
-        if "reward" in roles:
-            self._add("reward", RewardRole(config, self.device))
-        # Last, because vLLM takes a share of the memory that is free now.
-        if "rollout" in roles:
-            source = actor or LinkedWeights(config, link)
-            self._add("rollout", RolloutRole(config, self.device, tokenizer, source, engines))
+            link = WeightLink(self.device, int(os.environ["RANK"]) + own, 1 + sampling_processes(config), limit_s)
+        made: dict[str, Callable[[], Role]] = {
+            "actor": lambda: ActorRole(config, self.device, tokenizer, link),
+            "ref": lambda: RefRole(config, self.device),
+            "critic": lambda: CriticRole(config, self.device, tokenizer),
+            "reward": lambda: RewardRole(config, self.device),
+            # Last, because vLLM takes a share of the memory that is free then
+            "rollout": lambda: RolloutRole(
+                config, self.device, tokenizer, self.roles.get("actor") or LinkedWeights(config, link), engines
+            ),
+        }
+        for name in (each for each in made if each in roles):
+            self.roles[name] = made[name]()
+            self.roles[name].rest()
+            self._note_start(name)
         self._readings = ReadingLog(self.device, self.roles.get("rollout"))
         at_beat(self._readings.look)
-
-    def _add(self, name: str, role: Role) -> None:
-        role.rest()
-        self.roles[name] = role
-        self._note_start(name)
 
     def _note_start(self, name: str) -> None:
         now = time.monotonic()

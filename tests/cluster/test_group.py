@@ -13,7 +13,7 @@ from rlx.cluster import group as group_module
 from rlx.cluster.errors import WorkerFailure
 from rlx.cluster.group import WorkerGroup
 from rlx.cluster.placement import Mesh, Placement
-from rlx.data.batch import Batch
+from rlx.data.batch import Batch, concat
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 
@@ -98,7 +98,7 @@ def seeing(seen, folder):
 def test_what_a_call_has_finished_arrives_while_it_runs(group, role, tmp_path):
     seen, sent = [], batch(4)
     begun = group.begin(role, "show", tmp_path, batch=sent, meanwhile=seeing(seen, tmp_path))
-    assert group.joined(begun).info == sent.info
+    assert concat(group.results(begun)).info == sent.info
     assert sorted(seen) == [0, 1, 2, 3], "once, also of ranks with the same rows"
 
 
@@ -172,7 +172,7 @@ def test_pools_work_at_the_same_time_and_a_failure_of_one_ends_a_call_of_the_oth
     seen, sent = [], batch(3)
     begun = group.begin("sample", "show", tmp_path, batch=sent, meanwhile=seeing(seen, tmp_path))
     group.split("train", "show", sent, tmp_path)  # ends when the driver has seen the rows of the other call
-    assert seen == [0, 1, 2] and group.joined(begun).info == sent.info
+    assert seen == [0, 1, 2] and group.results(begun)[0].info == sent.info
     group.begin("sample", "reduce", "nothing")  # fails: torch.distributed is not set up
     with pytest.raises(WorkerFailure) as caught:
         group.call("train", "work_slowly", 100)

@@ -60,6 +60,12 @@ async def run(row, client):
         messages += [message, {"role": "user", "content": str(row["seed"] % 10)}]
     return {"reward": len(set(message.content)) / 16, "last": index}
 """
+KEPT = """
+import sys
+from rlx.supervisor.keeper import Keeper
+sys.exit(Keeper([sys.executable, "-c", *sys.argv[1:]]).keep())
+"""
+"""As `rlx.main_ppo`, with another driver."""
 STATE = ck.DriverState(
     step=3,
     seed=1,
@@ -143,9 +149,13 @@ def results(metrics: dict[str, float]) -> dict[str, float]:
 
 
 def transcript(folder: Path, step: int) -> list[dict]:
-    lines = (folder / "transcripts" / f"step_{step:06d}.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines]
+    with (folder / "transcripts" / f"step_{step:06d}.jsonl").open() as lines:  # `splitlines` would split texts, too
+        return [json.loads(line) for line in lines]
 
 
 def resume_from(folder, step: int) -> list[str]:
     return ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={folder}/checkpoints/global_step_{step}"]
+
+
+def weights(folder, step):
+    return {file.name: file.read_bytes() for file in folder.glob(f"checkpoints/global_step_{step}/actor/model/*")}

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from ray.cluster_utils import Cluster
-from run_tools import metrics_of
+from run_tools import KEPT, metrics_of
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -20,11 +20,6 @@ from rlx.cluster import placement
 placement.nodes_to_take = functools.partial(placement.nodes_to_take, wait_s=2.0)  # for a node that stays away
 from rlx.driver import main
 sys.exit(main(sys.argv[1:]))
-"""
-KEPT = """
-import sys
-from rlx.supervisor.keeper import Keeper
-sys.exit(Keeper([sys.executable, "-c", *sys.argv[1:]]).keep())
 """
 """As `rlx.main_ppo`, but the driver waits two seconds for a node, not two minutes."""
 REWARD = """

@@ -2,11 +2,15 @@
 
 import itertools
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from run_tools import results, resume_from, transcript
+from run_tools import KEPT, metrics_of, results, resume_from, transcript, weights
 
 from rlx.cluster.placement import Mesh, share_ranges
 from rlx.config.schema import (
@@ -233,3 +237,66 @@ def test_two_processes_with_vllm_go_on_with_their_samples_after_a_resume(train, 
     for step, before in trained.items():
         assert [each["token_ids"] for each in transcript(folder, step)] == [each["token_ids"] for each in before]
         assert results(resumed[step]) == pytest.approx(results(unbroken[step]), rel=1e-4, abs=1e-6)
+
+
+MORTAL = """
+import os, signal, sys
+from contextlib import contextmanager
+from pathlib import Path
+from rlx.driver import main
+from rlx.trainer.progress import Progress
+
+killed, first, passed, phase, row = Path(sys.argv[1]), int(sys.argv[2]), dict(), Progress.phase, Progress.row
+
+def go_by(progress, what):
+    step = progress._step
+    passed[step] = passed.get(step, 0) + 1
+    file = killed / f"{step} {what}"
+    if passed[step] == first + step and not file.exists():
+        file.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+@contextmanager
+def mortal_phase(self, name):
+    go_by(self, f"before {name}")
+    with phase(self, name):
+        yield
+    go_by(self, f"after {name}")
+
+def mortal_row(self, *arguments):
+    go_by(self, "before the row")
+    row(self, *arguments)
+
+Progress.phase, Progress.row = mortal_phase, mortal_row
+sys.exit(main(sys.argv[3:]))
+"""
+"""A driver that dies in each step N once: at the N-th of its events, counted from a first one."""
+
+
+@pytest.mark.e2e
+@pytest.mark.nightly
+@pytest.mark.parametrize("first", [0, 9])
+@pytest.mark.parametrize(("task", "own"), [("talking", 0), ("learning", 1)])
+def test_a_run_that_is_killed_at_every_event_ends_as_one_that_is_not(
+    train, short_run, tmp_path, request, task, own, first
+):
+    """A half of the events; those of a step are 15, or 17 with a sampler of its own."""
+    settings = [*STALE, *request.getfixturevalue(task), f"trainer.n_rollout_gpus={own}", "trainer.device=cpu"]
+    settings += ["trainer.total_training_steps=9", "trainer.save_freq=1", "trainer.max_restarts=99"]
+    folder, unbroken = train(*settings)
+    (killed := tmp_path / "killed").mkdir()
+    command = [sys.executable, "-c", KEPT, MORTAL, str(killed), str(first), *short_run, *settings]
+    where, path = f"trainer.default_local_dir={tmp_path / 'broken'}", str(Path(__file__).parents[2])
+    done = subprocess.run([*command, where], env={**os.environ, "PYTHONPATH": path}, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    events = [file.name[2:] for file in sorted(killed.iterdir())]
+    expected = (
+        {"after checkpoint", "before the row"} if first else {"before rollout", "after reward", "before update_actor"}
+    )
+    assert expected <= {*events} and done.stderr.count("\nrlx restart ") == len(events) == (6 + 2 * own if first else 9)
+    (broken,) = (tmp_path / "broken").glob("2*")
+    assert (broken / "metrics.jsonl").read_bytes().count(b"\n") == 9, "a row of each step"
+    for step in range(1, 10):
+        tokens, expected = ([each["token_ids"] for each in transcript(run, step)] for run in (broken, folder))
+        assert tokens == expected and same(metrics_of(broken)[step], unbroken[step])
+    assert weights(broken, 9) == weights(folder, 9) != {}

@@ -65,10 +65,10 @@ def test_parts_of_other_widths_are_joined_and_what_one_lacks_is_no_number():
 def test_what_was_found_is_counted_and_cut_to_what_is_wanted():
     found = sample_selection.DynamicSampling("acc", wanted=2, samples=2)
     found.add(*part([1.0, 1.0, 0.0, 1.0]))
-    assert (found.generations, found.prompts, found.kept, found.enough) == (1, 2, 1, False)
+    assert (found.generations, found.prompts, found.kept) == (1, 2, 1)
     found.add(*part([0.0, 0.0, 0.0, 0.0], first=2))
     found.add(*part([1.0, 0.0, 0.0, 1.0], first=4, width=5))
-    assert found.enough and found.kept == 3
+    assert found.kept == 3
     batch, scores = found.samples()
     assert batch["group_id"].tolist() == [1, 1, 4, 4], "what is too many is dropped"
     assert scores.scores.tolist() == [0.0, 1.0, 1.0, 0.0]

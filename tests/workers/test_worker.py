@@ -161,7 +161,3 @@ def test_a_sampler_of_any_name_sleeps_while_another_role_works(environment, conf
     worker.roles["rollout"].sampler.add_request(Request((1, 2), 0, Sampling(3)))
     with pytest.raises(ValueError, match="sleep: got 1 requests in flight"):
         worker.at_work("actor", "log_probs").__enter__()
-
-
-def test_weights_reach_a_process_of_another_group_in_buckets(two_ranks):
-    assert two_ranks("link", "transfer_twice") == [[], [True] * 4]

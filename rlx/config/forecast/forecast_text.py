@@ -32,10 +32,9 @@ def short_text(forecast: MemoryForecast) -> str:
         largest = max((phase for phase in phases if phase not in apart), key=lambda phase: phase.peak)
         whole = trainer.n_gpus_per_node * largest.peak + trainer.n_rollout_gpus * sum(phase.peak for phase in apart)
         of = "" if forecast.machine.host_bytes is None else f" of {gb(forecast.machine.host_bytes)}"
-        where = " and ".join(phase.name for phase in (largest, *apart))
         lines.append(
             f"memory: computed on the CPU; up to {gb(whole)}{of} GB of host memory in {trainer.processes_per_node} process(es), in "
-            f"{where}, in addition to the memory of Python and torch"
+            f"{' and '.join(phase.name for phase in (largest, *apart))}, in addition to the memory of Python and torch"
         )
     elif phases:
         rows = [("memory by phase", "peak GB", "of", LONGEST_COLUMN)]
