@@ -18,6 +18,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from random import Random
+from statistics import fmean
 from typing import Any, NamedTuple
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -231,6 +232,20 @@ def table(name: str, runs: Sequence[Run], is_shared: bool) -> Table:
     return found
 
 
+def ends(runs: Sequence[Run]) -> Table:
+    """Return a table of the last ten steps: the mean of each variant's seeds, and the lowest and highest of them."""
+    found = Table("last ten steps", "reward", *(trace.removeprefix("mismatch/") for trace in runs[0].traces))
+    for variant in dict.fromkeys(run.variant for run in runs):
+        of_seeds = [(run.reward, *run.traces.values()) for run in runs if run.variant == variant]
+        cells = []
+        for curves in zip(*of_seeds, strict=True):
+            lasts = [[value for step, value in curve.items() if step > max(curve) - 10] for curve in curves if curve]
+            means = [fmean(last) for last in lasts]
+            cells.append(f"{fmean(means):.3g} ({min(means):.3g} to {max(means):.3g})" if means else "-")
+        found.add_row(variant, *cells)
+    return found
+
+
 def difference(runs: Sequence[Run]) -> float | None:
     """Return the largest difference of two variants' rewards in a step, over the seeds; None for one variant."""
     pairs = [(a.reward, b.reward) for a in runs for b in runs if a.seed == b.seed and a.variant < b.variant]
@@ -313,6 +328,8 @@ def write(name: str, jobs: Mapping[tuple[str, int], Job], given: argparse.Namesp
     (out / f"{name}.json").write_text(json.dumps(figures, indent=1) + "\n")
     draw(name, runs, out / f"{name}.png", bool(shared))
     console.print(table(name, runs, bool(shared)))
+    if len(record.variants) > 1:
+        console.print(ends(runs))
     if shared:
         console.print(f"no seconds: {len(shared)} run(s) shared a GPU or CPU with others")
     if gap is not None:

@@ -66,6 +66,7 @@ def test_finished_runs_are_compared_and_not_repeated(tmp_path, capsys):
     shown = capsys.readouterr().out
     assert "9.4 (7.1 to 12.3) → 36.8 (32.7 to 41.1)" in shown and "+27.4" in shown and "strict 1.0" in shown
     assert "largest difference of the variants' rewards in a step: 0.0625" in shown
+    assert "0.562 (0.562 to 0.562)" in shown
     figures = json.loads((tmp_path / "offload.json").read_text())
     assert figures["held_out_rows"] == 500 and figures["largest_difference_of_rewards"] == 0.0625
     assert figures["runs"][0]["seconds"] == {"0": 0.0, "10": 30.0, "20": 60.0}
