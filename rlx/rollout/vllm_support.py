@@ -11,7 +11,7 @@ import os
 import random
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -159,16 +159,12 @@ def fault_of(
     return None
 
 
-def with_own_class(overrides: Mapping[str, Any]) -> Callable[["PreTrainedConfig"], "PreTrainedConfig"]:
-    """Return vLLM's `hf_overrides` for a model that it builds from transformers' class.
+def with_own_class(overrides: Mapping[str, Any], config: "PreTrainedConfig") -> "PreTrainedConfig":
+    """Do what vLLM does with `hf_overrides`, for a model that it builds from transformers' class.
 
     vLLM changes the class of such a model so that it only works in vLLM. The trainer has a model of this class in the same
     process, so vLLM gets a subclass.
     """
-    return partial(_overridden, overrides)
-
-
-def _overridden(overrides: Mapping[str, Any], config: "PreTrainedConfig") -> "PreTrainedConfig":
     from transformers import MODEL_MAPPING
 
     if type(config) not in MODEL_MAPPING:

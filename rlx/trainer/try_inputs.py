@@ -10,7 +10,7 @@ import re
 import reprlib
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -182,17 +182,13 @@ def check_models(config: PPOConfig, broken: frozenset[str], machine: Machine) ->
             except (CheckpointError, OSError) as error:
                 faults.append(_file_fault("a file of the model cannot be read", str(error), "a JSON object", key))
         if machine.name is None:
-            has_weights, has_tokenizer = (_has(folder, names) for names in (WEIGHTS, TOKENIZER_FILES))
-            if key == POLICY and has_weights and not has_tokenizer:
+            here = {name for name in (*WEIGHTS, *TOKENIZER_FILES) if (folder / name).exists()}
+            if key == POLICY and not here.isdisjoint(WEIGHTS) and here.isdisjoint(TOKENIZER_FILES):
                 remedy = "save the tokenizer that the model was trained with in its folder (save_pretrained)"
                 got, expected = f"{POLICY}={folder}", f"one of {', '.join(TOKENIZER_FILES)}"
                 faults.append(Fault("the model's folder has no tokenizer", got, expected, remedy, (POLICY,)))
             faults += _of_weights(folder, key)
     return tuple(faults)
-
-
-def _has(folder: Path, names: Sequence[str]) -> bool:
-    return any((folder / name).exists() for name in names)
 
 
 def local_roles(config: PPOConfig) -> list[roles.ModelRole]:
