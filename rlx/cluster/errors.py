@@ -13,15 +13,7 @@ from rlx.supervisor.link import OUT_OF_MEMORY
 Kind = Literal["error", "died", "memory", "collective", "hung"]
 
 _DISTRIBUTED_TYPES = {"DistError", "DistBackendError", "DistNetworkError", "DistStoreError"}
-_DISTRIBUTED_MARKS = (
-    "gloo",
-    "NCCL",
-    "nccl",
-    "TCPStore",
-    "c10d",
-    "Connection closed by peer",
-    "Connection reset by peer",
-)
+_DISTRIBUTED_MARKS = ("gloo", "nccl", "tcpstore", "c10d", "connection closed by peer", "connection reset by peer")
 _LOG_LINES_SHOWN = 20
 _OTHERS_SHOWN = 3
 _USERS_SHOWN = 6  # with the line of headings
@@ -127,7 +119,7 @@ def _is_collective(error: BaseException) -> bool:
     names = {cls.__name__ for cls in type(error).__mro__}
     if names & _DISTRIBUTED_TYPES:
         return True
-    return isinstance(error, RuntimeError) and any(mark in str(error) for mark in _DISTRIBUTED_MARKS)
+    return isinstance(error, RuntimeError) and any(mark in str(error).lower() for mark in _DISTRIBUTED_MARKS)
 
 
 def first_cause(faults: Sequence[RankFault]) -> RankFault:

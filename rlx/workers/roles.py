@@ -360,8 +360,7 @@ class RolloutRole:
     def _fails(self, error: EngineError | None) -> bool:
         """Return whether this sampler has failed, or one that it works with; then it is started again and needs weights.
 
-        With an actor elsewhere only the ranks of a tensor-parallel group work together. Raises EngineError: it has failed again,
-        without a whole call in between.
+        With an actor elsewhere only ranks of a tensor-parallel group work together. Raises EngineError: it failed twice in a row.
         """
         if not _largest(error is not None) or (self._is_linked and self._is_alone and error is None):
             return False

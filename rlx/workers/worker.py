@@ -151,8 +151,7 @@ class Worker:
             for figure, value in role.engine.memory.stats().items()
         }
         figures |= {f"memory/{name}": value for name, value in self._memory.take().items()}
-        sampler = self.roles.get("rollout")
-        if isinstance(sampler, RolloutRole):
+        if isinstance(sampler := self.roles.get("rollout"), RolloutRole):
             figures |= {f"load/{name}": value for name, value in sampler.take_load().items()}
         figures |= {f"memory/host_{user}_gb": held / 1e9 for user, held in host_use().items()}
         return {**figures, "peak_memory_gb": self._memory.take_peak_gb(), "readings": self._readings.take()}
