@@ -70,6 +70,7 @@ def failing_worker():
 def test_without_staleness_a_sampler_of_its_own_that_is_replaced_gives_the_synchronous_run(
     train, task, request, monkeypatch, capfd
 ):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # else two processes have fewer threads each, and other last digits
     failing, settings = failing_worker(), [*SHORT, *request.getfixturevalue(task), "trainer.logger=[console,jsonl]"]
 
     def start(config):
