@@ -18,7 +18,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from rlx.environments.protocol import Message, Observation, Turn
-from rlx.processes.child import end_with
+from rlx.processes.child import end_with, in_words
 from rlx.user_code import UserCodeError, load_name, misfit
 
 PACKAGES = ("fastapi", "uvicorn", "openai")
@@ -149,8 +149,7 @@ async def _run_command(command: list[str], row: dict[str, Any], url: str, token:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # with all that it started
         if code:
-            how = f"exit code {code}" if code > 0 else signal.Signals(-code).name
-            raise CommandFailed(f"the command ended with {how}: {tail.decode(errors='replace').strip()}")
+            raise CommandFailed(f"the command ended with {in_words(code)}: {tail.decode(errors='replace').strip()}")
         try:
             return json.loads(result.read_text()) if result.exists() else None
         except (ValueError, RecursionError) as fault:

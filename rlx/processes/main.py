@@ -1,4 +1,4 @@
-"""What an isolated process runs: `python -m rlx.processes.main DESCRIPTOR OWNER MEMORY_BYTES NOTE MODULE NUMBERS…`.
+"""What an isolated process runs: `python -m rlx.processes.main CONNECTION NOTE OWNER MEMORY_BYTES MODULE NUMBERS…`.
 
 `MODULE.serve(connection, *NUMBERS)` handles the owner's requests until the owner closes the connection.
 """
@@ -20,7 +20,7 @@ NICE = 5
 
 def main() -> None:
     """Run with the arguments above."""
-    descriptor, owner, memory_bytes, calls.note_descriptor = map(int, sys.argv[1:5])
+    descriptor, calls.note_descriptor, owner, memory_bytes = map(int, sys.argv[1:5])
     end_with(owner)
     limit_memory(memory_bytes)
     os.nice(NICE)

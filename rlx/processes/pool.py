@@ -12,17 +12,14 @@ import math
 import os
 import pickle
 import selectors
-import signal
 import socket
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, BinaryIO, Literal, NamedTuple, Protocol, Self
 
 from rlx.errors import cause_of
-from rlx.processes.child import OUT_OF_MEMORY
+from rlx.processes import child
 from rlx.processes.lines import BadAnswer, Lines
 from rlx.user_code import ImportFailed, UserCodeError
 
@@ -64,19 +61,10 @@ class IsolatedProcess:
         self.connection.setblocking(False)  # nothing that a process does holds the owner
         self._note = _note_file()
         inherited = theirs.fileno(), self._note.fileno()
-        # The process gets the owner's whole import path. Processes share the cores, so each uses one thread.
-        path = os.pathsep.join(folder or os.getcwd() for folder in sys.path)
-        environment = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
-        arguments = (inherited[0], os.getpid(), pool.memory_bytes, inherited[1], pool.module, *pool.arguments)
+        arguments = pool.memory_bytes, pool.module, *pool.arguments
+        environment = {"OMP_NUM_THREADS": "1", **os.environ}  # processes share the cores, so each uses one thread
         with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "rlx.processes.main", *map(str, arguments)],
-                stdin=subprocess.DEVNULL,
-                stdout=2,  # the owner's output must not contain what user code prints
-                env=environment,
-                pass_fds=inherited,
-                start_new_session=True,  # the owner handles Ctrl-C, and processes that it starts can be killed too
-            )
+            self._process = child.start("rlx.processes.main", inherited, arguments, environment)
         self._lines = Lines(self.connection.fileno())
         self.unsent = bytearray()  # lines that wait for `flush`
         self._limit_s, self._heard = math.inf, time.monotonic()
@@ -147,21 +135,14 @@ class IsolatedProcess:
 
     def end(self, patience_s: float = 0.0) -> Lost:
         """Kill it after this time, with all processes that it started; return how it ended if it had ended before."""
-        if patience_s > 0:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(patience_s)
-        if self._process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-        code = self._process.wait()
+        code = child.end(self._process, patience_s)
         self.connection.close()
         with self._note:
             self._note.seek(0)
             at_work = int.from_bytes(self._note.read(8), "little")
-        if code == OUT_OF_MEMORY:
+        if code == child.OUT_OF_MEMORY:
             return Lost("memory", f"ran out of memory ({self._pool.memory_key})", at_work)
-        how = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
-        return Lost("crash", f"ended its process ({how})", at_work)
+        return Lost("crash", f"ended its process ({child.in_words(code)})", at_work)
 
 
 class WorkerPool:

@@ -8,8 +8,6 @@ import contextlib
 import math
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -27,6 +25,7 @@ from rlx.config.schema import ModelConfig, RolloutConfig
 from rlx.config.vllm_range import ENGINE_BYTES
 from rlx.heartbeat import beat
 from rlx.models.loading import load_skeleton
+from rlx.processes import child
 from rlx.rollout import wire
 from rlx.rollout.protocol import Completion, EngineError, EngineLoad, Request, Rollout
 from rlx.rollout.vllm_support import DeviceMemory, request_fault
@@ -61,16 +60,8 @@ class EngineProcess:
         os.ftruncate(self._shared, wire.BUCKET_BYTES)
         inherited = theirs.fileno(), self._crash, self._shared
         environment = {key: value for key, value in os.environ.items() if not key.startswith(_GROUP)}
-        path = os.pathsep.join(folder or os.getcwd() for folder in sys.path)
         with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "rlx.rollout.engine_process", *map(str, (*inherited, os.getpid())), name],
-                stdin=subprocess.DEVNULL,
-                stdout=2,
-                env={**environment, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"},
-                pass_fds=inherited,
-                start_new_session=True,  # the owner handles Ctrl-C
-            )
+            self._process = child.start("rlx.rollout.engine_process", inherited, [name], environment)
         self._bucket = torch.empty(0)
         self._heard = time.monotonic()
 
@@ -121,21 +112,13 @@ class EngineProcess:
                 wire.unmap(self._bucket)
         del self._bucket
         self.connection.close()
-        self._end()
+        child.end(self._process, END_S)
         os.close(self._shared)
         os.close(self._crash)
 
-    def _end(self) -> None:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(END_S)
-        if self._process.poll() is None:
-            os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
-
     def _lose(self, how: str | None = None) -> None:
-        self._end()
-        code = self._process.returncode
-        how = how or f"ended ({f'exit code {code}' if code >= 0 else signal.Signals(-code).name})"
+        code = child.end(self._process, END_S)
+        how = how or f"ended ({child.in_words(code)})"
         stack = os.pread(self._crash, 1 << 16, 0).decode(errors="replace").strip()
         self.lost = EngineError(f"{self} {how}. " + (f"Its stack:\n{stack}" if stack else "It left no stack"))
 
