@@ -44,7 +44,7 @@ def parse(tool_format: str, text: str, names: Sequence[str]) -> Parsed:
 def hermes(text: str, names: Sequence[str]) -> Parsed:
     """`<tool_call>{"name": "calc", "arguments": {"expression": "3+4"}}</tool_call>`."""
     content, found = _cut(text, "<tool_call>", "</tool_call>")
-    calls = [_call(_json(inner), "arguments") if ends else _endless("</tool_call>") for inner, ends in found]
+    calls = [_call(_json(inner), "arguments") if ends else _endless("</tool_call>") for _, inner, ends in found]
     return Parsed(content, calls)
 
 
@@ -54,11 +54,11 @@ def qwen3_coder(text: str, names: Sequence[str]) -> Parsed:
     for mark in ("<tool_call>", "</tool_call>"):
         content = content.replace(mark, "")
     calls = []
-    for inner, ends in found:
+    for _, inner, ends in found:
         name, closes, body = inner.partition(">")
         _, parameters = _cut(body, "<parameter=", "</parameter>")
-        pairs = [parameter.partition(">") for parameter, _ in parameters]
-        are_whole = all(whole and mark for (_, whole), (_, mark, _) in zip(parameters, pairs, strict=True))
+        pairs = [parameter.partition(">") for _, parameter, _ in parameters]
+        are_whole = all(whole and mark for (_, _, whole), (_, mark, _) in zip(parameters, pairs, strict=True))
         if not (ends and closes and are_whole):
             calls.append(_endless("</function>, and </parameter> after each value"))
             continue
@@ -105,19 +105,11 @@ def llama3_json(text: str, names: Sequence[str]) -> Parsed:
 
 def tags(text: str, names: Sequence[str]) -> Parsed:
     """`<calc>3+4</calc>`: the text of the only argument, or a JSON object of all arguments."""
-    begin = re.compile(f"<({'|'.join(map(re.escape, names))})>") if names else None
-    outside, calls, place = [], [], 0
-    while begin is not None and (start := begin.search(text, place)):
-        outside.append(text[place : start.start()])
-        end = f"</{start[1]}>"
-        stop = text.find(end, start.end())
-        if stop < 0:
-            calls.append(_endless(end))
-            place = len(text)
-            break
-        calls.append(ToolCall(start[1], text[start.end() : stop]))
-        place = stop + len(end)
-    return Parsed("".join((*outside, text[place:])), calls)
+    if not names:
+        return Parsed(text, [])
+    content, found = _cut(text, f"<({'|'.join(map(re.escape, names))})>", r"</\1>")
+    calls = [ToolCall(mark[1], inner) if ends else _endless(f"</{mark[1]}>") for mark, inner, ends in found]
+    return Parsed(content, calls)
 
 
 FORMATS: dict[str, Callable[[str, Sequence[str]], Parsed]] = {
@@ -125,18 +117,19 @@ FORMATS: dict[str, Callable[[str, Sequence[str]], Parsed]] = {
 }
 
 
-def _cut(text: str, begin: str, end: str) -> tuple[str, list[tuple[str, bool]]]:
-    """Return the text outside of all pairs of marks, and each text inside with whether its end is there."""
+def _cut(text: str, begin: str, end: str) -> tuple[str, list[tuple[re.Match[str], str, bool]]]:
+    """Return the text outside of all pairs of marks; and for each pair its first mark, the text inside, and whether its end is there.
+
+    `begin` is a regular expression, and `end` may refer to its groups.
+    """
     outside, inside, place = [], [], 0
-    while (start := text.find(begin, place)) >= 0:
-        outside.append(text[place:start])
-        stop = text.find(end, start + len(begin))
-        if stop < 0:
-            inside.append((text[start + len(begin) :], False))
-            place = len(text)
-            break
-        inside.append((text[start + len(begin) : stop], True))
-        place = stop + len(end)
+    while first := re.compile(begin).search(text, place):
+        outside.append(text[place : first.start()])
+        mark = first.expand(end)
+        stop = text.find(mark, first.end())
+        ends = stop >= 0
+        inside.append((first, text[first.end() : stop if ends else None], ends))
+        place = stop + len(mark) if ends else len(text)
     return "".join((*outside, text[place:])), inside
 
 
