@@ -255,9 +255,9 @@ def one_way(
             start = time.perf_counter()
             with CountedSteps(rollout) as counted:
                 ran = kind(sampler, pool, rows, asked).to_the_end()
-            seconds, waited = time.perf_counter() - start, ran.waited_s
-        require_whole(ran.conversations, options)
-        tokens = sum(sum(conversation.sampled) for conversation in ran.conversations)
+            seconds, waited = time.perf_counter() - start, ran[0].waited_s
+        require_whole(ran, options)
+        tokens = sum(sum(conversation.sampled) for conversation in ran)
     figures = {"tokens_per_s": tokens / seconds, "seconds": seconds, "step_s": counted.step_s, "steps": counted.steps}
     return {**figures, "waited_s": waited, **rollout.take_load()}
 

@@ -66,7 +66,7 @@ ONLY = {
         "offload.plan": "rlx.offload.plan",
         "offload.runtime.options": "rlx.offload.storage.ranges",
         "offload.storage.ranges": "",
-        "data.batch": "tensordict torch",
+        "data.batch": "numpy tensordict torch",
         "errors": "",
         "user_code": "rlx.errors",
         "algorithms": "torch rlx.algorithms",

@@ -2,14 +2,16 @@
 
 Shape letters: B samples, P prompt tokens (left padded), R response tokens (right padded), T = P + R; L decoder layers, K experts that
 process a token in a layer.
-A leaf: imports only torch and tensordict.
+A leaf: imports only numpy, torch and tensordict.
 """
 
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -232,6 +234,16 @@ def left_padded(rows: Sequence[Sequence[int]], padding: int = 0) -> tuple[Tensor
     ids_BT = pad_sequence(ids, batch_first=True, padding_value=padding, padding_side="left")
     masks = [torch.ones(len(row), dtype=torch.bool) for row in rows]
     return ids_BT, pad_sequence(masks, batch_first=True, padding_side="left")
+
+
+def right_padded(
+    rows: Sequence[Sequence[float]], width: int, dtype: torch.dtype, padding: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Return numbers of several lengths, right padded, and their mask, both (B, width). A batch may have millions of numbers."""
+    mask = torch.arange(width) < torch.tensor([len(row) for row in rows], dtype=torch.int64)[:, None]
+    padded = torch.full(mask.shape, padding, dtype=dtype)
+    padded[mask] = torch.from_numpy(np.fromiter(chain.from_iterable(rows), padded.numpy().dtype))
+    return padded, mask
 
 
 def _shapes_of_rows(batch: Batch) -> dict[str, tuple[int, ...]]:

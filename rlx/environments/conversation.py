@@ -52,7 +52,7 @@ class Conversation:
     versions: Sequence[int] = ()  # see Branch
     begun: Kept = field(default_factory=Kept)  # tokens of a turn that is not whole yet
     seen: list[str] = field(default_factory=list)  # digests of the environment's answers, see `EnvironmentPool.restore`
-    waited_s: float = 0.0  # in which a process had nothing to sample, in phases before this one
+    waited_s: float = field(default=0.0, compare=False)  # in which its process had nothing to sample, in all phases
     # A record for each turn and each observation, as transcripts have it. Its `start` and `end` count from the first
     # token of the prompt of its `branch`. The record of a rewritten history has the role `history`.
     turns: list[dict[str, Any]] = field(default_factory=list)

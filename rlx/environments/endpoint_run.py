@@ -17,8 +17,7 @@ from rlx.environments.chat import Gap, Tools, Written, contents_of
 from rlx.environments.conversation import CHARACTERS_PER_TOKEN, Branch, Conversation, common, with_opening
 from rlx.environments.endpoint_pool import Asked, Cancelled, Finished, Restarted
 from rlx.environments.protocol import Failure, Message, Observation
-from rlx.environments.running import IDLE_WAIT_S, TEMPLATE_REASON, Run
-from rlx.heartbeat import beat
+from rlx.environments.running import TEMPLATE_REASON, Run
 from rlx.rollout.protocol import Completion, PrefixMemory, Request, Sampling
 
 logger = logging.getLogger(__name__)
@@ -184,14 +183,9 @@ class AgentRun(Run):
 
     def _listen(self) -> None:
         """Take what has come from agents; in waves wait until each has a call or has ended."""
-        started, idle = time.monotonic(), not self._sampled
-        wait_s = IDLE_WAIT_S if idle else 0.0
-        for key, event in self._options.first_rank.decide(lambda: self._pool.poll(wait_s)):  # type: ignore[union-attr]
+        for key, event in self._polled():
             if key in self._open:
                 self._note(key, event)
-        if idle:
-            beat()
-            self.waited_s += time.monotonic() - started
         if self._options.in_waves and any(
             not self._pending.get(key) and key not in self._finished for key in self._open
         ):

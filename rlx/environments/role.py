@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rlx.config.schema import PPOConfig
-from rlx.data.batch import Batch, BatchError, left_padded
+from rlx.data.batch import Batch, BatchError, left_padded, right_padded
 from rlx.environments.chat import Chat, UnusableTemplate
 from rlx.environments.conversation import Branch, Conversation
 from rlx.environments.environment_pool import EnvironmentPool
-from rlx.environments.running import ConversationBounds, ConversationOptions, ConversationRow, RanConversations, Run
+from rlx.environments.running import ConversationBounds, ConversationOptions, ConversationRow, Run
 from rlx.environments.spec import environment_spec
 from rlx.rollout.protocol import FirstRank, PrefixMemory, Rollout, Sampling
 
@@ -79,12 +79,12 @@ class ConversationSampler:
         rows = rows_of(batch)
         options = self._options(sampling=sampling)
         ran = self._kind(rollout, self._pool, rows, options, done).to_the_end()
-        self._tell_hidden_tools(ran.conversations)
+        self._tell_hidden_tools(ran)
         if "kept" in batch.info:
-            for own in ran.conversations:
-                own.memory, own.waited_s = PrefixMemory(), own.waited_s + ran.waited_s
+            for own in ran:
+                own.memory = PrefixMemory()
                 own.stamp(rollout.version or 0)
-            return batch.select("seed").with_({"kept": ran.conversations})
+            return batch.select("seed").with_({"kept": ran})
         width, version = options.bounds.response_tokens, rollout.version
         return batch_of(ran, rows, self._pad_token_id, width, version, sampling.with_log_probs)
 
@@ -120,7 +120,7 @@ def rows_of(batch: Batch) -> list[ConversationRow]:
 
 
 def batch_of(
-    ran: RanConversations,
+    ran: Sequence[Conversation],
     rows: Sequence[ConversationRow],
     pad_token_id: int,
     response_length: int,
@@ -133,45 +133,38 @@ def batch_of(
     """
     shape = pad_token_id, response_length, version or 0, with_log_probs
     last, earlier = [], []
-    for own, row in zip(ran.conversations, rows, strict=True):
+    for own, row in zip(ran, rows, strict=True):
         branches = [each._replace(prompt_ids=each.prompt_ids or row.prompt_ids) for each in own.branches]
         *before, written = zip([row.seed] * len(branches), branches, _rewards(own), strict=True)
         last.append(written)
         earlier.append(_columns(before, *shape) if own.earlier else None)
-    records = [_record(own, own.waited_s + ran.waited_s) for own in ran.conversations]
-    return _columns(last, *shape).with_({"conversation": records, "earlier_rows": earlier})
+    return _columns(last, *shape).with_({"conversation": [*map(_record, ran)], "earlier_rows": earlier})
 
 
 def _columns(
     rows: Sequence[tuple[int, Branch, list[float]]], pad_token_id: int, width: int, version: int, with_log_probs: bool
 ) -> Batch:
     """Return columns of rows: the seed of each, its branch, and the rewards of its tokens."""
-
-    def padded(values: Iterable[Sequence[float]], padding: float, dtype: torch.dtype) -> torch.Tensor:
-        column = torch.full((len(rows), width), padding, dtype=dtype)
-        for row, own in zip(column, values, strict=True):
-            row[: len(own)] = torch.tensor(own, dtype=dtype)
-        return column
-
     seeds, branches, rewards = zip(*rows, strict=True) if rows else ((), (), ())
     none = (torch.zeros(0, 1, dtype=torch.int64),) * 2
     prompt_ids, prompt_mask = left_padded([own.prompt_ids for own in branches], pad_token_id) if rows else none
-    responses = padded((own.token_ids for own in branches), pad_token_id, torch.int64)
-    written = padded(([True] * len(own.token_ids) for own in branches), False, torch.bool)
-    sampled = padded((own.sampled for own in branches), False, torch.bool)
+    responses, written = right_padded([own.token_ids for own in branches], width, torch.int64, pad_token_id)
+    sampled, _ = right_padded([own.sampled for own in branches], width, torch.bool)
+    versions, _ = right_padded([own.stamped(version) for own in branches], width, torch.int32)
     batch = Batch.of(
         {
             "seed": torch.tensor(seeds, dtype=torch.int64),
             "input_ids": torch.cat([prompt_ids, responses], dim=1),
             "attention_mask": torch.cat([prompt_mask.bool(), written], dim=1),
             "response_mask": sampled,
-            "policy_versions": padded((own.stamped(version) for own in branches), 0, torch.int32) * sampled,
-            "turn_rewards": padded(rewards, 0.0, torch.float32),
+            "policy_versions": versions * sampled,
+            "turn_rewards": right_padded(rewards, width, torch.float32)[0],
         }
     )
     if not with_log_probs:
         return batch
-    return batch.with_(rollout_log_probs=padded((own.log_probs for own in branches), 0.0, torch.float32))
+    log_probs, _ = right_padded([own.log_probs for own in branches], width, torch.float32)
+    return batch.with_(rollout_log_probs=log_probs)
 
 
 def _rewards(conversation: Conversation) -> list[list[float]]:
@@ -184,7 +177,7 @@ def _rewards(conversation: Conversation) -> list[list[float]]:
     return rewards
 
 
-def _record(conversation: Conversation, waited_s: float) -> dict[str, Any]:
+def _record(conversation: Conversation) -> dict[str, Any]:
     """Return the parts of a conversation that are no tensor; see INFO in `rlx/data/batch.py`."""
     return {
         "turns": conversation.turns,
@@ -193,5 +186,5 @@ def _record(conversation: Conversation, waited_s: float) -> dict[str, Any]:
         "traceback": sys.intern(conversation.traceback),  # one object, so that thousands of equal ones are pickled once
         "reward": conversation.reward,
         "info": conversation.info,
-        "waited_s": waited_s,
+        "waited_s": conversation.waited_s,
     }

@@ -52,13 +52,6 @@ class ConversationBounds:
     environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
 
 
-class RanConversations(NamedTuple):
-    """Conversations that have ended, or spent their budget, by row, and the seconds in which nothing was sampled."""
-
-    conversations: list[Conversation]
-    waited_s: float
-
-
 @dataclass(frozen=True)
 class ConversationOptions:
     """How conversations are run."""
@@ -101,8 +94,8 @@ class Run:
         self._spent = Counter[int]()  # tokens of the model, by row
         self._hopeless = ""  # why the template stopped a conversation, if no text of the model is the cause
 
-    def to_the_end(self) -> RanConversations:
-        """Run all conversations.
+    def to_the_end(self) -> list[Conversation]:
+        """Run all conversations, and return them by row when they have ended, or spent their budget.
 
         Raises EnvironmentFailed if an environment failed and `on_failure` says so, or the chat template stopped every conversation;
         EngineError if the sampler failed.
@@ -116,7 +109,10 @@ class Run:
             for key in self._open:
                 self._to_pool("end", key)
             self._open.clear()
-        return RanConversations([self.ended[row] for row in range(len(self._rows))], self.waited_s)
+        ended = [self.ended[row] for row in range(len(self._rows))]
+        for own in ended:
+            own.waited_s += self.waited_s
+        return ended
 
     def _all(self) -> None:
         while self._waiting or self._open:
@@ -176,14 +172,19 @@ class Run:
             self._asked[key] = time.monotonic()
             self._to_pool("step", key, self._open[key].add_turn(completion, text))
 
-    def _listen(self) -> None:
-        """Take the answers that have arrived; in waves wait for all of them."""
+    def _polled(self) -> list[tuple[int, Any]]:
+        """Return what has come from environments, by key; wait for it only if nothing is sampled."""
         started, idle = time.monotonic(), not self._sampled
         wait_s = IDLE_WAIT_S if idle else 0.0
-        self._arrived |= self._options.first_rank.decide(lambda: dict(self._pool.poll(wait_s)))  # type: ignore[union-attr]
+        found = self._options.first_rank.decide(lambda: self._pool.poll(wait_s))  # type: ignore[union-attr]
         if idle:
             beat()
             self.waited_s += time.monotonic() - started
+        return found
+
+    def _listen(self) -> None:
+        """Take the answers that have arrived; in waves wait for all of them."""
+        self._arrived |= dict(self._polled())
         if self._options.in_waves and len(self._arrived) < len(self._open):
             return
         self._take_answers({key: self._arrived[key] for key in sorted(self._arrived) if key in self._open})

@@ -3,16 +3,14 @@
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from itertools import chain
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from rlx.config.schema import ModelConfig, RolloutConfig
 from rlx.config.vllm_range import supported_vllm
-from rlx.data.batch import Batch, BatchError
+from rlx.data.batch import Batch, BatchError, right_padded
 from rlx.errors import ExplainedError
 from rlx.models.exact import TORCH, Kernels
 from rlx.models.loading import load_config
@@ -176,12 +174,8 @@ def samples_of(
     batch: Batch, kept: Sequence[Kept], pad_token_id: int, response_length: int, with_log_probs: bool
 ) -> Batch:
     """Return the prompts of a batch with these responses, see `generate_batch`."""
-    lengths = torch.tensor([len(each.token_ids) for each in kept], dtype=torch.int64)
-    mask = torch.arange(response_length) < lengths[:, None]
-    responses = torch.full(mask.shape, pad_token_id, dtype=torch.int64)
-    responses[mask] = _joined([each.token_ids for each in kept], np.int64)
-    versions = torch.zeros(mask.shape, dtype=torch.int32)
-    versions[mask] = _joined([each.versions for each in kept], np.int32)
+    responses, mask = right_padded([each.token_ids for each in kept], response_length, torch.int64, pad_token_id)
+    versions, _ = right_padded([each.versions for each in kept], response_length, torch.int32)
     samples = batch.drop("prompt_ids", "prompt_mask").with_(
         input_ids=torch.cat([batch["prompt_ids"], responses], dim=1),
         attention_mask=torch.cat([batch["prompt_mask"], mask], dim=1),
@@ -190,8 +184,7 @@ def samples_of(
     )
     if not with_log_probs:
         return samples
-    log_probs = torch.zeros(mask.shape)
-    log_probs[mask] = _joined([each.log_probs for each in kept], np.float32)
+    log_probs, _ = right_padded([each.log_probs for each in kept], response_length, torch.float32)
     return samples.with_(rollout_log_probs=log_probs)
 
 
@@ -204,11 +197,6 @@ def _placed(experts: Sequence[Tensor | None], starts: Sequence[int], width: int)
         assert own is not None
         placed[row, start : start + len(own)] = own
     return placed
-
-
-def _joined(lists: Sequence[Sequence[float]], kind: "type[np.number]") -> Tensor:
-    """Return the numbers of all lists in one tensor."""
-    return torch.from_numpy(np.fromiter(chain.from_iterable(lists), kind))
 
 
 class StaleSamplerError(ExplainedError, RuntimeError):

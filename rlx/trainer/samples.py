@@ -21,7 +21,6 @@ from rlx.config.schema.roles import has_environment, has_reward_model, takes_sam
 from rlx.data.batch import Batch, concat
 from rlx.environments.conversation import Conversation
 from rlx.environments.role import batch_of, rows_of
-from rlx.environments.running import RanConversations
 from rlx.errors import ExplainedError, storing
 from rlx.rewards.manager import Scores
 from rlx.rollout.protocol import Kept
@@ -191,7 +190,7 @@ class SampleSource:
         length, pad = config.data.max_response_length, int(run.tokenizer.pad_token_id)
         rows = draw.rows.with_(group_id=group_id)
         if self._has_environment:
-            ran = RanConversations([each for each in draw.kept if isinstance(each, Conversation)], 0.0)
+            ran = [each for each in draw.kept if isinstance(each, Conversation)]
             written = batch_of(ran, rows_of(rows), pad, length, run.policy_version, with_log_probs=True)
         else:
             kept = [each for each in draw.kept if isinstance(each, Kept)]

@@ -85,7 +85,7 @@ def run(tokenizer, turns, answers, mode="fork", bounds=BOUNDS, make=None, prompt
     ran = Run(sampler, pool, [row], ConversationOptions(Chat(tokenizer, mode), sampling, bounds)).to_the_end()
     batch = batch_of(ran, [row], tokenizer.pad_token_id, bounds.response_tokens, 3, True)
     batch = batch.with_({**batch.info, "sample": [0]}, group_id=batch["seed"])
-    return ran.conversations[0], [list(request.prompt_ids) for request in sampler.requests], all_rows(batch)
+    return ran[0], [list(request.prompt_ids) for request in sampler.requests], all_rows(batch)
 
 
 def rendered(tokenizer, messages):

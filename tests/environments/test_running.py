@@ -30,7 +30,7 @@ def run(tokenizer):
         options = ConversationOptions(Chat(tokenizer), sampling, bounds, in_waves=in_waves)
         ran = Run(sampler, pool, data, options).to_the_end()
         assert not pool.open and not sampler.running
-        return ran.conversations, sampler.requests, pool
+        return ran, sampler.requests, pool
 
     return start
 
@@ -121,7 +121,7 @@ def test_hundreds_of_hostile_conversations_neither_end_the_run_nor_cross(tokeniz
     limits = MultiTurnConfig(max_turn_tokens=40, max_assistant_turns=6)
     bounds, sampling = ConversationBounds(60, 400, limits), Sampling(400, stop_token_ids=(1,))
     options = ConversationOptions(Chat(tokenizer), sampling, bounds)
-    found = Run(Sampler(tokenizer, say), pool, rows, options).to_the_end().conversations
+    found = Run(Sampler(tokenizer, say), pool, rows, options).to_the_end()
     for row, conversation in enumerate(found):
         text = tokenizer.decode(conversation.prompt_ids + conversation.token_ids)
         assert set(re.findall(r"#\d+#", text)) == ({f"#{row}#"} if text else set()), "a row is one conversation's"
@@ -215,7 +215,7 @@ def test_conversations_begin_again_in_the_same_environments_after_the_sampler_fa
         bounds = replace(BOUNDS, environment=EnvironmentConfig(max_parallel=2))
         options = ConversationOptions(chat, sampling, bounds, in_waves=in_waves)
         ran = Run(sampler, pool, rows, options, done=done).to_the_end()
-        return [(own.prompt_ids, own.token_ids, own.reward, own.reason) for own in ran.conversations]
+        return [(own.prompt_ids, own.token_ids, own.reward, own.reason) for own in ran]
 
     def say(request):
         return "x" * (1 + request.seed % 3), True
@@ -250,7 +250,7 @@ def test_a_turn_that_a_stop_string_ended_keeps_its_tokens_and_shows_its_text_wit
         sampling = Sampling(30, stop_token_ids=(1,), stop=("!",), include_stop_str_in_output=keep)
         row = ConversationRow({"prompt": PROMPT}, 0, [7, 8])
         options = ConversationOptions(Chat(tokenizer), sampling, BOUNDS, in_waves=True)
-        (conversation,) = Run(sampler, pool, [row], options).to_the_end().conversations
+        (conversation,) = Run(sampler, pool, [row], options).to_the_end()
         text = f"<|user|>go<|assistant|>hi!</s><|user|>{shown}<|assistant|>hi!"
         assert tokenizer.decode(conversation.prompt_ids + conversation.token_ids) == text
         assert told[-2:] == [shown, shown] and sum(conversation.sampled) == 6

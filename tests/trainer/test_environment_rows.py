@@ -14,7 +14,7 @@ from rlx.config.schema import AlgorithmConfig, EnvironmentConfig, PPOConfig, Rol
 from rlx.data.batch import Batch
 from rlx.environments.conversation import Conversation
 from rlx.environments.role import batch_of, rows_of
-from rlx.environments.running import ConversationRow, RanConversations
+from rlx.environments.running import ConversationRow
 from rlx.models.tiny import make_tiny_tokenizer
 from rlx.rewards.manager import Scores
 from rlx.trainer import environment_rows, transcripts
@@ -35,10 +35,9 @@ def a_conversation(*rewards, reason="done", failed=False, info=None):
 @pytest.fixture
 def batch():
     """Two samples of a prompt; the second failed before its first turn and has its row's prompt."""
-    failed = Conversation([], width=8, reason="timeout: too slow", failed=True, failure_reward=-1.0)
+    failed = Conversation([], 8, reason="timeout: too slow", failed=True, failure_reward=-1.0, waited_s=2.5)
     rows = [ConversationRow({}, 3, [5]), ConversationRow({}, 4, [5, 6, 7])]
-    ran = RanConversations([a_conversation(0.5, 1.0, info={"acc": 1.0}), failed], waited_s=2.5)
-    found = batch_of(ran, rows, 0, 8, 7, True)
+    found = batch_of([a_conversation(0.5, 1.0, info={"acc": 1.0}), failed], rows, 0, 8, 7, True)
     info = {"data_source": ["a", "a"], "sample": [0, 1], "response_text": ["CDMCD", ""]}
     return Batch(found.tensors, {**found.info, **info}).with_(group_id=torch.zeros(2, dtype=torch.int64))
 
@@ -53,7 +52,7 @@ def test_a_batch_holds_each_conversation(batch):
 
 
 def test_a_share_without_rows_has_the_columns():
-    batch = batch_of(RanConversations([], 0.0), [], 0, 8, 7, True)
+    batch = batch_of([], [], 0, 8, 7, True)
     assert len(batch) == 0 and batch.response_length == 8
 
 

@@ -13,7 +13,7 @@ from rlx.data.batch import Batch
 from rlx.environments.chat import Written
 from rlx.environments.conversation import Conversation
 from rlx.environments.role import batch_of
-from rlx.environments.running import ConversationRow, RanConversations
+from rlx.environments.running import ConversationRow
 from rlx.models.tiny import make_tiny_tokenizer
 from rlx.rewards.manager import Scores
 from rlx.trainer import environment_rows, learning, samples, step_metrics, transcripts, validation
@@ -51,7 +51,7 @@ def a_batch(*all_turns, forks=True, failed=False):
     if failed:
         ran.append(Conversation([], width=16, reason="error: no", failed=True, failure_reward=-9.0))
     rows = [ConversationRow({}, seed, [60, 61]) for seed in range(len(ran))]
-    batch = batch_of(RanConversations(ran, 0.0), rows, 0, 16, 1, True)
+    batch = batch_of(ran, rows, 0, 16, 1, True)
     info = {"sample": [*range(len(ran))], "data_source": ["a"] * len(ran), "response_text": [""] * len(ran)}
     return batch.with_(
         {**batch.info, **info},
@@ -184,7 +184,7 @@ def test_a_row_without_history_behind_its_prompt_begins_a_turn_of_its_own():
             own.add_messages([MESSAGE], Written([60], "", True))
         own.append([70], True, [-1.0], "assistant", "C")
         own.turns[-1]["reward"] = 1.0
-    batch = batch_of(RanConversations([own], 0.0), [ConversationRow({}, 0, [60])], 0, 4, 1, True)
+    batch = batch_of([own], [ConversationRow({}, 0, [60])], 0, 4, 1, True)
     batch = batch.with_({**batch.info, "sample": [0]}, group_id=torch.zeros(1, dtype=torch.int64))
     whole, _ = joined(all_rows(batch))
     assert turn_index(whole["response_mask"]).tolist() == [[0, -1, 1]]
