@@ -120,7 +120,7 @@ def _is_own(name: str, value: Any, module_name: str) -> bool:
     return not (name.startswith("_") or is_import)
 
 
-class _TooLong(BaseException):
+class TooLong(BaseException):
     """A call has used its time. No Exception, so that libraries do not catch it."""
 
 
@@ -138,7 +138,7 @@ def call_within(limit_s: float, call: Callable[..., _Result], *arguments: Any, *
         while not ended.wait(wait_s):
             with lock:
                 if not ended.is_set():
-                    _raise_in(thread, _TooLong)
+                    _raise_in(thread, TooLong)
             wait_s = 1.0  # again, in case that a library catches the error
 
     def end() -> None:
@@ -152,7 +152,7 @@ def call_within(limit_s: float, call: Callable[..., _Result], *arguments: Any, *
             return call(*arguments, **named)
         finally:
             end()
-    except _TooLong:
+    except TooLong:
         end()  # it may have come before the first `end` was through
         raise TimeoutError(f"it takes longer than {limit_s:g} s") from None
 

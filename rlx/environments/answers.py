@@ -2,10 +2,10 @@
 
 import json
 import math
-import reprlib
 from typing import Any, get_args
 
 from rlx.environments.protocol import Failure, Message, Observation, Reset
+from rlx.processes.calls import in_short
 from rlx.processes.lines import BadAnswer
 
 LONGEST_ANSWER = 2**20  # bytes
@@ -15,15 +15,6 @@ LONGEST_REASON, LONGEST_TRACEBACK = 2000, 4000  # characters
 Answer = Reset | Observation | Failure
 
 
-class _Shown(reprlib.Repr):
-    def repr_int(self, x: int, level: int) -> str:
-        return self.repr_instance(x, level)  # which holds the error of a number with too many digits
-
-
-_shown = _Shown()
-_shown.maxstring = _shown.maxother = 200
-
-
 class Nonsense(ValueError):
     """An environment's answer has another form than the protocol's."""
 
@@ -31,7 +22,7 @@ class Nonsense(ValueError):
 def checked_reset(messages: Any, tools: Any) -> Reset:
     """Return the beginning of a conversation. Raises Nonsense."""
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise Nonsense(f"has tools {_shown.repr(tools)}, expected a list of JSON schemas")
+        raise Nonsense(f"has tools {in_short(tools)}, expected a list of JSON schemas")
     found = _messages(messages, "reset")
     if not found:
         raise Nonsense("reset returned no messages, expected at least one")
@@ -45,15 +36,15 @@ def checked_observation(value: Any) -> Observation:
             value = Observation(**value)
         except TypeError as fault:
             raise Nonsense(
-                f"step returned {_shown.repr(value)}, expected the fields of an Observation ({fault})"
+                f"step returned {in_short(value)}, expected the fields of an Observation ({fault})"
             ) from None
     if not isinstance(value, Observation):
-        raise Nonsense(f"step returned {_shown.repr(value)}, expected an Observation or a dict with its fields")
+        raise Nonsense(f"step returned {in_short(value)}, expected an Observation or a dict with its fields")
     done, info = plain(value.done), value.info
     if not isinstance(done, bool):
-        raise Nonsense(f"step returned done={_shown.repr(done)}, expected True or False")
+        raise Nonsense(f"step returned done={in_short(done)}, expected True or False")
     if not isinstance(info, dict):
-        raise Nonsense(f"step returned info={_shown.repr(info)}, expected a dict")
+        raise Nonsense(f"step returned info={in_short(info)}, expected a dict")
     reward, messages = _reward(value.reward), _messages(value.messages, "step")
     if not messages and not done:
         raise Nonsense("step returned no messages and done=False, expected messages or the end")
@@ -67,19 +58,17 @@ def _reward(value: Any) -> float | None:
         return None
     if isinstance(value, int | float) and abs(value) <= LARGEST_REWARD:  # false for NaN
         return float(value)
-    raise Nonsense(f"step returned reward={_shown.repr(value)}, expected a finite number (in fp32) or None")
+    raise Nonsense(f"step returned reward={in_short(value)}, expected a finite number (in fp32) or None")
 
 
 def _messages(value: Any, what: str) -> list[Message]:
     if not isinstance(value, list | tuple):
-        raise Nonsense(f"{what} returned {_shown.repr(value)} as messages, expected a list of dicts")
+        raise Nonsense(f"{what} returned {in_short(value)} as messages, expected a list of dicts")
     for message in value:
         match message:
             case {"role": str()} if isinstance(message.get("content", ""), str | list | None):
                 continue
-        raise Nonsense(
-            f"{what} returned {_shown.repr(message)} as a message, expected a dict with `role` and `content`"
-        )
+        raise Nonsense(f"{what} returned {in_short(message)} as a message, expected a dict with `role` and `content`")
     # Without lone surrogates, which no tokenizer reads
     texts = [{name: x for name in ("role", "content") if isinstance(x := each.get(name), str)} for each in value]
     readable = [{name: text.encode("utf-8", "replace").decode() for name, text in each.items()} for each in texts]
@@ -116,7 +105,7 @@ def as_json(value: Any) -> Any:
     """Return what `json.dumps` writes in place of a value that it does not know. Raises TypeError."""
     found = plain(value)
     if found is value:
-        raise TypeError(f"{_shown.repr(value)} of type {type(value).__name__}")
+        raise TypeError(f"{in_short(value)} of type {type(value).__name__}")
     return found
 
 

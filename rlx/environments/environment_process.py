@@ -15,9 +15,9 @@ from typing import Any
 from rlx.environments.answers import LONGEST_TRACEBACK, Nonsense, checked_observation, checked_reset, encode
 from rlx.environments.protocol import Environment, Failure, Observation, Reset, Turn
 from rlx.environments.spec import EnvironmentSpec, Factory
-from rlx.processes.calls import TooLong, limited, loaded, number_at_work, own_traceback
+from rlx.processes.calls import limited, loaded, number_at_work, own_traceback
 from rlx.processes.lines import line_of
-from rlx.user_code import line_in
+from rlx.user_code import TooLong, line_in
 
 BEAT_S = 1.0
 LONGEST_REQUEST = 2**40  # bytes; asyncio wants a limit, and the worker is trusted

@@ -13,7 +13,7 @@ from pydantic import BaseModel, Field, ValidationError
 
 from rlx.environments.protocol import CLOSE, Message, Turn
 from rlx.environments.tool_calls import parse
-from rlx.environments.tools import arguments_of, call_id, with_calls
+from rlx.environments.tools import arguments_of, call_id, json_or_text, with_calls
 
 TOKEN = re.compile(r"rlx-\d+-[0-9a-f]{64}")
 MOST_CHOICES, MOST_MESSAGES, MOST_TOOLS, MOST_STOPS = 64, 4096, 256, 16
@@ -175,10 +175,7 @@ def _called(number: str, name: str, arguments: Any) -> dict[str, Any]:
 
 
 def _object(text: str) -> Any:
-    try:
-        found = json.loads(text or "{}")
-    except (ValueError, RecursionError):
-        return text
+    found = json_or_text(text or "{}")
     return found if isinstance(found, dict) else text
 
 

@@ -38,6 +38,12 @@ START_LIMIT_S = 60.0
 PIPE_ENDING_S = 5.0
 # The loader and the C library's folders, and what Python reads of the system.
 SYSTEM_PATHS = ("/usr/lib", "/usr/lib64", "/lib", "/lib64", "/etc/ld.so.cache", "/usr/share/zoneinfo")
+# Settings of the system, the value with which no namespace can be made, what that means, and one with which they can.
+FORBIDDING = (
+    ("user.max_user_namespaces", "0", "the system allows no user namespaces", "10000"),
+    ("kernel.unprivileged_userns_clone", "0", "the system keeps user namespaces for root", "1"),
+    ("kernel.apparmor_restrict_unprivileged_userns", "1", "AppArmor forbids user namespaces (Ubuntu 24.04)", "0"),
+)
 
 
 class NotIsolated(UserCodeError):
@@ -58,13 +64,10 @@ class SandboxLimits:
         faults = []
         for field in fields(self):
             value = getattr(self, field.name)
+            kind, most, expected = int | float, math.inf, "a number of seconds above 0"
             if field.type is int:
-                expected = "a whole number from 1 on"
-                fits = isinstance(value, int) and not isinstance(value, bool) and 0 < value < 2**62
-            else:
-                expected = "a number of seconds above 0"
-                fits = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
-            if not fits:
+                kind, most, expected = int, 2**62, "a whole number from 1 on"
+            if isinstance(value, bool) or not isinstance(value, kind) or not 0 < value < most:
                 faults.append(f"environment.kwargs.{field.name}: got {value!r}, expected {expected}")
         if faults:
             raise UserCodeError("; ".join(faults))
@@ -123,20 +126,10 @@ def _try(limits: SandboxLimits) -> tuple[int, str]:
 
 def _reason() -> str:
     """Say which setting of this system forbids it, and the remedy."""
-
-    def setting(path: str) -> str:
+    for setting, forbids, what, allows in FORBIDDING:
         with contextlib.suppress(OSError):
-            return Path("/proc/sys", path).read_text().strip()
-        return ""
-
-    if setting("user/max_user_namespaces") == "0":
-        return "the system allows no user namespaces: sysctl -w user.max_user_namespaces=10000"
-    if setting("kernel/unprivileged_userns_clone") == "0":
-        return "the system keeps user namespaces for root: sysctl -w kernel.unprivileged_userns_clone=1"
-    if setting("kernel/apparmor_restrict_unprivileged_userns") == "1":
-        return (
-            "AppArmor forbids user namespaces (Ubuntu 24.04): sysctl -w kernel.apparmor_restrict_unprivileged_userns=0"
-        )
+            if Path("/proc/sys", setting.replace(".", "/")).read_text().strip() == forbids:
+                return f"{what}: sysctl -w {setting}={allows}"
     with contextlib.suppress(OSError):
         if "\nSeccomp:\t2\n" in Path("/proc/self/status").read_text():
             return (

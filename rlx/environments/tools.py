@@ -126,7 +126,7 @@ def arguments_of(call: ToolCall, properties: dict[str, Any]) -> dict[str, Any] |
     """Return a call's arguments with the types of these schemas; None if its text is no JSON object."""
     arguments = call.arguments
     if isinstance(arguments, str):
-        arguments = {next(iter(properties)): arguments} if len(properties) == 1 else _value(arguments)
+        arguments = {next(iter(properties)): arguments} if len(properties) == 1 else json_or_text(arguments)
         if not isinstance(arguments, dict):
             return None
     if isinstance(call.arguments, str) or call.as_text:
@@ -168,7 +168,7 @@ def _standard(schema: Any) -> Any:
     return {"anyOf": [found, {"type": "null"}]} if schema.get("nullable") is True else found
 
 
-def _value(text: str) -> Any:
+def json_or_text(text: str) -> Any:
     """Return the JSON value that a text is, else the text."""
     try:
         return json.loads(text)
@@ -181,7 +181,7 @@ def _typed(value: Any, schema: dict[str, Any]) -> Any:
     if not isinstance(value, str) or schema.get("type") in ("string", None):
         return value
     python = {"True": True, "False": False, "None": None}
-    return python.get(value.strip(), _value(value))
+    return python.get(value.strip(), json_or_text(value))
 
 
 def _cut(text: str) -> str:

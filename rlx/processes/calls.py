@@ -5,6 +5,7 @@ import base64
 import inspect
 import os
 import pickle
+import reprlib
 import signal
 import traceback
 import types
@@ -14,7 +15,7 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
-from rlx.user_code import IMPORTING, UserCodeError
+from rlx.user_code import IMPORTING, TooLong, UserCodeError
 
 LONGEST_TEXT = 10_000
 """Longest description or traceback of a failure to keep [characters]; the end of a traceback remains."""
@@ -24,6 +25,17 @@ number_at_work: ContextVar[int] = ContextVar("number_at_work", default=0)
 """Number of the request that a task works for; 0: none."""
 note_descriptor = -1
 """Of the file in which the owner reads whose code was at work when this process ended; `rlx.processes.main` sets it."""
+
+
+class _Repr(reprlib.Repr):
+    def repr_int(self, x: int, level: int) -> str:
+        return self.repr_instance(x, level)  # which holds the error of a number with too many digits
+
+
+_short = _Repr()
+_short.maxstring = _short.maxother = 200
+in_short = _short.repr
+"""Returns what `repr` does, of a long value a part."""
 
 
 def loaded(number: int, content: str) -> tuple[Any, Any, list[Any]]:
@@ -44,10 +56,6 @@ def loaded(number: int, content: str) -> tuple[Any, Any, list[Any]]:
 def is_async(function: Any) -> bool:
     """Whether a call returns an awaitable, also for an object with an async `__call__`."""
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
-
-
-class TooLong(BaseException):
-    """A call has used its time. No Exception, so that libraries do not catch it."""
 
 
 @contextmanager

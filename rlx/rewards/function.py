@@ -6,14 +6,13 @@ Every reward process starts with this module, so it imports very little.
 import importlib
 import inspect
 import math
-import reprlib
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from rlx.processes.calls import LONGEST_TEXT, own_traceback
+from rlx.processes.calls import LONGEST_TEXT, in_short, own_traceback
 from rlx.user_code import UserCodeError, load_name, misfit
 
 if TYPE_CHECKING:
@@ -26,8 +25,6 @@ BATCHED = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
 
 LARGEST_SCORE = 3.4e38
 """Scores are stored in fp32."""
-shown = reprlib.Repr()
-shown.maxstring = shown.maxother = 200
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,7 +135,7 @@ def outcome_of(function: Function, result: Any, samples: int) -> Outcome:
     if not function.batched:
         return Outcome([_numbers(result)])
     if isinstance(result, str | dict) or not hasattr(result, "__len__") or len(result) != samples:
-        what = f"returned {shown.repr(result)}, expected a list of {samples} numbers or dicts, one for each sample"
+        what = f"returned {in_short(result)}, expected a list of {samples} numbers or dicts, one for each sample"
         return Outcome([], "error", what)
     return Outcome([_numbers(report) for report in result])
 
@@ -153,4 +150,4 @@ def _numbers(result: Any) -> Numbers | str:
             numbers[str(name).encode("utf-8", "backslashreplace").decode()] = float(plain)
     if abs(numbers.get("score", math.nan)) <= LARGEST_SCORE:
         return numbers
-    return f"returned {shown.repr(result)}, expected a finite number or a dict whose `score` is one (in fp32)"
+    return f"returned {in_short(result)}, expected a finite number or a dict whose `score` is one (in fp32)"

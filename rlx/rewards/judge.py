@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rlx.errors import did_you_mean
-from rlx.rewards.function import shown
+from rlx.processes.calls import in_short
 from rlx.user_code import UserCodeError
 
 PLACES = ("prompt", "response", "ground_truth", "data_source")
@@ -69,11 +69,11 @@ async def compute_score(
     text = (answer.choices[0].message.content if answer.choices else None) or ""
     if answer.choices and answer.choices[0].finish_reason == "length":
         expected = "expected a whole answer; raise max_tokens in request"
-        raise JudgeError(f"{model} was cut after {shown.repr(text)}, {expected}")
+        raise JudgeError(f"{model} was cut after {in_short(text)}, {expected}")
     found = SCORE.findall(text)
     if not found or not 0 <= float(found[-1]) <= scale:
         expected = f"expected `Score: ` and a number from 0 to {scale:g} in it"
-        raise JudgeError(f"{model} answered {shown.repr(text)}, {expected}")
+        raise JudgeError(f"{model} answered {in_short(text)}, {expected}")
     return float(found[-1]) / scale
 
 

@@ -13,10 +13,11 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
-from rlx.processes.calls import TooLong, at_work, is_async, limited, loaded, number_at_work
+from rlx.processes.calls import at_work, is_async, limited, loaded, number_at_work
 from rlx.processes.child import OUT_OF_MEMORY
 from rlx.processes.lines import line_of
 from rlx.rewards.function import Function, Outcome, outcome_of, raised
+from rlx.user_code import TooLong
 
 
 def serve(connection: socket.socket, at_once: int) -> None:
