@@ -18,7 +18,6 @@ import signal
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection
@@ -28,6 +27,7 @@ import torch
 import torch.distributed as dist
 
 import rlx.rollout.vllm  # noqa: F401  # now, while the owner builds its own models
+from rlx.errors import shown
 from rlx.processes.child import end_with
 from rlx.rollout import wire
 from rlx.rollout.protocol import PrefixMemory, Request
@@ -101,8 +101,7 @@ class EngineHost:
 
     def _fail(self, error: Exception) -> None:
         self._owners.clear()
-        trace = "".join(traceback.format_exception(error)).rstrip()
-        self._send(wire.Answer(error=(type(error).__name__, str(error), trace)))
+        self._send(wire.Answer(error=(type(error).__name__, str(error), shown(error))))
 
     def build(self, device: torch.device, arguments: tuple[Any, ...]) -> wire.Answer:
         """Build the sampler in a process group of its own, whose store takes no port."""
@@ -166,8 +165,8 @@ def main() -> None:
     faulthandler.register(signal.SIGUSR1, crash)
     try:
         EngineHost(Connection(connection), shared).serve()
-    except BaseException:  # the owner reads it as it reads the stack of a crash
-        os.write(crash, traceback.format_exc().encode())
+    except BaseException as error:  # the owner reads it as it reads the stack of a crash
+        os.write(crash, shown(error).encode())
         os._exit(1)
 
 

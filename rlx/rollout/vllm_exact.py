@@ -61,10 +61,6 @@ def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count  # type: ignore[no-any-return]
 
 
-def norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    return rms_norm_batch_invariant(x, weight, epsilon)  # type: ignore[no-any-return]
-
-
 def rotate(x: Tensor, table: Tensor) -> Tensor:
     """See Kernels. vLLM's kernel overwrites its argument."""
     turned = x.flatten(1).clone()
@@ -91,7 +87,7 @@ def token_log_probs(logits: Tensor, ids: Tensor) -> Tensor:
     return compute_token_logprobs(logits, ids[:, None])[:, 0]  # type: ignore[no-any-return]
 
 
-KERNELS = Kernels(product, norm, rotate, attention, token_log_probs)
+KERNELS = Kernels(product, rms_norm_batch_invariant, rotate, attention, token_log_probs)
 
 
 def require_device(device: torch.device) -> None:
@@ -123,7 +119,7 @@ def use_in_engine(table: Callable[[int, torch.device], Tensor]) -> None:
 
     def rms_norm(self: Any, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         total = x if residual is None else residual + x
-        result = norm(total, self.weight, self.variance_epsilon)
+        result = rms_norm_batch_invariant(total, self.weight, self.variance_epsilon)
         return result if residual is None else (result, total)
 
     def paged(**given: Any) -> Any:

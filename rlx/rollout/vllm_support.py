@@ -249,13 +249,9 @@ def restored_process_state() -> Iterator[None]:
             torch.backends.cuda.enable_cudnn_sdp(attention)
             torch.set_float32_matmul_precision(precision)
             random.setstate(python_state)
-            for name in set(os.environ) | set(environment):
-                if name.startswith("VLLM_"):
-                    continue
-                if name in environment:
-                    os.environ[name] = environment[name]
-                else:
-                    del os.environ[name]
+            for name in [each for each in os.environ if each not in environment and not each.startswith("VLLM_")]:
+                del os.environ[name]
+            os.environ |= {name: value for name, value in environment.items() if not name.startswith("VLLM_")}
 
 
 @contextlib.contextmanager
