@@ -6,10 +6,10 @@ A leaf: imports only numpy, torch and tensordict.
 """
 
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -19,6 +19,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
+
+Value = TypeVar("Value")
 
 
 class Column(NamedTuple):
@@ -226,6 +228,14 @@ def concat(batches: Sequence[Batch]) -> Batch:
         if other.info.keys() != info:
             raise BatchError(f"batches differ in info: {sorted(info)} and {sorted(other.info)}")
     return Batch(torch.cat([b.tensors for b in full]), {k: [v for b in full for v in b.info[k]] for k in info})
+
+
+def places_of(values: Iterable[Value]) -> dict[Value, list[int]]:
+    """Return the places of each value, such as the rows of each group."""
+    places: dict[Value, list[int]] = {}
+    for place, value in enumerate(values):
+        places.setdefault(value, []).append(place)
+    return places
 
 
 def left_padded(rows: Sequence[Sequence[int]], padding: int = 0) -> tuple[Tensor, Tensor]:

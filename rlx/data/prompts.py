@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlx.config.schema import ARITHMETIC, DataConfig
 from rlx.data.arithmetic import make_problems
-from rlx.data.batch import Batch, left_padded
+from rlx.data.batch import Batch, left_padded, places_of
 from rlx.data.files import (
     DataError,
     Prompt,
@@ -209,11 +209,9 @@ class PromptDataset:
             return found
 
     def _tokenise(self, prompts: list[Prompt]) -> list[list[int]]:
-        chats: dict[str, list[int]] = {}  # places of prompts with the same tools, which one call takes
-        texts = [place for place, prompt in enumerate(prompts) if isinstance(prompt.content, str)]
-        for place, prompt in enumerate(prompts):
-            if not isinstance(prompt.content, str):
-                chats.setdefault(json.dumps(prompt.tools), []).append(place)
+        # One call takes the chats with the same tools
+        chats = places_of(None if isinstance(each.content, str) else json.dumps(each.tools) for each in prompts)
+        texts = chats.pop(None, [])
         ids = text_ids(self._tokenizer, [str(prompts[place].content) for place in texts])
         found = dict(zip(texts, ids, strict=True))
         for places in chats.values():

@@ -21,7 +21,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from rlx.data.batch import EXPERTS, TENSORS, Batch, partition
+from rlx.data.batch import EXPERTS, TENSORS, Batch, partition, places_of
 from rlx.models.loading import why_not_shared
 from rlx.models.prefix_tree import NEVER, Tree, tree_of_rows
 from rlx.models.tree_attention import to_device
@@ -62,11 +62,9 @@ def _reach(mask: Tensor) -> Tensor:
 def groups_of(batch: Batch, lengths: Sequence[RowLength], least_gain: float) -> list[list[int]]:
     """Return rows with equal prompts together, if computing a prompt once saves more than a share of the rows' tokens."""
     width, keys = batch.prompt_length, token_keys(batch) if least_gain < NEVER else batch["input_ids"]
-    members: dict[bytes, list[int]] = {}
-    for row, (ids, length) in enumerate(zip(keys, lengths, strict=True)):
-        members.setdefault(ids[width - length.prompt : width].numpy().tobytes(), []).append(row)
+    prompts = (ids[width - length.prompt : width].numpy().tobytes() for ids, length in zip(keys, lengths, strict=True))
     found: list[list[int]] = []
-    for rows in members.values():
+    for rows in places_of(prompts).values():
         every = sum(sum(lengths[row]) for row in rows)
         pays = every - unique_tokens(rows, lengths) > least_gain * every
         found += [rows] if pays else [[row] for row in rows]

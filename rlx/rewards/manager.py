@@ -6,7 +6,7 @@ import math
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rlx.config.schema import CustomRewardConfig, RewardConfig
-from rlx.data.batch import SEQUENCE, Batch, left_padded
+from rlx.data.batch import SEQUENCE, Batch, left_padded, places_of
 from rlx.errors import ExplainedError, cause_of, storing
 from rlx.rewards import gsm8k
 from rlx.rewards.function import BATCHED, LARGEST_SCORE, SINGLE, Function, Outcome, Part, outcome_of, own_parts, raised
@@ -53,6 +53,15 @@ class Scores(NamedTuple):
     scores: Tensor  # (B,) fp32
     # Lists of length B by name; NaN for a sample whose function did not report the number
     extra: dict[str, list[float]]
+
+    @classmethod
+    def joined(cls, parts: Sequence["Scores"]) -> "Scores":
+        """Return the scores of all parts in order; numbers that a part lacks become NaN."""
+        names = sorted({name for each in parts for name in each.extra})
+        extra = {
+            name: [x for each in parts for x in each.extra.get(name, [math.nan] * len(each.scores))] for name in names
+        }
+        return cls(torch.tensor([score for each in parts for score in each.scores.tolist()]), extra)
 
     def right(self) -> Tensor:
         """Return 1 for right answers (B,) fp64: the function's own `acc` if it reports one, else a score of at least 1."""
@@ -293,12 +302,9 @@ class RewardManager:
 
     def _ask(self, calls: list[tuple[Function, Sample, tuple[int, int] | None]]) -> list[Report]:
         """Return the report of each call of a function with a sample, which may have begun."""
-        places_of: dict[Function, list[int]] = {}
-        for place, (function, _, _) in enumerate(calls):
-            places_of.setdefault(function, []).append(place)
         reports: dict[int, Report] = {}
         asked: dict[int, tuple[list[int], RewardCall]] = {}
-        for function, places in places_of.items():
+        for function, places in places_of(function for function, _, _ in calls).items():
             if function in self._here:
                 reports |= {place: self._call_here(function, calls[place][1]) for place in places}
             elif function.batched:
@@ -321,7 +327,7 @@ class RewardManager:
         smallest = {call.function: len(rows) // SMALLEST_PART for rows, call in calls.values()}
         while calls:
             outcomes, counts = self._pool.take(calls)
-            self._taken.update(counts._asdict())
+            self._taken.update(counts)
             answered |= {call.function for number, (_, call) in calls.items() if not outcomes[number].kind}
             asked, calls = calls, {}
             for number, (rows, call) in asked.items():

@@ -42,13 +42,6 @@ class RewardCall(NamedTuple):
     samples: int = 1
 
 
-class Counts(NamedTuple):
-    """The cost of the outcomes: calls sent again, and processes that ended in a call, by themselves or killed."""
-
-    retries: int = 0
-    processes: int = 0
-
-
 class ScoringPool(WorkerPool):
     """Calls reward functions in at most `size` processes, which start when they are needed and are reused.
 
@@ -71,7 +64,7 @@ class ScoringPool(WorkerPool):
         self._puts_off = False  # whether a call that takes too long goes there
         self._busy: set[IsolatedProcess] = set()
         self._ended_with: Counter[int] = Counter()
-        self._counts: Counter[str] = Counter()
+        self._counts = Counter[str]()  # see `take`
         self._answered: set[Function] = set()
         self._lost: dict[Function, list[Outcome]] = {}  # of functions that have not answered
 
@@ -87,7 +80,7 @@ class ScoringPool(WorkerPool):
                 if isinstance(what, Loaded) and what.is_async:
                     self._async.add(function)
 
-    def run(self, calls: Sequence[RewardCall]) -> tuple[list[Outcome], Counts]:
+    def run(self, calls: Sequence[RewardCall]) -> tuple[list[Outcome], Counter[str]]:
         """Return the outcome of each call, in order, see Note [once more]. Raises NotSendable if pickle rejects arguments."""
         numbers = [self.add(call) for call in calls]
         outcomes, counts = self.take(numbers)
@@ -108,8 +101,11 @@ class ScoringPool(WorkerPool):
         self._puts_off = True
         return self._advance(most, wait_s)
 
-    def take(self, numbers: Collection[int]) -> tuple[dict[int, Outcome], Counts]:
-        """Wait for calls; return their outcomes by number, and what all calls have cost since the last time. Raises as `run`."""
+    def take(self, numbers: Collection[int]) -> tuple[dict[int, Outcome], Counter[str]]:
+        """Wait for calls; return their outcomes by number, and what all calls have cost since the last time. Raises as `run`.
+
+        The cost is `retries`, calls that were sent again, and `processes` that ended in a call, by themselves or killed.
+        """
         self._again.extend([number] for number in self._put_off)
         self._counts["retries"] += len(self._put_off)
         self._put_off, self._puts_off = [], False
@@ -130,7 +126,7 @@ class ScoringPool(WorkerPool):
             if not self._calls:
                 self._answered.clear()
                 self._lost.clear()
-        counts, self._counts = Counts(self._counts["retries"], self._counts["processes"]), Counter()
+        counts, self._counts = self._counts, Counter()
         return outcomes, counts
 
     def forget(self, number: int) -> None:

@@ -17,7 +17,7 @@ from rlx.algorithms.rollout_correction import accepted, importance_weights, not_
 from rlx.cluster.placement import share_ranges
 from rlx.config.schema import ActorConfig, AlgorithmConfig, CriticConfig, RolloutCorrectionConfig, rejections
 from rlx.config.schema.roles import has_reference, has_reference_model, log_prob_pass, takes_sampled_log_probs
-from rlx.data.batch import EXPERTS, SAMPLE_TOKENS, SEQUENCE, Batch, concat, partition
+from rlx.data.batch import EXPERTS, SAMPLE_TOKENS, SEQUENCE, Batch, concat, partition, places_of
 from rlx.data.seeding import seed_for
 from rlx.errors import ExplainedError
 from rlx.trainer import step_metrics
@@ -235,9 +235,7 @@ def mini_batches(batch: Batch, prompts: int, epochs: int, seed: int | None) -> I
 
     `prompts`, those of a mini-batch, divides the number of prompts in the batch. A seed shuffles the prompts in every epoch.
     """
-    members: dict[int, list[int]] = {}
-    for row, group in enumerate(batch["group_id"].tolist()):
-        members.setdefault(group, []).append(row)
+    members = places_of(batch["group_id"].tolist())
     groups = sorted(members)
     for epoch in range(epochs):
         order = groups
@@ -321,10 +319,6 @@ class RowTokens(NamedTuple):
     group: int
 
 
-def balance(batch: Batch, parts: int, least_gain: float) -> Batch:
-    return batch.rows(balanced(batch, parts, least_gain))
-
-
 def balanced(batch: Batch, parts: int, least_gain: float) -> list[int]:
     """Return the rows in an order so that contiguous shares take about the same time; each share keeps the row count of a plain cut.
 
@@ -379,9 +373,7 @@ def deal(rows: Sequence[RowTokens], chunks: Sequence[list[int]], room: Sequence[
 
 def _chunks(rows: Sequence[RowTokens]) -> Iterator[list[list[int]]]:
     """Yield the rows cut into chunks of at most so many of a group: all, half of them, a quarter, and so on to one."""
-    members: dict[int, list[int]] = {}
-    for number, row in enumerate(rows):
-        members.setdefault(row.group, []).append(number)
+    members = places_of(row.group for row in rows)
     most = max(map(len, members.values()), default=1)
     while True:
         yield [group[first : first + most] for group in members.values() for first in range(0, len(group), most)]

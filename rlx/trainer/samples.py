@@ -6,7 +6,7 @@ Shape letters as in `rlx/data/batch.py`.
 import json
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,7 +27,7 @@ from rlx.rollout.protocol import Kept
 from rlx.rollout.sampler import samples_of
 from rlx.trainer import environment_rows, prompt_queue
 from rlx.trainer.environment_rows import FailedConversations, all_rows, texts_of, written_tokens
-from rlx.trainer.learning import balance
+from rlx.trainer.learning import balanced
 from rlx.trainer.prompt_queue import Draw, not_begun, spread
 from rlx.trainer.run_state import Run
 
@@ -79,10 +79,10 @@ class SampleSource:
         if scores is None:
             batch, scores = self._scored(batch)
         if trainer.rollout_data_dir:
-            dump(generations(batch, scores), Path(trainer.rollout_data_dir), step)
+            dump(generations(batch, scores), Path(trainer.rollout_data_dir), str(step))
         batch = all_rows(batch.with_({"numbers": numbers(scores)}))
         if trainer.balance_batch:
-            batch = balance(batch, self._run.workers.mesh("actor").shares, self._least_gain)
+            batch = batch.rows(balanced(batch, self._run.workers.mesh("actor").shares, self._least_gain))
         if takes_sampled_log_probs(self._config):
             batch = batch.with_(old_log_probs=batch["rollout_log_probs"])
         return batch, {**metrics, **extras(scores, "reward"), "reward/accuracy": scores.right().mean().item()}
@@ -281,10 +281,7 @@ def join(parts: Sequence[Part]) -> Part:
     """Join the rows of all parts. Prompts are left padded to the longest; numbers that a part lacks become NaN."""
     widest = max(batch.prompt_length for batch, _ in parts)
     batch = concat([batch.with_prompts(widest) for batch, _ in parts])
-    extra: dict[str, list[float]] = {}
-    for name in sorted({name for _, scores in parts for name in scores.extra}):
-        extra[name] = [x for part, scores in parts for x in scores.extra.get(name, [math.nan] * len(part))]
-    return batch, Scores(torch.cat([scores.scores for _, scores in parts]), extra)
+    return batch, Scores.joined([scores for _, scores in parts])
 
 
 class DynamicSampling:
@@ -359,11 +356,11 @@ def generations(batch: Batch, scores: Scores) -> list[dict[str, Any]]:
     ]
 
 
-def dump(records: list[dict[str, Any]], folder: Path, step: int) -> None:
-    """Write <folder>/<step>.jsonl, one record per line."""
-    file = folder.expanduser() / f"{step}.jsonl"
-    lines = (json.dumps(record, ensure_ascii=False, default=str) for record in records)
+def dump(records: Iterable[dict[str, Any]], folder: Path, name: str) -> None:
+    """Write <folder>/<name>.jsonl, one record per line."""
+    file = folder.expanduser() / f"{name}.jsonl"
     with storing(file):
         file.parent.mkdir(parents=True, exist_ok=True)
         # Half a surrogate pair becomes its escape, which is valid JSON.
-        file.write_text("\n".join(lines) + "\n", encoding="utf-8", errors="backslashreplace")
+        with file.open("w", encoding="utf-8", errors="backslashreplace") as out:
+            out.writelines(json.dumps(record, ensure_ascii=False, default=str) + "\n" for record in records)

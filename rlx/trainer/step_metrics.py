@@ -175,24 +175,22 @@ def mismatch(batch: Batch) -> Metrics:
 
 def mismatch_by_gap(batch: Batch, version: int) -> Metrics:
     """Return mismatch/gap_<number>/..., by how many updates behind `version` the sampler was; gap 0 is of numerics alone."""
-    metrics: Metrics = {}
     mask, gap_BR = batch["response_mask"], version - batch["policy_versions"]
-    for gap in gap_BR[mask].unique().tolist():
-        compared = batch["old_log_probs"], batch["rollout_log_probs"], mask & (gap_BR == gap)
-        metrics |= _named({f"gap_{gap}/{name}": x for name, x in _figures(*mismatch_sums(*compared)).items()})
-    return metrics
+    return _of_parts(batch, {f"gap_{gap}": mask & (gap_BR == gap) for gap in gap_BR[mask].unique().tolist()})
 
 
 def _by_turn(batch: Batch) -> Metrics:
     """Return the figures of each turn alone, as turn_<number>/..., if there are several."""
-    metrics: Metrics = {}
-    compared = batch["old_log_probs"], batch["rollout_log_probs"]
     index_BR = turn_index(batch["response_mask"])
     turns = int(index_BR.max()) + 1 if index_BR.numel() else 0
-    for turn in range(min(turns, MOST_TURNS) if turns > 1 else 0):
-        figures = _figures(*mismatch_sums(*compared, index_BR == turn))
-        metrics |= _named({f"turn_{turn + 1}/{name}": x for name, x in figures.items()})
-    return metrics
+    shown = range(min(turns, MOST_TURNS) if turns > 1 else 0)
+    return _of_parts(batch, {f"turn_{turn + 1}": index_BR == turn for turn in shown})
+
+
+def _of_parts(batch: Batch, masks: Mapping[str, Tensor]) -> Metrics:
+    compared = batch["old_log_probs"], batch["rollout_log_probs"]
+    found = {part: _figures(*mismatch_sums(*compared, mask)) for part, mask in masks.items()}
+    return _named({f"{part}/{name}": x for part, figures in found.items() for name, x in figures.items()})
 
 
 def _figures(sums: dict[str, Tensor], largest: Tensor) -> Metrics:

@@ -4,7 +4,6 @@ Lists of a line have one entry per token, from the prompt's first on. Entries ou
 tokens themselves.
 """
 
-import json
 from collections.abc import Iterator
 from functools import cache
 from typing import Any
@@ -14,9 +13,9 @@ from transformers import PreTrainedTokenizerBase
 from rlx.config.schema import PPOConfig
 from rlx.config.schema.roles import has_environment
 from rlx.data.batch import Batch
-from rlx.errors import storing
 from rlx.trainer.environment_rows import BRANCH, CONVERSATION
 from rlx.trainer.run_state import Run
+from rlx.trainer.samples import dump
 
 DIGITS = 5
 
@@ -28,12 +27,7 @@ def keeps_transcripts(config: PPOConfig) -> bool:
 
 def write(run: Run, step: int, batch: Batch) -> None:
     """Write the transcripts of a step, in the order of prompts, samples and branches."""
-    file = run.folder / "transcripts" / f"step_{step:06d}.jsonl"
-    with storing(file):
-        file.parent.mkdir(exist_ok=True)
-        with file.open("w", encoding="utf-8", errors="backslashreplace") as out:
-            for record in _records(step, batch, run.tokenizer):
-                out.write(json.dumps(record, ensure_ascii=False, default=str) + "\n")
+    dump(_records(step, batch, run.tokenizer), run.folder / "transcripts", f"step_{step:06d}")
 
 
 def _records(step: int, batch: Batch, tokenizer: PreTrainedTokenizerBase) -> Iterator[dict[str, Any]]:

@@ -2,7 +2,6 @@
 
 import json
 import math
-from collections import defaultdict
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rlx.checkpoint.folders import replacing_file
-from rlx.data.batch import Batch
+from rlx.data.batch import Batch, places_of
 from rlx.errors import storing
 from rlx.rewards.manager import Scores
 from rlx.trainer.checkpoints import is_evaluation
@@ -47,7 +46,7 @@ class Validation:
                     parts.add(first, batch, self._samples.scores_of(batch))
         batch, scores = parts.joined()
         records = generations(batch, scores)
-        dump(records, folder, step)
+        dump(records, folder, str(step))
         if shown := records[: trainer.log_val_generations]:
             run.progress.generations(shown)
             run.tracker.generations(shown, step)
@@ -90,13 +89,7 @@ class PartsFile:
         mask = torch.arange(max([1, *lengths.tolist()])) < lengths[:, None]
         info = {name: [x for part in parts for x in part["info"][name]] for name in SHOWN}
         batch = Batch.of({"response_mask": mask}, info)
-        names = sorted({name for part in parts for name in part["extra"]})
-        lacking = [[math.nan] * len(part["lengths"]) for part in parts]
-        extra = {
-            name: [x for part, nan in zip(parts, lacking, strict=True) for x in part["extra"].get(name, nan)]
-            for name in names
-        }
-        return batch, Scores(torch.tensor([score for part in parts for score in part["scores"]]), extra)
+        return batch, Scores.joined([Scores(torch.tensor(part["scores"]), part["extra"]) for part in parts])
 
     def remove(self) -> None:
         if self._path is not None:
@@ -119,7 +112,7 @@ def estimates(batch: Batch, scores: Scores, samples: int) -> list[Estimate]:
 
     They are the numbers of `over_samples`: pass@k is best@k of an accuracy of zeros and ones, for which `best_of` is unbiased.
     """
-    rows_of, found = _rows_by_source(batch), list[Estimate]()
+    rows_of, found = places_of(batch.info["data_source"]), list[Estimate]()
     if len(rows_of) > 1:
         rows_of = {**rows_of, "all": [*range(len(batch))]}
     for source, rows in rows_of.items():
@@ -150,7 +143,7 @@ def summarise(batch: Batch, scores: Scores) -> dict[str, float]:
         "val/reward": scores.scores.mean().item(),
         "val/response_length": lengths.mean().item(),
     }
-    rows_of = _rows_by_source(batch)
+    rows_of = places_of(batch.info["data_source"])
     if len(rows_of) > 1:
         for source, rows in rows_of.items():
             metrics[f"val/accuracy/{source}"] = right[rows].mean().item()
@@ -179,7 +172,7 @@ def over_samples(batch: Batch, scores: Scores, samples: int) -> dict[str, float]
     numbers = {"acc": scores.right(), "reward": scores.scores.double()}
     own = scores.extra.get("acc", [math.nan] * len(batch))
     metrics = {}
-    for source, rows in _rows_by_source(batch).items():
+    for source, rows in places_of(batch.info["data_source"]).items():
         core = "reward" if all(math.isnan(own[row]) for row in rows) else "acc"
         for name, of_row_B in numbers.items():
             values_PN = of_row_B[rows].view(-1, samples)
@@ -207,10 +200,3 @@ def best_of(values_PN: Tensor, k: int) -> Tensor:
     n = values_PN.shape[1]
     shares = [math.comb(i - 1, k - 1) / math.comb(n, k) for i in range(1, n + 1)]
     return values_PN.sort(dim=1).values @ torch.tensor(shares, dtype=values_PN.dtype)
-
-
-def _rows_by_source(batch: Batch) -> dict[str, list[int]]:
-    rows_of: dict[str, list[int]] = defaultdict(list)
-    for row, source in enumerate(batch.info["data_source"]):
-        rows_of[source].append(row)
-    return rows_of

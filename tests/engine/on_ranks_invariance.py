@@ -25,7 +25,7 @@ from rlx.data.batch import Batch
 from rlx.engine.micro_batches import MicroBatchRule
 from rlx.models.loading import load_model
 from rlx.trainer.environment_rows import with_sample_tokens
-from rlx.trainer.learning import balance
+from rlx.trainer.learning import balanced
 
 
 class Kind(NamedTuple):
@@ -153,7 +153,8 @@ def dealt_groups(folder, responses):
         chosen = {"use_shared_prefix": True}
         engine = build(folder, lr=0.0, model=chosen)
         gradients = Gradients(engine)
-        dealt = balance(batch.rows([5, 2, 7, 0, 3, 6, 1, 4]), 2, ModelConfig(path=folder, **chosen).least_gain)
+        mixed = batch.rows([5, 2, 7, 0, 3, 6, 1, 4])
+        dealt = mixed.rows(balanced(mixed, 2, ModelConfig(path=folder, **chosen).least_gain))
         metrics = engine.update(own_share(dealt, (4, 4)), MicroBatchRule(rows=8), policy())
         return gradients.seen[0], naive(folder, ("policy",), batch)[0][1], metrics["tokens_saved"]
 

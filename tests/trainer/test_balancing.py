@@ -7,9 +7,13 @@ from hypothesis import strategies as st
 from run_tools import responses
 
 from rlx.config.schema import ModelConfig
-from rlx.trainer.learning import QUADRATIC_TOKENS, RowTokens, balance, cost
+from rlx.trainer.learning import QUADRATIC_TOKENS, RowTokens, balanced, cost
 
 APART, SHARED = ModelConfig(use_shared_prefix=False).least_gain, ModelConfig().least_gain
+
+
+def balance(batch, parts, gain):
+    return batch.rows(balanced(batch, parts, gain))
 
 
 def batch_of(groups, prompt=40, response=30):

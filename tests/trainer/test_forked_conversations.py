@@ -18,7 +18,7 @@ from rlx.models.tiny import make_tiny_tokenizer
 from rlx.rewards.manager import Scores
 from rlx.trainer import environment_rows, learning, samples, step_metrics, transcripts, validation
 from rlx.trainer.environment_rows import all_rows, joined
-from rlx.trainer.learning import balance
+from rlx.trainer.learning import balanced
 
 # Turns of each conversation: the branch, the tokens and the reward. Sums of rewards are 1, 2 and 3, tokens 2, 3 and 5.
 ONE = [(0, [70, 71], 1.0)]
@@ -246,7 +246,7 @@ def test_balanced_shares_and_mini_batches_hold_every_row_once():
     """Seven rows on two processes, in mini-batches of one prompt each: 4 and 3 rows, and a prompt's rows stay together."""
     batch = a_batch(ONE, TWO, THREE, ONE)
     batch = all_rows(batch.with_(group_id=torch.tensor([0, 1, 0, 1])))
-    dealt = balance(batch, 2, ModelConfig().least_gain)
+    dealt = batch.rows(balanced(batch, 2, ModelConfig().least_gain))
 
     def named(part):
         return sorted(zip(part.info["sample"], part["branch"].tolist(), strict=True))

@@ -40,7 +40,7 @@ def test_a_number_of_the_reward_functions_hides_none_of_ours():
 
 def test_generations_are_dumped_one_a_line_and_a_missing_number_as_null(tmp_path):
     batch, scores = part(5, 2, "a", [1.0, 0.0], {"steps": [math.nan, 5.0]})
-    samples.dump(samples.generations(batch, scores), tmp_path / "new", 7)
+    samples.dump(samples.generations(batch, scores), tmp_path / "new", "7")
     lines = [json.loads(line) for line in (tmp_path / "new/7.jsonl").read_text().splitlines()]
     assert [(line["score"], line["steps"]) for line in lines] == [(1.0, None), (0.0, 5.0)]
     assert lines[1]["response"] == "response_text1" and "NaN" not in (tmp_path / "new/7.jsonl").read_text()
