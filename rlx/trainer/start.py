@@ -19,7 +19,7 @@ from rlx.environments.conversation import common
 from rlx.environments.role import require_usable_template
 from rlx.errors import ExplainedError
 from rlx.models.hf_folder import try_saving
-from rlx.models.loading import Head, ModelError, load_config, load_tokenizer
+from rlx.models.loading import ModelError, load_config, load_tokenizer
 from rlx.models.preflight import faults_of
 from rlx.models.tiny import make_tiny_tokenizer
 from rlx.rewards.manager import Conversations, RewardManager
@@ -33,8 +33,6 @@ from rlx.trainer.try_inputs import WEIGHTS, local_roles
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-HEADS: dict[str, Head] = {"actor": "lm", "critic": "value", "reward": "score"}
-"""The heads of the roles' models; the reference has the actor's."""
 CHECKED_ROWS = 100_000  # the first of a split, by `rlx check`; the start of the run reads them all
 T = TypeVar("T")
 
@@ -303,12 +301,12 @@ def _faults_of_models(config: PPOConfig, judged: Iterable[roles.ModelRole]) -> I
     """Yield faults by role. A built-in critic has the policy's shape, and the reference is the policy."""
     policy, sharded, count = config.actor_rollout_ref.model, roles.sharded_roles(config), processes(config)
     for role in judged:
-        if role.name in HEADS:
+        if role.name != "ref":  # which has the actor's model
             model = replace(role.model, tiny=policy.tiny) if role.model.path == roles.TINY else role.model
             sizes = {each.sequence_parallel_size for each in sharded if each.model_key == role.model_key}
             experts = role.name == "actor" and roles.asks_for_experts(config.actor_rollout_ref)
             sampler = config.actor_rollout_ref.rollout.name if role.name == "actor" else None
-            faults = faults_of(model, HEADS[role.name], sizes, count, experts, sampler)
+            faults = faults_of(model, role.head, sizes, count, experts, sampler)
             yield from (f"{role.model_key}: {fault}" for fault in faults)
 
 

@@ -16,14 +16,16 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import torch
 import torch.distributed as dist
 
-from rlx.config.schema import CheckpointConfig, PPOConfig
+from rlx.config.schema import ActorConfig, CriticConfig, PPOConfig
 from rlx.config.schema.roles import (
+    ModelRole,
+    actor_role,
     asks_for_experts,
+    critic_role,
     has_environment,
     log_prob_size,
     reference_role,
     reward_role,
-    update_size,
 )
 from rlx.data.batch import Batch
 from rlx.engine.engine import Engine
@@ -62,10 +64,12 @@ Purpose = Literal["train", "val", "greedy"]
 
 
 class EngineRole:
-    """A role with a model of its own."""
+    """A role with a model of its own; further options are the engine's."""
 
-    def __init__(self, engine: Engine):
-        self.engine = engine
+    def __init__(self, role: ModelRole, device: torch.device, **options: Any):
+        own = {"name": role.name, "head": role.head, "sequence_parallel": role.sequence_parallel_size, **options}
+        self.engine = Engine(role.model, role.fsdp, strategy=role.strategy, device=device, **own)
+        self._rule = MicroBatchRule(*role.micro)
 
     def rest(self, parameters: bool = True) -> None:
         """Free device memory as far as the configuration asks for it; the next method takes it again.
@@ -79,10 +83,18 @@ class TrainedRole(EngineRole):
     """A role that is trained: actor and critic share the optimizer's and the checkpoints' handling."""
 
     def __init__(
-        self, name: str, engine: Engine, settings: CheckpointConfig, rule: MicroBatchRule, objective: Objective
+        self,
+        config: PPOConfig,
+        role: ModelRole,
+        own: ActorConfig | CriticConfig,
+        objective: Objective,
+        device: torch.device,
+        tokenizer: "PreTrainedTokenizerBase",
+        **options: Any,
     ):
-        super().__init__(engine)
-        self._name, self._settings, self._rule, self._objective = name, settings, rule, objective
+        schedule = {"optim": own.optim, "total_steps": optimizer_steps(config, role.name), "grad_clip": own.grad_clip}
+        super().__init__(role, device, tokenizer=tokenizer, seed=config.trainer.seed, **schedule, **options)
+        self._name, self._settings, self._objective = role.name, own.checkpoint, objective
 
     def update(self, batch: Batch) -> dict[str, float]:
         """Take one optimizer step on a mini-batch and return its metrics as `actor/...` or `critic/...`."""
@@ -123,24 +135,6 @@ class ActorRole(TrainedRole):
         link: WeightLink | None = None,  # to samplers in other processes
     ):
         policy, actor = config.actor_rollout_ref, config.actor_rollout_ref.actor
-        engine = Engine(
-            policy.model,
-            actor.fsdp_config,
-            strategy=actor.strategy,
-            device=device,
-            optim=actor.optim,
-            total_steps=optimizer_steps(config, "actor"),
-            grad_clip=actor.grad_clip,
-            compile_layers=actor.use_torch_compile,
-            tokenizer=tokenizer,
-            seed=config.trainer.seed,
-            name="actor",
-            sequence_parallel=actor.ulysses_sequence_parallel_size,
-            experts=ExpertOptions(actor.router_replay.mode == "R3", actor.router_aux_loss_coef)
-            if asks_for_experts(policy)
-            else None,
-            kernels=kernels_of_sampler(device) if policy.rollout.exact else None,
-        )
         self._link, self._sends_adapters = link, policy.model.sends_adapters
         self._temperature = policy.rollout.temperature
         self._log_prob_rule = MicroBatchRule(*log_prob_size(policy.rollout, actor))
@@ -149,8 +143,14 @@ class ActorRole(TrainedRole):
         if policy.rollout.exact:  # the sampler's log-probs are the old ones
             correction = replace(correction, bypass_mode=True)
         objective = PolicyObjective(actor, self._temperature, longest, correction)
-        super().__init__("actor", engine, actor.checkpoint, MicroBatchRule(*update_size(actor)), objective)
         self._of_first_update = objective.of_first_update()
+        experts = ExpertOptions(actor.router_replay.mode == "R3", actor.router_aux_loss_coef)
+        options = {
+            "compile_layers": actor.use_torch_compile,
+            "experts": experts if asks_for_experts(policy) else None,
+            "kernels": kernels_of_sampler(device) if policy.rollout.exact else None,
+        }
+        super().__init__(config, actor_role(config), actor, objective, device, tokenizer, **options)
 
     @property
     def generation(self) -> "GenerationConfig | None":
@@ -207,18 +207,8 @@ class RefRole(EngineRole):
     """The policy before training."""
 
     def __init__(self, config: PPOConfig, device: torch.device):
-        policy, ref = config.actor_rollout_ref, config.actor_rollout_ref.ref
-        engine = Engine(
-            policy.model,
-            ref.fsdp_config,
-            strategy=policy.actor.strategy,
-            device=device,
-            name="ref",
-            sequence_parallel=reference_role(config).sequence_parallel_size,
-        )
-        super().__init__(engine)
-        self._temperature = policy.rollout.temperature
-        self._rule = MicroBatchRule(*log_prob_size(ref, policy.actor))
+        super().__init__(reference_role(config), device)
+        self._temperature = config.actor_rollout_ref.rollout.temperature
 
     def log_probs(self, batch: Batch) -> Batch:
         figures = self.engine.log_probs(batch, self._rule, self._temperature, with_entropy=False)
@@ -229,10 +219,7 @@ class RewardRole(EngineRole):
     """The model that scores responses."""
 
     def __init__(self, config: PPOConfig, device: torch.device):
-        role = reward_role(config)
-        engine = Engine(role.model, role.fsdp, strategy=role.strategy, device=device, head="score", name="reward")
-        super().__init__(engine)
-        self._rule = MicroBatchRule(*role.micro)
+        super().__init__(reward_role(config), device)
 
     def scores(self, batch: Batch) -> Batch:
         """Return model_scores of the rows, whose sequences are in the reward model's own tokens."""
@@ -243,24 +230,8 @@ class CriticRole(TrainedRole):
     """The value model."""
 
     def __init__(self, config: PPOConfig, device: torch.device, tokenizer: "PreTrainedTokenizerBase"):
-        critic = config.critic
-        assert critic.strategy is not None
-        engine = Engine(
-            critic.model,
-            critic.fsdp,
-            strategy=critic.strategy,
-            device=device,
-            head="value",
-            optim=critic.optim,
-            total_steps=optimizer_steps(config, "critic"),
-            grad_clip=critic.grad_clip,
-            tokenizer=tokenizer,
-            seed=config.trainer.seed,
-            name="critic",
-            sequence_parallel=critic.ulysses_sequence_parallel_size or 1,
-        )
-        objective = ValueObjective(critic, config.data.max_response_length)
-        super().__init__("critic", engine, critic.checkpoint, MicroBatchRule(*update_size(critic)), objective)
+        objective = ValueObjective(config.critic, config.data.max_response_length)
+        super().__init__(config, critic_role(config), config.critic, objective, device, tokenizer)
 
     def values(self, batch: Batch) -> Batch:
         return Batch.of({"values": self.engine.values(batch, self._rule)})
@@ -453,7 +424,7 @@ def _largest(number: int) -> int:
     return int(numbers.item())
 
 
-def optimizer_steps(config: PPOConfig, role: Literal["actor", "critic"]) -> int:
+def optimizer_steps(config: PPOConfig, role: str) -> int:
     """Return the optimizer steps of the whole run, for the actor without those of the critic's warm-up.
 
     `trainer.total_training_steps` must be set.

@@ -1,7 +1,7 @@
 """The roles of a run, the values that their null keys take, and one view of all roles for the rules."""
 
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from rlx.config.schema import (
     CRITIC,
@@ -43,6 +43,10 @@ class ModelRole(NamedTuple):
     trained: bool  # whether it has gradients and an optimizer
     sequence_parallel_size: int = 1  # processes that share each sequence
     optimizer_bytes: float | None = None  # of its state for a weight; None: two numbers of the weight's type
+
+    @property
+    def head(self) -> Literal["lm", "value", "score"]:
+        return "value" if self.name == "critic" else "score" if self.name == "reward" else "lm"
 
     @property
     def strategy_key(self) -> str:
