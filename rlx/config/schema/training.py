@@ -143,6 +143,7 @@ AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-
 
 
 SHARES_SEQUENCES = packed("sequences that processes share", when=is_above(1))
+SHARING = "Processes that share each sequence; null: the actor's."
 
 
 @dataclass(frozen=True)
@@ -220,13 +221,7 @@ class RefConfig:
     log_prob_max_token_len_per_gpu: int = key(
         16384, "Tokens per forward.", without("log_prob_use_dynamic_bsz"), minimum=1
     )
-    ulysses_sequence_parallel_size: int | None = key(
-        None,
-        "Processes that share each sequence; null: the actor's.",
-        *SHARES_SEQUENCES,
-        minimum=1,
-        divides="processes",
-    )
+    ulysses_sequence_parallel_size: int | None = key(None, SHARING, *SHARES_SEQUENCES, minimum=1, divides="processes")
     fsdp_config: FSDPConfig = group(FSDPConfig, "Sharding and precision.")
 
 
@@ -269,13 +264,7 @@ class CriticConfig:
     )
     use_dynamic_bsz: bool = key(False, "Cut micro-batches by tokens instead.")
     ppo_max_token_len_per_gpu: int = key(32768, "Tokens per forward.", without("use_dynamic_bsz"), minimum=1)
-    ulysses_sequence_parallel_size: int | None = key(
-        None,
-        "Processes that share each sequence; null: the actor's.",
-        *SHARES_SEQUENCES,
-        minimum=1,
-        divides="processes",
-    )
+    ulysses_sequence_parallel_size: int | None = key(None, SHARING, *SHARES_SEQUENCES, minimum=1, divides="processes")
     ppo_epochs: int | None = key(None, "Passes over each batch; null: the actor's.", minimum=1)
     shuffle: bool | None = key(None, "Shuffle before cutting mini-batches; null: the actor's.")
     cliprange_value: float = key(0.5, "Clip range of the value update.", above=0)
