@@ -84,8 +84,8 @@ class Sharded(ABC):
     def accumulating(self, last: bool) -> AbstractContextManager[None]:
         """Return a context around forward and backward of one micro-batch; `last` is true if the optimizer steps next.
 
-        Gradients are reduced to shards after every micro-batch, and summed in the type of `mixed_precision.reduce_dtype`: bf16 sums of
-        64 gradients lose most of their digits.
+        Gradients are summed in the type of `mixed_precision.reduce_dtype`: bf16 sums of 64 gradients lose most of their digits. Unless
+        they stay whole, they are reduced to shards after every micro-batch.
         """
 
     @abstractmethod
@@ -144,6 +144,8 @@ class FSDP2Model(Sharded):
         mesh = build_mesh(fsdp.fsdp_size, device)
         super().__init__(model, precision, device)
         self.replicas = mesh.size() // mesh["shard"].size()
+        self._sums_whole = fsdp.reshard_after_forward == "never" and precision.reduce == self.sum_dtype
+        self._is_last = True
         options: dict[str, Any] = {
             "mesh": mesh,
             "ignored_params": set(streamed),
@@ -168,10 +170,20 @@ class FSDP2Model(Sharded):
 
     @contextmanager
     def accumulating(self, last: bool) -> Iterator[None]:
-        """See Sharded. With replicas (HSDP) only the sum of the last micro-batch is reduced between them."""
-        self.root.set_requires_all_reduce(last)
+        """See Sharded. With replicas (HSDP) only the sum of the last micro-batch is reduced between them.
+
+        With `reshard_after_forward=never` weights and gradients stay whole until the last micro-batch, because FSDP's work on the host
+        for each layer takes longer than the kernels of a small one. Unless sums are wider than the type of the reduction: FSDP2 would
+        round them to it.
+        """
+        if last != self._is_last:  # each call visits all modules
+            self.root.set_requires_all_reduce(last)
+            if self._sums_whole:
+                self.root.set_requires_gradient_sync(last)
+                self.root.set_reshard_after_backward(last)
+            self._is_last = last
         yield
-        if not last:
+        if not last and not self._sums_whole:
             self._widen_gradients()
 
     def reshard(self) -> None:

@@ -96,7 +96,7 @@ PARKED = [
     ("one_rank", "fsdp", {}, {}),
     ("two_ranks", "fsdp2", {}, {}),
     ("two_ranks", "fsdp", {}, LORA),
-    ("two_ranks", "fsdp2", {}, OFFLOAD),
+    ("two_ranks", "fsdp2", {"reshard_after_forward": "never"}, OFFLOAD),
 ]
 
 
@@ -158,7 +158,8 @@ VARIANTS = [
     ("fsdp", {}),
     ("fsdp2", {"reshard_after_forward": False, "forward_prefetch": True}),
     ("fsdp", {"reshard_after_forward": False, "forward_prefetch": True}),
-    ("fsdp2", {"fsdp_size": 1}),
+    ("fsdp2", {"reshard_after_forward": "never"}),
+    ("fsdp2", {"reshard_after_forward": "never", "fsdp_size": 1}),
 ]
 
 
@@ -196,8 +197,9 @@ def test_activation_offload_changes_no_bit(save, tier, strategy, model_folder, t
     directory = str(tmp_path) if tier == "disk" else None
     options = ActivationOffloadConfig(save=save, tier=tier, directory=directory, min_bytes=0)
     on = off | {"enable_activation_offload": True, "activation_offload": options}
-    plain = two_ranks("engine", "trained", model_folder, strategy, 2, None, off)
-    offloaded = two_ranks("engine", "trained", model_folder, strategy, 2, None, on)
+    fsdp = {"reshard_after_forward": "never"} if save == "attention" else None
+    plain = two_ranks("engine", "trained", model_folder, strategy, 2, fsdp, off)
+    offloaded = two_ranks("engine", "trained", model_folder, strategy, 2, fsdp, on)
     for (metrics, gradients, weights, none), other in zip(plain, offloaded, strict=True):
         assert none == {} and other[3]["offloaded_bytes"] > 0 and other[3]["held_bytes"] == 0
         assert other[0] == metrics

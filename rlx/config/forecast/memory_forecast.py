@@ -42,6 +42,7 @@ OF_ROLE = {
 """The phases in the order of a step, each with the role whose model it needs; with adapters `ref` needs the actor's."""
 
 ENGINES = "actor_rollout_ref.rollout.engines_per_gpu"
+WHOLE_SHARE = 0.1  # of a device's memory, which weights and gradients of a model may take that stays gathered
 
 
 @dataclass(frozen=True)
@@ -120,21 +121,22 @@ class MemoryForecast:
         return [(role, self.run.models[name]) for name, role in self.roles.items() if self.run.models[name].streams]
 
     def decided(self, length: int | None = None, is_least: bool = False) -> "MemoryForecast":
-        """Return the forecast with `engines_per_gpu=auto` replaced, and `optimizer_state=auto` by what phases leave free on the device.
+        """Return the forecast with values in place of `auto`: engines, small models that stay gathered, and the optimizer's state.
 
-        Without an accelerator that is `device`; for a model or device of unknown size it is `host`. The actor is served first.
+        `optimizer_state` gets what phases leave free on the device. Without an accelerator that is `device`; for a model or device of unknown size it is `host`. The actor is served first.
         """
         if self.config.actor_rollout_ref.rollout.engines_per_gpu == "auto":
             chosen = replace(self, config=with_value(self.config, ENGINES, self.engines.per_gpu))
             return chosen.decided(length, is_least)
+        if self._stay_gathered:
+            return self._with(self._stay_gathered).decided(length, is_least)
         keys = {role.name: f"{role.fsdp_key}.optimizer_state" for role in roles.trained_roles(self.config)}
         keys = {name: key for name, key in keys.items() if value_at(self.config, key) == "auto"}
         if not keys:
             return self
 
         def phases(values: dict[str, Any]) -> tuple[MemoryForecast, list[Phase]]:
-            config = reduce(lambda changed, item: with_value(changed, *item), values.items(), self.config)
-            forecast = replace(self, config=config)
+            forecast = self._with(values)
             return forecast, [forecast.phase(name, length, is_least) for name in forecast.names]
 
         whole, of_whole = phases(dict.fromkeys(keys.values(), "device"))
@@ -150,6 +152,22 @@ class MemoryForecast:
             split[key] = min(free, int(self.run.models[name].update.optimizer))
             free -= split[key]
         return phases(split)[0]
+
+    @cached_property
+    def _stay_gathered(self) -> dict[str, Any]:
+        """The models with `reshard_after_forward=auto` that are small enough for each process to keep them whole during a phase."""
+        found, room = dict[str, Any](), WHOLE_SHARE * (self.memory_bytes or 0.0)
+        for name, role in self.roles.items():
+            fsdp, own = role.fsdp, self.run.models[name]
+            shares_all = role.strategy == "fsdp2" and own.shards == processes(self.config) > 1
+            if fsdp.reshard_after_forward != "auto" or fsdp.offload_policy or own.streams or not shares_all:
+                continue
+            if replace(own, is_resharded=False, stays_whole=True).update.gathered <= room:
+                found[f"{role.fsdp_key}.reshard_after_forward"] = "never"
+        return found if found and all(phase.fits_device() for phase in self._with(found).phases()) else {}
+
+    def _with(self, values: Mapping[str, Any]) -> "MemoryForecast":
+        return replace(self, config=reduce(lambda config, item: with_value(config, *item), values.items(), self.config))
 
     def split_states(self) -> list[tuple[str, float, float]]:
         """Return the roles whose optimizer state is not all on the device, with the bytes that stay there and the others."""
@@ -224,6 +242,7 @@ class MemoryForecast:
             optimizer_bytes=role.optimizer_bytes,
             adapter_rank=model.lora_rank if role.trained else 0,
             is_resharded=fsdp.reshards(processes(config)),
+            stays_whole=fsdp.reshard_after_forward == "never",
             is_quantized=role.trained and model.quantization is not None,
             weights_rest_on_host=self.on_device and fsdp.param_offload,
             steps_on_host=self.on_device and fsdp.offload_policy,

@@ -95,8 +95,15 @@ class FSDPConfig:
     )
     reshard_after_forward: bool | str = key(
         "auto",
-        "Free gathered parameters after forward; auto: unless one process has them all and offloads nothing.",
-        words=("auto",),
+        "Free gathered parameters after forward, else after backward or, with never, after the update, whose gradients then are whole, too; "
+        "auto: never for small models on several processes, and False for one process that has all parameters and offloads nothing.",
+        needs(
+            "FSDP1 frees gathered parameters after each backward",
+            "role.strategy",
+            "fsdp2",
+            when=lambda value: value == "never",
+        ),
+        words=("auto", "never"),
     )
     fsdp_size: int = key(-1, "Processes of a sharding group (HSDP); -1: all.", minimum=-1, divides="processes")
     forward_prefetch: bool = key(False, "Gather the next layer's parameters ahead.", in_state("one process"))
@@ -107,6 +114,8 @@ class FSDPConfig:
         """Return whether parameters are freed layer by layer, so that few are gathered at a time."""
         if isinstance(self.reshard_after_forward, bool):
             return self.reshard_after_forward
+        if self.reshard_after_forward == "never":
+            return False
         return processes > 1 or self.offload_policy or self.param_offload or self.device_state_bytes < math.inf
 
     @property

@@ -94,6 +94,7 @@ class ModelMemory:
     optimizer_bytes: float | None = None  # of a weight's optimizer states together; None: twice `stored`
     adapter_rank: int = 0  # of LoRA adapters, which are then the only trained weights and at least fp32; 0: none
     is_resharded: bool = True  # FSDP frees gathered layers after forward; else all of them remain on the device
+    stays_whole: bool = False  # until the update ends, and so do gradients
     is_quantized: bool = (
         False  # the layers' weights have `NF4_BYTES`; the two largest of a layer are also there in full
     )
@@ -134,6 +135,8 @@ class ModelMemory:
             gathered += 2 * element * decoder.width * max(decoder.mlp_width, decoder.heads * decoder.head_width)
         else:
             gathered += is_gathered * element * at_once * largest
+        if self.shards > 1 and self.stays_whole:
+            with_gradient = int(trained)
         gathered += (is_gathered or self.summed_in != element) * self.summed_in * with_gradient
         layer_weights = decoder.parameters - decoder.root_parameters
         weights = decoder.root_parameters * self.stored + layer_weights * of_layer + adapters * of_trained

@@ -151,9 +151,14 @@ def test_sync_has_the_largest_tensor_in_one_piece(forecast):
 
 
 def test_processes_share_weights_and_rows(forecast):
-    four = forecast("trainer.n_gpus_per_node=4", on=machine(4)).phase("update_actor")
+    reshards = f"{ACTOR}.fsdp_config.reshard_after_forward=True"
+    four = forecast("trainer.n_gpus_per_node=4", reshards, on=machine(4)).phase("update_actor")
     assert [four.parts[name] for name in ("weights", "gradients", "optimizer")] == [N, N, 2 * N]
     assert four.parts["gathered"] == GATHERED + SUMMED
+    small, large = (forecast("trainer.n_gpus_per_node=4", on=machine(4, share * N / 1e9)) for share in (60.1, 59.9))
+    assert small.phase("update_actor").parts["gathered"] == 2 * N + 4 * N, "they stay, and so do whole gradients"
+    assert large.phase("update_actor").parts["gathered"] == GATHERED + SUMMED
+    assert small.decided().config.actor_rollout_ref.actor.fsdp_config.reshard_after_forward == "never"
     # Two of the eight samples fall to each.
     assert four.parts["working"] == (INPUTS + WORKING) / 2
     pairs = forecast("trainer.n_gpus_per_node=4", f"{ACTOR}.fsdp_config.fsdp_size=2", on=machine(4))
