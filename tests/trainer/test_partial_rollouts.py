@@ -276,12 +276,13 @@ sys.exit(main(sys.argv[3:]))
 @pytest.mark.e2e
 @pytest.mark.nightly
 @pytest.mark.parametrize("first", [0, 9])
-@pytest.mark.parametrize(("task", "own"), [("talking", 0), ("learning", 1)])
+@pytest.mark.parametrize(("task", "training", "own"), [("talking", 1, 0), ("learning", 1, 1), ("talking", 2, 0)])
 def test_a_run_that_is_killed_at_every_event_ends_as_one_that_is_not(
-    train, short_run, tmp_path, request, task, own, first
+    train, short_run, tmp_path, request, task, training, own, first
 ):
     """A half of the events; those of a step are 15, or 17 with a sampler of its own."""
     settings = [*STALE, *request.getfixturevalue(task), f"trainer.n_rollout_gpus={own}", "trainer.device=cpu"]
+    settings += [f"trainer.n_gpus_per_node={training}"]
     settings += ["trainer.total_training_steps=9", "trainer.save_freq=1", "trainer.max_restarts=99"]
     folder, unbroken = train(*settings)
     (killed := tmp_path / "killed").mkdir()
