@@ -240,13 +240,20 @@ def test_two_processes_with_vllm_go_on_with_their_samples_after_a_resume(train, 
 
 
 MORTAL = """
-import os, signal, sys
+import psutil, sys
 from contextlib import contextmanager
 from pathlib import Path
 from rlx.driver import main
 from rlx.trainer.progress import Progress
 
 killed, first, passed, phase, row = Path(sys.argv[1]), int(sys.argv[2]), dict(), Progress.phase, Progress.row
+driver = psutil.Process()
+
+def victim(step):
+    if sys.argv[3] == "driver":
+        return driver
+    workers = [each for each in driver.children(recursive=True) if "ray::WorkerProcess" in " ".join(each.cmdline())]
+    return sorted(workers, key=lambda each: each.pid)[step % 2]
 
 def go_by(progress, what):
     step = progress._step
@@ -254,7 +261,7 @@ def go_by(progress, what):
     file = killed / f"{step} {what}"
     if passed[step] == first + step and not file.exists():
         file.touch()
-        os.kill(os.getpid(), signal.SIGKILL)
+        victim(step).kill()
 
 @contextmanager
 def mortal_phase(self, name):
@@ -268,17 +275,18 @@ def mortal_row(self, *arguments):
     row(self, *arguments)
 
 Progress.phase, Progress.row = mortal_phase, mortal_row
-sys.exit(main(sys.argv[3:]))
+sys.exit(main(sys.argv[4:]))
 """
-"""A driver that dies in each step N once: at the N-th of its events, counted from a first one."""
+"""A driver that dies, or kills a worker, in each step N once: at the N-th of its events, counted from a first one."""
 
 
 @pytest.mark.e2e
 @pytest.mark.nightly
 @pytest.mark.parametrize("first", [0, 9])
+@pytest.mark.parametrize("victim", ["driver", "worker"])
 @pytest.mark.parametrize(("task", "training", "own"), [("talking", 1, 0), ("learning", 1, 1), ("talking", 2, 0)])
 def test_a_run_that_is_killed_at_every_event_ends_as_one_that_is_not(
-    train, short_run, tmp_path, request, task, training, own, first
+    train, short_run, tmp_path, request, task, training, own, victim, first
 ):
     """A half of the events; those of a step are 15, or 17 with a sampler of its own."""
     settings = [*STALE, *request.getfixturevalue(task), f"trainer.n_rollout_gpus={own}", "trainer.device=cpu"]
@@ -286,7 +294,7 @@ def test_a_run_that_is_killed_at_every_event_ends_as_one_that_is_not(
     settings += ["trainer.total_training_steps=9", "trainer.save_freq=1", "trainer.max_restarts=99"]
     folder, unbroken = train(*settings)
     (killed := tmp_path / "killed").mkdir()
-    command = [sys.executable, "-c", KEPT, MORTAL, str(killed), str(first), *short_run, *settings]
+    command = [sys.executable, "-c", KEPT, MORTAL, str(killed), str(first), victim, *short_run, *settings]
     where, path = f"trainer.default_local_dir={tmp_path / 'broken'}", str(Path(__file__).parents[2])
     done = subprocess.run([*command, where], env={**os.environ, "PYTHONPATH": path}, stderr=subprocess.PIPE, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
