@@ -49,7 +49,7 @@ class SampleSource:
 
     def __init__(self, run: Run):
         self._run, self._config = run, run.config
-        self._unfinished: Metrics = {}  # of the last phase of generation with a queue
+        self._unfinished: Metrics = {}  # of the last step with a queue
         self._phase: tuple[list[tuple[Draw, int]], BegunCall] | None = None  # draw and row of each sample, and the call
         self._failed = FailedConversations(run.config.environment, run.progress)
         self._has_judge, self._has_environment = has_reward_model(run.config), has_environment(run.config)
@@ -165,7 +165,8 @@ class SampleSource:
         """
         run, config, draws = self._run, self._config, self._run.queue
         rollout, room = config.actor_rollout_ref.rollout, prompt_queue.room(config, step)
-        is_apart, went_on = config.trainer.n_rollout_gpus > 0, 0
+        is_apart = config.trainer.n_rollout_gpus > 0
+        went_on = int(self._unfinished["partial/continued_tokens"]) if first else 0  # of all generations of the step
         self._end_phase()
         while len(draws) < room:
             label, epoch, prompts = step + len(draws), run.sampler.epoch, run.sampler.next()

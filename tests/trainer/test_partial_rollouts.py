@@ -214,12 +214,14 @@ def test_dynamic_sampling_takes_draws_in_order_and_no_seed_comes_twice(tmp_path,
     trainer = queued(tmp_path, steps=4, apart=apart, filter_groups=FilterGroupsConfig(enable=True))
     scores = Scores(torch.tensor([0.0, 1.0, 1.0, 1.0]), {})
     monkeypatch.setattr(trainer.samples, "scores_of", lambda batch: scores)
-    drawn = itertools.cycle([0, 2, 4, 6])  # the data set has four batches
+    drawn, continued = itertools.cycle([0, 2, 4, 6]), 0.0  # the data set has four batches
     for step in range(1, 5):
         batch, _, metrics = trainer.samples.generate(step)
         kept = [next(drawn), next(drawn)]
         assert [row[0] for row in batch.prompt_tokens()] == [kept[0], kept[0], kept[1], kept[1]]
         assert batch["group_id"].tolist() == [0, 0, 2, 2] and metrics["filter_groups/generations"] == 2
+        continued += metrics["partial/continued_tokens"]
+    assert continued == sum(has for phase in trainer.run.workers.phases for _, has, _ in phase) > 0
     assert all(len(prompts) == 1 for prompts in trainer.run.workers.seeds.values())
     assert len(trainer.run.workers.seeds) == 8 * 4 and not trainer.run.queue
 
@@ -253,7 +255,7 @@ def victim(step):
     if sys.argv[3] == "driver":
         return driver
     workers = [each for each in driver.children(recursive=True) if "ray::WorkerProcess" in " ".join(each.cmdline())]
-    return sorted(workers, key=lambda each: each.pid)[step % 2]
+    return sorted(workers, key=lambda each: each.pid)[step % len(workers)]
 
 def go_by(progress, what):
     step = progress._step
