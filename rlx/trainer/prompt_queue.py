@@ -9,9 +9,11 @@ Nothing here depends on time: prompts, seeds and budgets follow from the configu
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 from torch.nn.functional import pad
 
 from rlx.config.schema import PPOConfig
@@ -20,6 +22,7 @@ from rlx.data.batch import Batch, concat
 from rlx.data.prompts import PromptDataset
 from rlx.data.seeding import seed_for
 from rlx.environments.conversation import Branch, Conversation
+from rlx.environments.spec import environment_spec
 from rlx.rollout.protocol import Kept
 
 Sample = Kept | Conversation
@@ -97,23 +100,36 @@ def phase_rows(draws: Sequence[Draw], budget: int, shares: int) -> tuple[Batch, 
     return rows.with_({"kept": [draws[number].kept[row] for number, row in places]}, budget=budgets), places
 
 
-def as_data(draw: Draw) -> dict[str, Any]:
-    """Return a draw as plain data for a checkpoint."""
+def environment_digest(config: PPOConfig) -> str:
+    """Return a hash of the environment's settings and file, on which its answers depend; empty without one."""
+    if not has_environment(config):
+        return ""
+    spec = environment_spec(config)
+    file = Path(spec.path or "").expanduser()
+    code = file.read_bytes() if file.is_file() else b""
+    return xxhash.xxh64_hexdigest(repr((spec.name, spec.kwargs, spec.tool_format, code)).encode())
+
+
+def as_data(draw: Draw, environment: str) -> dict[str, Any]:
+    """Return a draw as plain data for a checkpoint, with the environment's digest."""
     kept = [{name: x for name, x in _fields(each).items() if name != "memory"} for each in draw.kept]
-    return {"step": draw.step, "first": draw.first, "epoch": draw.epoch, "prompts": draw.prompts, "kept": kept}
+    own = {name: x for name, x in vars(draw).items() if name != "rows"}
+    return {**own, "kept": kept, "environment": environment}
 
 
-def from_data(data: dict[str, Any], config: PPOConfig, train: PromptDataset, run_seed: int) -> Draw:
+def from_data(data: dict[str, Any], config: PPOConfig, train: PromptDataset, run_seed: int, environment: str) -> Draw:
     """Return the draw of a checkpoint, for this run's number of samples.
 
-    A sample begins again if the run has got, or lost, an environment, or if its response or turn may not have so many tokens now.
+    A sample begins again if the run has another environment, has got or lost one, or if its response or turn may not have so many
+    tokens now.
     """
+    is_same = data.get("environment", environment) == environment  # older checkpoints have none
     samples = config.actor_rollout_ref.rollout.n
     rows = spread(train.batch(data["prompts"]), samples, run_seed, "train", data["step"], data["first"])
     saved, kept = len(data["kept"]) // len(data["prompts"]), list[Sample]()
     for first in range(0, len(data["kept"]), saved):
         own = [_read(each, not_begun(config)) for each in data["kept"][first : first + saved]]
-        own = [each if _fits(each, config) else not_begun(config) for each in own]
+        own = [each if is_same and _fits(each, config) else not_begun(config) for each in own]
         kept += [*own, *(not_begun(config) for _ in range(samples))][:samples]
     return Draw(data["step"], data["first"], data["epoch"], data["prompts"], rows, kept)
 

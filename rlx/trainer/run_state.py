@@ -14,7 +14,7 @@ from rlx.rewards.manager import RewardManager
 from rlx.trainer import checkpoints
 from rlx.trainer.checkpoints import SUPERSEDED, DriverState, read_driver_state, require_step
 from rlx.trainer.progress import Progress
-from rlx.trainer.prompt_queue import Draw, as_data, from_data
+from rlx.trainer.prompt_queue import Draw, as_data, environment_digest, from_data
 from rlx.trainer.saver import Saver
 from rlx.trainer.timeline import Timeline
 from rlx.trainer.tracking import Tracker, TrackingError
@@ -52,6 +52,7 @@ class Run:
         self.last_step = self.config.trainer.total_training_steps or 0
         self.has_stale_tokens = self.config.actor_rollout_ref.rollout.partial.max_staleness > 0
         self.timeline = Timeline(self.folder)
+        self.environment = environment_digest(self.config)
 
     def load(self, checkpoint: Path, saver: Saver, falls_back: bool = False) -> None:
         """Continue from a checkpoint that `Saver` wrote; a run that does so equals one that never stopped.
@@ -80,7 +81,10 @@ class Run:
         if not trainer.val_only:  # it trains on nothing, and may have other rows
             self.sampler.load_state_dict(state.sampler)
             self.has_stale_tokens |= bool(state.queue)
-            self.queue = [from_data(each, self.config, self.train, state.seed) for each in state.queue]
+            begun = self.config, self.train, state.seed, self.environment
+            self.queue = [from_data(each, *begun) for each in state.queue]
+            if any(each.get("environment", self.environment) != self.environment for each in state.queue):
+                notice("the environment has changed: samples of later steps that had begun begin again")
         self.kl_controller.load_state_dict(state.kl_controller)
         self.finished_steps, self.seed = state.step, state.seed
         self.policy_version, self.skipped_steps = state.policy_version, state.skipped_steps
@@ -108,5 +112,5 @@ class Run:
             kl_controller=self.kl_controller.state_dict(),
             skipped_steps=self.skipped_steps,
             first_validation=self.first_validation,
-            queue=[as_data(draw) for draw in self.queue],
+            queue=[as_data(draw, self.environment) for draw in self.queue],
         )

@@ -86,7 +86,7 @@ def test_a_stopped_run_goes_on_with_its_unfinished_samples_and_repeats_to_the_bi
 
 @pytest.mark.e2e
 @pytest.mark.slow
-def test_conversations_go_on_in_mid_turn_and_their_environments_are_restored(train, talking):
+def test_conversations_go_on_in_mid_turn_and_their_environments_are_restored(train, talking, tmp_path):
     folder, unbroken = train(*STALE, *talking)
     queue = json.loads((folder / "checkpoints/global_step_2/queue.json").read_text())["queue"]
     kept = [each for draw in queue for each in draw["kept"]]
@@ -106,6 +106,10 @@ def test_conversations_go_on_in_mid_turn_and_their_environments_are_restored(tra
     alone, _ = train(*STALE[1:], *talking, "trainer.total_training_steps=1")
     for name in ("token_ids", "loss_mask", "reward", "reason"):
         assert [each[name] for each in first] == [each[name] for each in transcript(alone, 1)]
+    code = tmp_path / "own.py"
+    code.write_text(code.read_text().replace("self.seed % 10", "self.seed % 9"))
+    _, edited = train(*STALE, *talking, *resume_from(folder, 2))
+    assert "conversation/ended/crash" not in edited[3] and edited[3]["staleness/max"] == 0, "with new answers"
 
 
 class Prompts(SimpleNamespace):
@@ -176,8 +180,8 @@ def test_the_oldest_prompts_run_to_their_end_and_later_ones_by_rounds(tmp_path):
         "partial/unfinished_samples": 8.0,
         "partial/continued_tokens": 16.0,
     }
-    data = json.loads(json.dumps([as_data(draw) for draw in trainer.run.queue]))
-    read = [from_data(each, trainer.run.config, Prompts(), trainer.run.seed) for each in data]
+    data = json.loads(json.dumps([as_data(draw, "") for draw in trainer.run.queue]))
+    read = [from_data(each, trainer.run.config, Prompts(), trainer.run.seed, "") for each in data]
     assert [draw.kept for draw in read] == [
         [each._replace(log_probs=[*each.log_probs]) for each in draw.kept] for draw in trainer.run.queue
     ]
