@@ -296,7 +296,9 @@ def test_a_run_that_is_killed_at_every_event_ends_as_one_that_is_not(
 ):
     """A half of the events; those of a step are 15, or 17 with a sampler of its own."""
     settings = [*STALE, *request.getfixturevalue(task), f"trainer.n_rollout_gpus={own}", "trainer.device=cpu"]
-    settings += [f"trainer.n_gpus_per_node={training}"]
+    # `auto` is decided by the command alone, and weights that stay whole add gradients in another order
+    whole = "actor_rollout_ref.actor.fsdp_config.reshard_after_forward=False"
+    settings += [f"trainer.n_gpus_per_node={training}", whole]
     settings += ["trainer.total_training_steps=9", "trainer.save_freq=1", "trainer.max_restarts=99"]
     folder, unbroken = train(*settings)
     (killed := tmp_path / "killed").mkdir()
