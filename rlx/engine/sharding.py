@@ -99,6 +99,12 @@ class Sharded(ABC):
     def gathering(self, unit: Unit) -> AbstractContextManager[Callable[[Tensor], Tensor]]:
         """Return a context that gives a function. It copies one of the unit's tensors in full; all processes join each call."""
 
+    def _cast_inputs(self, dtype: torch.dtype) -> None:
+        """Cast what each unit gets, as FSDP2 does, for models that widen what goes from layer to layer."""
+        cast_both = lambda _, args, kwargs: (_cast(args, dtype), _cast(kwargs, dtype))  # noqa: E731
+        for unit in self.units:
+            unit.module.register_forward_pre_hook(cast_both, with_kwargs=True)
+
     def _widen_gradients(self) -> None:
         """Prepare the sums of gradients for the next micro-batch, whose gradients are added to them in place."""
         for parameter in self.root.parameters():
@@ -157,7 +163,13 @@ class FSDP2Model(Sharded):
             # On the CPU parameters already are in host memory, as under the policy.
             "offload_policy": CPUOffloadPolicy() if fsdp.offload_policy and device.type != "cpu" else OffloadPolicy(),
         }
-        layers = list(self.layers.values())
+        # What is never freed between layers is one unit: for a small layer FSDP's work on the host takes longer than the kernels.
+        is_one = fsdp.reshard_after_forward == "never"
+        layers = [] if is_one else list(self.layers.values())
+        if is_one:
+            self.units = [unit._replace(wrapped=model) for unit in self.units]
+            if casts(precision, model):
+                self._cast_inputs(precision.compute)
         for layer in layers:
             materialise(layer, [], device, streamed)
             fully_shard(layer, reshard_after_forward=fsdp.reshards(mesh.size()), **options)
@@ -172,9 +184,8 @@ class FSDP2Model(Sharded):
     def accumulating(self, last: bool) -> Iterator[None]:
         """See Sharded. With replicas (HSDP) only the sum of the last micro-batch is reduced between them.
 
-        With `reshard_after_forward=never` weights and gradients stay whole until the last micro-batch, because FSDP's work on the host
-        for each layer takes longer than the kernels of a small one. Unless sums are wider than the type of the reduction: FSDP2 would
-        round them to it.
+        With `reshard_after_forward=never` weights and gradients stay whole until the last micro-batch. Unless sums are wider than the
+        type of the reduction: FSDP2 would round them to it.
         """
         if last != self._is_last:  # each call visits all modules
             self.root.set_requires_all_reduce(last)
@@ -319,9 +330,7 @@ class SingleModel(Sharded):
             parameter.grad_dtype = None  # any type: that of the sum
         if self._weights:
             model.register_forward_pre_hook(lambda *_: self._read_copies())
-            for unit in self.units:  # as FSDP2 does, for models that widen what goes from layer to layer
-                cast_both = lambda _, args, kwargs: (_cast(args, precision.compute), _cast(kwargs, precision.compute))  # noqa: E731
-                unit.module.register_forward_pre_hook(cast_both, with_kwargs=True)
+            self._cast_inputs(precision.compute)
 
     @torch.no_grad()
     def _read_copies(self) -> None:

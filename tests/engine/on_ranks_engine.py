@@ -2,6 +2,7 @@
 
 import dataclasses
 import gc
+from collections import Counter
 
 import torch
 import torch.distributed as dist
@@ -94,14 +95,14 @@ def gathered(shapes):
 
 
 class _Names(TorchDispatchMode):
-    """Collects the names of operations."""
+    """Counts operations by their names."""
 
     def __init__(self):
         super().__init__()
-        self.seen = set()
+        self.seen = Counter()
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-        self.seen.add(operation.name())
+        self.seen[operation.name()] += 1
         return operation(*args, **(kwargs or {}))
 
 
@@ -304,3 +305,12 @@ def in_tiles(folder, strategy, model):
     with Gathers() as gathers:
         second = engine.update(share, micro, policy())
     return before, (first["grad_norm"], second["grad_norm"]), weights_of(engine), gathers.count
+
+
+def collectives(folder, fsdp, head, model):
+    """Names and counts of the collectives of an update of four micro-batches, and its gradients."""
+    engine = build(folder, dataclasses.replace(FP64, **fsdp), head=head, model=model)
+    gradients, share = Gradients(engine), own_share(make_batch(), (4, 4))
+    with _Names() as names:
+        metrics = engine.update(share, MicroBatchRule(rows=1), value() if head == "value" else policy())
+    return names.seen, metrics, gradients.seen

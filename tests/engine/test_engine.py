@@ -176,6 +176,24 @@ def test_two_processes_train_like_one_however_they_share_the_model(
             assert figures == pytest.approx(expected, rel=1e-9, abs=1e-12)
 
 
+MIXED = {"model_dtype": "bf16", "mixed_precision": MixedPrecisionConfig(param_dtype="bf16", reduce_dtype="fp32")}
+
+
+@pytest.mark.parametrize(
+    ("head", "fsdp", "model"), [("lm", {}, {}), ("lm", MIXED, {}), ("value", MIXED, LORA), ("value", MIXED, OFFLOAD)]
+)
+def test_what_stays_whole_is_gathered_and_summed_once_an_update(head, fsdp, model, model_folder, two_ranks):
+    never = fsdp | {"reshard_after_forward": "never"}
+    once = two_ranks("engine", "collectives", model_folder, never, head, model)
+    often = two_ranks("engine", "collectives", model_folder, fsdp, head, model)
+    for (counts, metrics, gradients), (others, expected, wanted) in zip(once, often, strict=True):
+        assert [counts[name] for name in ("c10d::_allgather_base_", "c10d::_reduce_scatter_base_")] == [1, 1]
+        assert min(others[name] for name in ("c10d::_allgather_base_", "c10d::_reduce_scatter_base_")) > 8
+        assert metrics == pytest.approx(expected, rel=0.05 if fsdp else 1e-9)
+        for one, other in zip(gradients, wanted, strict=True):
+            assert (one - other).norm() <= (5e-3 if fsdp else 1e-9) * other.norm()
+
+
 def test_bf16_compute_comes_near_the_fp64_gradient(strategy, plain_training, model_folder, ranks):
     fsdp = {"model_dtype": "fp32", "mixed_precision": MixedPrecisionConfig(param_dtype="bf16", reduce_dtype="fp32")}
     want = plain_training[1][0]

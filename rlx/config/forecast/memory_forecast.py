@@ -42,7 +42,7 @@ OF_ROLE = {
 """The phases in the order of a step, each with the role whose model it needs; with adapters `ref` needs the actor's."""
 
 ENGINES = "actor_rollout_ref.rollout.engines_per_gpu"
-WHOLE_SHARE = 0.1  # of a device's memory, which weights and gradients of a model may take that stays gathered
+WHOLE_SHARE = 0.15  # of a device's memory, which weights and gradients of a model may take that stays gathered
 
 
 @dataclass(frozen=True)

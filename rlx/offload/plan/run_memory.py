@@ -136,7 +136,7 @@ class ModelMemory:
         else:
             gathered += is_gathered * element * at_once * largest
         if self.shards > 1 and self.stays_whole:
-            with_gradient = int(trained)
+            with_gradient = int(2 * trained)  # the sum, and FSDP2's copy of it in one piece to reduce
         gathered += (is_gathered or self.summed_in != element) * self.summed_in * with_gradient
         layer_weights = decoder.parameters - decoder.root_parameters
         weights = decoder.root_parameters * self.stored + layer_weights * of_layer + adapters * of_trained
