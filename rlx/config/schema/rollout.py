@@ -107,6 +107,7 @@ class PartialConfig:
             "token",
             "sequence",
         ),
+        needs("the correction needs old log-probs", "algorithm.rollout_correction.bypass_mode", False),
         needs("greedy responses of remax would wait for their longest", "algorithm.adv_estimator", when=bool)._replace(
             met=lambda name: name != "remax", expected=" other than remax", example="grpo"
         ),
