@@ -309,7 +309,7 @@ def options_of(arguments: Sequence[str] | None) -> tuple[Namespace, list[str]]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return 1 if a case failed or was cut off."""
     options, overrides = options_of(arguments)
-    made = options.folder / f"{options.shape}-{options.prompt}-{options.response}"
+    made = options.folder / f"{options.shape}-{options.prompt}-{options.response}-{options.mean_response}"
     rows = Namespace(**{**vars(options), "prompts": ROWS, "steps": 1})
     inputs, failed = list[str](), False
     for name in options.cases:

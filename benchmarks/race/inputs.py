@@ -1,9 +1,11 @@
 """Keys, model, prompts and reward of whole runs on random weights, the same for every framework, and the medians of their steps.
 
-Responses have exactly the longest length: no framework needs an option for it, since EOS and padding are never sampled.
+Responses have exactly the longest length: no framework needs an option for it, since EOS and padding are never sampled. Or the weights
+give EOS one probability at each token, so that lengths vary.
 """
 
 import json
+import math
 import statistics
 from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping
@@ -69,6 +71,15 @@ def forbid(model: "PreTrainedModel", tokens: list[int]) -> None:
     head[tokens, 0] = -MARGIN / float(hidden[..., 0].min())
 
 
+@torch.no_grad()
+def end_by_chance(model: "PreTrainedModel", token: int, mean: float) -> None:
+    """Change the weights of a forbidden token such that one of `mean` samples is this token, whatever comes before it."""
+    head = model.get_output_embeddings().weight
+    found = model(torch.randint(2, len(head), (4, 64), device=head.device), output_hidden_states=True)
+    logit = found.logits.float().logsumexp(-1).mean() - math.log(mean - 1)
+    head[token, 0] = float(logit / found.hidden_states[-1][..., 0].float().mean())
+
+
 def write_inputs(folder: Path, options: Namespace, device: torch.device) -> list[str]:
     """Write model, prompts of exactly `options.prompt` tokens and a reward; return verl's and rlx's keys that name them.
 
@@ -77,6 +88,8 @@ def write_inputs(folder: Path, options: Namespace, device: torch.device) -> list
     model = random_model(options.shape, device, max_position_embeddings=options.prompt + options.response)
     tokenizer, random = byte_tokenizer(model.config.vocab_size), Random(0)
     forbid(model, [0, 1])
+    if getattr(options, "mean_response", 0):
+        end_by_chance(model, 1, options.mean_response)
     model.config.pad_token_id, model.config.eos_token_id, model.config.bos_token_id = 0, 1, None
     model.generation_config.pad_token_id, model.generation_config.eos_token_id = 0, 1
     for part in (model, tokenizer):
@@ -135,11 +148,18 @@ def add_work(parser: ArgumentParser) -> None:
         ("--steps", 4, "of each run, at least 2"),
     ):
         parser.add_argument(name, type=int, default=default, help=f"{meaning} (default %(default)s)")
+    parser.add_argument("--mean-response", type=int, default=0, help="lengths vary up to --response, with this mean")
     parser.set_defaults(lr=1e-6, kl=0.001)
 
 
 def medians(metrics: Mapping[int, Mapping[str, float]]) -> dict[str, float]:
-    """Return the median of each phase and of `OTHERS` over all steps but the first, which compiles and plans."""
+    """Return the median of each phase and of `OTHERS` over all steps but the first, which compiles and plans.
+
+    Of a run with `max_staleness` only the steps count whose queue is full and that train on its oldest samples.
+    """
     steps = [metrics[step] for step in sorted(metrics) if f"{PHASE}step" in metrics[step]][1:]
+    for name in ("partial/queued_prompts", "staleness/max"):
+        most = max((step.get(name, 0.0) for step in steps), default=0.0)
+        steps = [step for step in steps if step.get(name, 0.0) == most]
     names = {name for step in steps for name in step if name.startswith(PHASE) or name in OTHERS}
     return {name: statistics.median(step.get(name, 0.0) for step in steps) for name in sorted(names)}

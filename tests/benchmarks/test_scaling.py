@@ -3,8 +3,11 @@
 import json
 
 import pytest
+import torch
 
 from benchmarks import recipe, scaling
+from benchmarks.common import random_model
+from benchmarks.race.inputs import end_by_chance, forbid, medians
 from rlx.config.compose.command_line import compose
 from rlx.config.forecast.memory_forecast import MemoryForecast
 from rlx.config.machine import named_machine
@@ -67,3 +70,21 @@ def test_a_recipe_runs_in_small_beside_its_forecast(tmp_path):
     assert len(found["steps"]) == 3
     for phase in ("rollout", "old_log_prob", "update_actor", "sync"):
         assert all(found["phases"][phase][column] > 0 for column in ("seconds", "measured GB", "predicted GB"))
+
+
+def test_responses_end_by_chance_at_any_token():
+    model = random_model("tiny", torch.device("cpu"), max_position_embeddings=64)
+    forbid(model, [0, 1])
+    end_by_chance(model, 1, 50.0)
+    ends = model(torch.randint(2, 200, (8, 32))).logits.float().softmax(-1)[..., 1]
+    assert ends.mean().item() == pytest.approx(1 / 50, rel=0.3) and ends.min() > 1 / 250
+
+
+def test_steps_count_that_have_a_full_queue_and_train_on_its_oldest_samples():
+    queued, staleness = (32.0, 32.0, 32.0, 32.0, 16.0), (0.0, 1.0, 2.0, 2.0, 2.0)
+    rows = {
+        step: {"timing_s/step": float(step), "partial/queued_prompts": prompts, "staleness/max": most}
+        for step, (prompts, most) in enumerate(zip(queued, staleness, strict=True), start=1)
+    }
+    assert medians(rows)["timing_s/step"] == 3.5
+    assert medians({step: {"timing_s/step": float(step)} for step in (1, 2, 3)})["timing_s/step"] == 2.5
