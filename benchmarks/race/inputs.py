@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 PHASE = "timing_s/"
 OTHERS = ("actor/tokens_saved", "actor/grad_norm", "response_length/mean", "perf/tokens", "perf/peak_memory_gb")
 SPECIAL = ("<|pad|>", "<|end|>")
-TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% if message['role'] == 'assistant' %}<|end|>{% endif %}{% endfor %}"
 REWARD = "def score(data_source, solution_str, ground_truth, extra_info=None): return len(set(solution_str)) / 64\n"
 CHANNEL = 0.1  # of every embedding, in the one channel that no layer writes to
 MARGIN = 40.0  # by which the logits of `SPECIAL` are below those of other tokens
