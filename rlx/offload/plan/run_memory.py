@@ -135,9 +135,7 @@ class ModelMemory:
             gathered += 2 * element * decoder.width * max(decoder.mlp_width, decoder.heads * decoder.head_width)
         else:
             gathered += is_gathered * element * at_once * largest
-        if self.shards > 1 and self.stays_whole:
-            with_gradient = int(2 * trained)  # the sum, and FSDP2's copy of it in one piece to reduce
-        gathered += (is_gathered or self.summed_in != element) * self.summed_in * with_gradient
+        summed: float = (is_gathered or self.summed_in != element) * self.summed_in * with_gradient
         layer_weights = decoder.parameters - decoder.root_parameters
         weights = decoder.root_parameters * self.stored + layer_weights * of_layer + adapters * of_trained
         weights /= self.shards
@@ -147,6 +145,10 @@ class ModelMemory:
             gathers_layers = self.shards > 1 or of_layer != self._on_host
             gathered = max(0.0, gathered - largest * at_once * self._on_host * gathers_layers)
             weights = weights - sum(self._layers) * of_layer / self.shards + self.buffers
+        if self.shards > 1 and self.stays_whole:
+            # FSDP2 holds the weights a second time, in one piece, through the first forward, and later the sum's copy to reduce.
+            summed = max(gathered, 2 * self.summed_in * trained)
+        gathered += summed
         gradients = trained * (self.gradient_bytes or of_trained) / self.shards
         optimizer = trained * (self.optimizer_bytes or 2 * of_trained) / self.shards
         return StateBytes(weights, gradients, optimizer, gathered)

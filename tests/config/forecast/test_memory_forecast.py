@@ -157,6 +157,7 @@ def test_processes_share_weights_and_rows(forecast):
     assert four.parts["gathered"] == GATHERED + SUMMED
     small, large = (forecast("trainer.n_gpus_per_node=4", on=machine(4, share * N / 1e9)) for share in (66.7, 66.6))
     assert small.phase("update_actor").parts["gathered"] == 2 * N + 2 * 4 * N, "they stay, and so do whole gradients"
+    assert small.phase("old_log_prob").parts["gathered"] == 2 * 2 * N, "twice: also in one piece"
     assert large.phase("update_actor").parts["gathered"] == GATHERED + SUMMED
     assert small.decided().config.actor_rollout_ref.actor.fsdp_config.reshard_after_forward == "never"
     # Two of the eight samples fall to each.
