@@ -160,7 +160,8 @@ class MemoryForecast:
         for name, role in self.roles.items():
             fsdp, own = role.fsdp, self.run.models[name]
             shares_all = role.strategy == "fsdp2" and own.shards == processes(self.config) > 1
-            if fsdp.reshard_after_forward != "auto" or fsdp.offload_policy or own.streams or not shares_all:
+            chosen = fsdp.reshard_after_forward != "auto" or fsdp.forward_prefetch or fsdp.offload_policy
+            if chosen or own.streams or not shares_all:
                 continue
             if replace(own, is_resharded=False, stays_whole=True).update.gathered <= room:
                 found[f"{role.fsdp_key}.reshard_after_forward"] = "never"

@@ -106,16 +106,21 @@ class FSDPConfig:
         words=("auto", "never"),
     )
     fsdp_size: int = key(-1, "Processes of a sharding group (HSDP); -1: all.", minimum=-1, divides="processes")
-    forward_prefetch: bool = key(False, "Gather the next layer's parameters ahead.", in_state("one process"))
+    forward_prefetch: bool = key(
+        False,
+        "Gather the next layer's parameters ahead.",
+        in_state("one process"),
+        while_is("reshard_after_forward", "never")._replace(
+            why="reshard_after_forward=never gathers all layers at once"
+        ),
+    )
     model_dtype: str = key("fp32", "Type of parameters and, without masters, of optimizer states.", choices=DTYPES)
     mixed_precision: MixedPrecisionConfig = group(MixedPrecisionConfig, "Types while computing.")
 
     def reshards(self, processes: int) -> bool:
         """Return whether parameters are freed layer by layer, so that few are gathered at a time."""
-        if isinstance(self.reshard_after_forward, bool):
-            return self.reshard_after_forward
-        if self.reshard_after_forward == "never":
-            return False
+        if self.reshard_after_forward != "auto":
+            return self.reshard_after_forward is True
         return processes > 1 or self.offload_policy or self.param_offload or self.device_state_bytes < math.inf
 
     @property

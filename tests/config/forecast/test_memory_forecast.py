@@ -160,6 +160,8 @@ def test_processes_share_weights_and_rows(forecast):
     assert small.phase("old_log_prob").parts["gathered"] == 2 * 2 * N, "twice: also in one piece"
     assert large.phase("update_actor").parts["gathered"] == GATHERED + SUMMED
     assert small.decided().config.actor_rollout_ref.actor.fsdp_config.reshard_after_forward == "never"
+    ahead = forecast("trainer.n_gpus_per_node=4", f"{ACTOR}.fsdp_config.forward_prefetch=True", on=small.machine)
+    assert ahead.phase("update_actor").parts["gathered"] == GATHERED + SUMMED, "layers are gathered ahead, as asked"
     # Two of the eight samples fall to each.
     assert four.parts["working"] == (INPUTS + WORKING) / 2
     pairs = forecast("trainer.n_gpus_per_node=4", f"{ACTOR}.fsdp_config.fsdp_size=2", on=machine(4))
