@@ -22,7 +22,7 @@ from rlx.engine.micro_batches import MicroBatchRule
 from rlx.engine.objectives import PolicyObjective
 from rlx.models.loading import load_model
 from rlx.offload.plan.shapes import SHAPES
-from rlx.rollout.protocol import Request, Sampling
+from rlx.rollout.protocol import Request, Rollout, Sampling
 from rlx.rollout.sampler import build_rollout
 
 GROWTH = 1.04
@@ -39,8 +39,8 @@ def batch_of(lengths: list[int]) -> Batch:
     return Batch.of({"input_ids": ids_BT, "attention_mask": attention_BT, "response_mask": response_BR, **columns})
 
 
-def build(folder: str, device: torch.device) -> Engine:
-    """Return an engine beside a vLLM that has generated and sleeps."""
+def build(folder: str, device: torch.device) -> tuple[Rollout, Engine]:
+    """Return a vLLM that has generated and sleeps, and an engine."""
     options = RolloutConfig(name="vllm", engines_per_gpu=1, max_num_seqs=256, gpu_memory_utilization=0.4)
     sampler = build_rollout(options, ModelConfig(path=folder), device, 1024)
     sampler.update_weights(load_model(ModelConfig(path=folder), "lm", torch.bfloat16).state_dict().items(), 1)
@@ -49,7 +49,7 @@ def build(folder: str, device: torch.device) -> Engine:
     clean_up(device)
     model = ModelConfig(path=folder, enable_gradient_checkpointing=False)
     fp32 = FSDPConfig(model_dtype="fp32")
-    return Engine(model, fp32, strategy="fsdp2", device=device, optim=OptimConfig(lr=1e-6))
+    return sampler, Engine(model, fp32, strategy="fsdp2", device=device, optim=OptimConfig(lr=1e-6))
 
 
 def main() -> None:
@@ -67,7 +67,7 @@ def main() -> None:
     random.seed(0)
     with tempfile.TemporaryDirectory() as folder:
         write_random_model(Path(folder), given.shape, device)
-        engine = build(folder, device)
+        sampler, engine = build(folder, device)
     while True:
         torch.cuda.reset_peak_memory_stats()
         lengths = [random.randint(length // 8, length) for _ in range(4)] + [length]
@@ -76,10 +76,12 @@ def main() -> None:
             engine.update(batch_of(lengths), MicroBatchRule(rows=1), objective)
         except torch.OutOfMemoryError as error:
             print(f"{length} tokens: {error}\nlongest update: {longest} tokens")
-            return
+            break
         used, held = torch.cuda.max_memory_allocated() / GB, torch.cuda.max_memory_reserved() / GB
         print(json.dumps({"tokens": length, "allocated GB": round(used, 2), "reserved GB": round(held, 2)}), flush=True)
         longest, length = length, int(length * GROWTH)
+    sampler.close()
+    torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -289,6 +289,7 @@ def options_of(arguments: Sequence[str] | None) -> tuple[Namespace, list[str]]:
     add_work(parser)
     parser.set_defaults(prompts=None, prompt=256, response=1024, micro_batch=16, steps=3)
     parser.add_argument("--gpus", type=int, default=2)
+    parser.add_argument("--mean-response", type=int, default=0, help="lengths vary up to --response, with this mean")
     parser.add_argument("--limit", type=float, default=540, help="most seconds of a case (default 540)")
     parser.add_argument("--rounds", type=int, default=8, help="of offload's steps (default 8)")
     parser.add_argument("--offload-case", default="8192", help="tokens, or TOKENSxLAYERS (default 8192)")
@@ -316,7 +317,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if name not in ("offload", "ulysses", "long") and not inputs:
             if not (made / "inputs.json").exists():
                 made.mkdir(parents=True, exist_ok=True)
-                (made / "inputs.json").write_text(json.dumps(write_inputs(made, rows, chosen_device())))
+                (made / "inputs.json").write_text(
+                    json.dumps(write_inputs(made, rows, chosen_device(), options.mean_response))
+                )
             inputs = json.loads((made / "inputs.json").read_text())
         for record in measure(name, options, overrides, inputs):
             failed |= "error" in record

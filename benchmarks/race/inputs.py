@@ -80,16 +80,18 @@ def end_by_chance(model: "PreTrainedModel", token: int, mean: float) -> None:
     head[token, 0] = float(logit / found.hidden_states[-1][..., 0].float().mean())
 
 
-def write_inputs(folder: Path, options: Namespace, device: torch.device) -> list[str]:
+def write_inputs(folder: Path, options: Namespace, device: torch.device, mean_response: int = 0) -> list[str]:
     """Write model, prompts of exactly `options.prompt` tokens and a reward; return verl's and rlx's keys that name them.
+
+    With `mean_response` the lengths of responses vary.
 
     The device's free memory goes back to the system afterwards: vLLM and child processes take memory from there.
     """
     model = random_model(options.shape, device, max_position_embeddings=options.prompt + options.response)
     tokenizer, random = byte_tokenizer(model.config.vocab_size), Random(0)
     forbid(model, [0, 1])
-    if getattr(options, "mean_response", 0):
-        end_by_chance(model, 1, options.mean_response)
+    if mean_response:
+        end_by_chance(model, 1, mean_response)
     model.config.pad_token_id, model.config.eos_token_id, model.config.bos_token_id = 0, 1, None
     model.generation_config.pad_token_id, model.generation_config.eos_token_id = 0, 1
     for part in (model, tokenizer):
@@ -148,7 +150,6 @@ def add_work(parser: ArgumentParser) -> None:
         ("--steps", 4, "of each run, at least 2"),
     ):
         parser.add_argument(name, type=int, default=default, help=f"{meaning} (default %(default)s)")
-    parser.add_argument("--mean-response", type=int, default=0, help="lengths vary up to --response, with this mean")
     parser.set_defaults(lr=1e-6, kl=0.001)
 
 
