@@ -101,9 +101,8 @@ class Sharded(ABC):
 
     def _cast_inputs(self, dtype: torch.dtype) -> None:
         """Cast what each unit gets, as FSDP2 does, for models that widen what goes from layer to layer."""
-        cast_both = lambda _, args, kwargs: (_cast(args, dtype), _cast(kwargs, dtype))  # noqa: E731
         for unit in self.units:
-            unit.module.register_forward_pre_hook(cast_both, with_kwargs=True)
+            unit.module.register_forward_pre_hook(lambda _, *given: _cast(given, dtype), with_kwargs=True)
 
     def _widen_gradients(self) -> None:
         """Prepare the sums of gradients for the next micro-batch, whose gradients are added to them in place."""
@@ -164,10 +163,9 @@ class FSDP2Model(Sharded):
             "offload_policy": CPUOffloadPolicy() if fsdp.offload_policy and device.type != "cpu" else OffloadPolicy(),
         }
         # What is never freed between layers is one unit: for a small layer FSDP's work on the host takes longer than the kernels.
-        is_one = fsdp.reshard_after_forward == "never"
-        layers = [] if is_one else list(self.layers.values())
-        if is_one:
-            self.units = [unit._replace(wrapped=model) for unit in self.units]
+        layers = list(self.layers.values())
+        if fsdp.reshard_after_forward == "never":
+            layers, self.units = [], [unit._replace(wrapped=model) for unit in self.units]
             if casts(precision, model):
                 self._cast_inputs(precision.compute)
         for layer in layers:

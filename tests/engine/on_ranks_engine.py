@@ -283,18 +283,6 @@ def scores(folder, strategy, shares):
     return [*found, engine.scores(share, MicroBatchRule(tokens=20))]
 
 
-class Gathers(TorchDispatchMode):
-    """Counts all-gathers."""
-
-    def __init__(self):
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.count += "allgather" in str(function).replace("_", "")
-        return function(*args, **(kwargs or {}))
-
-
 def in_tiles(folder, strategy, model):
     """Log-probs, gradient norms of two updates, weights after them and all-gathers of the second."""
     engine = build(folder, FP64, strategy, model=model)
@@ -302,13 +290,14 @@ def in_tiles(folder, strategy, model):
     micro = MicroBatchRule(rows=3)
     before = engine.log_probs(share, micro, 1.0)["log_probs"]
     first = engine.update(share, micro, policy())
-    with Gathers() as gathers:
+    with _Names() as names:
         second = engine.update(share, micro, policy())
-    return before, (first["grad_norm"], second["grad_norm"]), weights_of(engine), gathers.count
+    gathers = sum(count for name, count in names.seen.items() if "allgather" in name.replace("_", ""))
+    return before, (first["grad_norm"], second["grad_norm"]), weights_of(engine), gathers
 
 
 def collectives(folder, fsdp, head, model):
-    """Names and counts of the collectives of an update of four micro-batches, and its gradients."""
+    """Counts of the operations of an update in four micro-batches, its metrics and gradients."""
     engine = build(folder, dataclasses.replace(FP64, **fsdp), head=head, model=model)
     gradients, share = Gradients(engine), own_share(make_batch(), (4, 4))
     with _Names() as names:
