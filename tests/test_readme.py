@@ -13,7 +13,9 @@ PAGE = (ROOT / "README.md").read_text()
 
 
 def test_the_command_for_eight_gpus_is_the_experiment():
-    (command,) = re.findall(r"rlx train \\\n(.*?)```", (ROOT / "docs" / "eight_gpus.md").read_text(), re.DOTALL)
+    script = (ROOT / "examples" / "gsm8k_8gpu.sh").read_text()
+    script = script.replace("$MODEL", "Qwen/Qwen2.5-7B-Instruct").replace("$DATA", "data/gsm8k")
+    (command,) = re.findall(r'-m rlx.main_ppo \\\n(.*?)  "\$@"', script, re.DOTALL)
     composed = compose(shlex.split(command.replace("\\\n", " ")))
     assert composed.config == compose(["experiment=gsm8k_grpo_8gpu"]).config and not composed.faults
 
