@@ -89,6 +89,12 @@ class Record(NamedTuple):
 
 
 SUMS = sizes(128, 96, 16)
+COUNTS = (
+    *sizes(64, 224, 128),
+    f"{ROLLOUT}.n=16",
+    f"{ACTOR}.ppo_mini_batch_size=16",
+    "custom_reward_function.name=counted",
+)
 PPO = (f"{ALGORITHM}.adv_estimator=gae", "trainer.max_critic_ckpt_to_keep=1")
 OFFLOAD, SHARED, ADAPTERS = f"{MODEL}.enable_activation_offload", f"{MODEL}.use_shared_prefix", f"{MODEL}.lora_rank"
 CORRECTION = "algorithm.rollout_correction.rollout_is"
@@ -96,6 +102,10 @@ EXACTLY = {
     "exact": (f"{ROLLOUT}.exact=True",),
     "corrected": (f"{CORRECTION}=token", f"{CORRECTION}_threshold=2.0"),
     "neither": (),
+}
+STALE = {
+    "synchronous": (),
+    "two steps stale": (f"{ROLLOUT}.partial.max_staleness=2", *EXACTLY["corrected"]),
 }
 GAP = ("val/reward", "mismatch/mean_abs_log_prob", "mismatch/ess_sequence", "actor/grad_norm", "actor/entropy")
 RECORDS = {
@@ -110,11 +120,8 @@ RECORDS = {
     "offload": Record("sums", 20, 10, SUMS, {"offloaded": (f"{OFFLOAD}=True",), "kept": (f"{OFFLOAD}=False",)}),
     "shared_prefix": Record("sums", 20, 10, SUMS, {"shared": (f"{SHARED}=True",), "repeated": (f"{SHARED}=False",)}),
     "gpus": Record("sums", 20, 10, SUMS, {"1 GPU": (), "2 GPUs": ("trainer.n_gpus_per_node=2",)}),
-    "exact": Record(
-        "counts", 30, 10,
-        (*sizes(64, 224, 128), f"{ROLLOUT}.n=16", f"{ACTOR}.ppo_mini_batch_size=16", "custom_reward_function.name=counted"),
-        EXACTLY, seeds=(1, 2, 3), traces=GAP,
-    ),
+    "exact": Record("counts", 30, 10, COUNTS, EXACTLY, seeds=(1, 2, 3), traces=GAP),
+    "stale": Record("counts", 30, 10, COUNTS, STALE, seeds=(1, 2, 3), traces=(*GAP, "staleness/mean")),
     "nightly": Record("small", 24, 24, (*sizes(8, 96, 16), f"{ROLLOUT}.name=hf", "trainer.device=cpu"), points=5),
 }  # fmt: skip
 
