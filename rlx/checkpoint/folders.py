@@ -126,6 +126,12 @@ class RemoteFolder:
                 target.parent.mkdir(parents=True, exist_ok=True)
                 self._files.get_file(place, str(target))
 
+    def move(self, below: str, to: str) -> None:
+        """Give a folder another place, where it replaces what is there."""
+        self.remove(to)
+        with _explained(f"{self.url}/{below}"):
+            self._files.mv(self._at(below), self._at(to), recursive=True)
+
     def remove(self, below: str) -> None:
         """Remove a folder, its manifest first; do nothing if it does not exist."""
         with _explained(f"{self.url}/{below}"):

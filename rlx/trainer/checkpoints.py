@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rlx.checkpoint import manifest
+from rlx.checkpoint.folders import RemoteFolder
 from rlx.checkpoint.manifest import MANIFEST, CheckpointError, OtherVersionError, few
 from rlx.config.check.folders import is_url, runs_folder
 from rlx.config.schema import PPOConfig, TrainerConfig
@@ -353,16 +354,25 @@ def end_of_run(config: PPOConfig) -> tuple[Path, str] | None:
     return checkpoint.parent.parent, text
 
 
-def set_aside_later(folder: Path, step: int) -> list[str]:
-    """Move checkpoints of later steps than `step` to `superseded/`, because the run repeats these steps; return their names."""
+def set_aside_later(folder: Path, step: int, runs: str | None = None) -> list[str]:
+    """Move checkpoints of later steps than `step` to `superseded/`, because the run repeats these steps; return their names.
+
+    So are their copies if the folder of all `runs` is a URL, from which the next resume would fetch them.
+    """
     later = [checkpoint for of, checkpoint in steps_in(folder).items() if of > step]
-    aside = folder / SUPERSEDED
+    aside, names = folder / SUPERSEDED, {checkpoint.name for checkpoint in later}
     with storing(folder):
         for checkpoint in later:
             aside.mkdir(exist_ok=True)
             shutil.rmtree(aside / checkpoint.name, ignore_errors=True)
             checkpoint.rename(aside / checkpoint.name)
-    return sorted(checkpoint.name for checkpoint in later)
+    if is_url(runs):
+        remote, below = RemoteFolder(runs), f"{folder.parent.name}/checkpoints"
+        copied = [name for name in remote.names(below) if (step_of(Path(name)) or 0) > step]
+        for name in copied:
+            remote.move(f"{below}/{name}", f"{below}/{SUPERSEDED}/{name}")
+        names.update(copied)
+    return sorted(names)
 
 
 def keep_newest(folder: Path, role: str, keep: int | None, spare: Path | None = None) -> None:

@@ -114,7 +114,8 @@ def _tell_beginning(config: PPOConfig, yaml: str, prepared: Prepared, folder: Pa
     if prepared.checkpoint is not None:
         progress.remark(f"resuming from step {require_step(prepared.checkpoint)}: {prepared.checkpoint}")
     else:
-        for notice in (*_set_aside_damaged(folder), *keep(folder, yaml, 0, changes(folder, 0, yaml))):
+        damaged = _set_aside_damaged(folder, config.trainer.default_local_dir)
+        for notice in (*damaged, *keep(folder, yaml, 0, changes(folder, 0, yaml))):
             progress.notice(notice)
         if config.trainer.resume_mode == "auto":
             progress.remark(f"no checkpoint to resume from in {folder.parent}: a new run")
@@ -202,13 +203,13 @@ def _picture(folder: Path, progress: Progress) -> Path | None:
         return None
 
 
-def _set_aside_damaged(folder: Path) -> list[str]:
+def _set_aside_damaged(folder: Path, runs: str | None) -> list[str]:
     """Set the checkpoints of a restarted run aside, all of which are damaged; return what to tell the user."""
     checkpoints = folder / "checkpoints"
     whole, passed_over = newest_whole(checkpoints)
     if whole is not None:
         raise OSError(f"{whole}: can be read now, but could not when this run began; start it again")
-    set_aside_later(checkpoints, 0)
+    set_aside_later(checkpoints, 0, runs)
     if passed_over:
         passed_over.append(
             f"all checkpoints of this run are damaged: it starts from scratch; they are now in {SUPERSEDED}"

@@ -70,7 +70,8 @@ class Run:
             self.timeline.rewind(step)
         except TrackingError as fault:
             notice(f"{fault}. It begins anew")
-        if not trainer.val_only and (later := checkpoints.set_aside_later(checkpoint.parent, step)):
+        place = checkpoint.parent, step, trainer.default_local_dir
+        if not trainer.val_only and (later := checkpoints.set_aside_later(*place)):
             notice(f"checkpoints of later steps are now in {checkpoint.parent / SUPERSEDED}: {', '.join(later)}")
         if whole is None:
             notice("all checkpoints of this run are damaged: it starts from scratch")

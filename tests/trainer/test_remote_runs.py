@@ -164,6 +164,10 @@ def test_auto_fetches_the_newest_whole_one_of_the_newest_run(url, tmp_path):
     assert choice.checkpoint == tmp_path / LOCAL / "b/checkpoints/global_step_10"
     assert "passed over global_step_12" in choice.passed_over[0], "its weights are others"
     assert sorted(os.listdir(choice.checkpoint.parent)) == ["global_step_10", "global_step_12"]
+    assert ck.set_aside_later(choice.checkpoint.parent, 10, url) == ["global_step_12", "global_step_14"]
+    fetch(config)
+    assert ck.starting_checkpoint(config) == (choice.checkpoint, []), "later ones are set aside there, too"
+    assert remote.names("b/checkpoints/superseded") == ["global_step_12", "global_step_14"]
     make(tmp_path / LOCAL / "c", 1, "actor")
     fetch(config)
     assert ck.starting_checkpoint(config).checkpoint.parent.parent.name == "c", "a newer local run"
