@@ -13,6 +13,7 @@ import glob
 import hashlib
 import json
 import math
+import os
 import signal
 import subprocess
 import sys
@@ -52,7 +53,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--all", action="store_true", help="all checkpoints of a run, not only the newest")
     parser.add_argument("--out", type=Path, help="JSON file (default: evaluation.json beside the samples)")
     chosen, more = parser.parse_known_intermixed_args(arguments)
-    given = [each for each in (*chosen.policies, *more) if "=" in each or each.startswith("-")]
+    given = [
+        each for each in (*chosen.policies, *more) if each.startswith("-") or ("=" in each and not os.path.exists(each))
+    ]
     try:
         policies = [one for each in chosen.policies if each not in given for one in policies_at(each, chosen.all)]
         if not policies:
@@ -61,7 +64,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 parser.error(f"name a run, a checkpoint or a Hugging Face folder, or set {MODEL_KEY}")
             policies = [Policy(Path(models[-1]), None, [])]
         commands = [command_of(policy, given) for policy in policies]
-        found = []
+        out, found = chosen.out or commands[0][0] / "evaluation.json", []
+        with storing(out.parent, "evaluate again"):
+            out.parent.mkdir(parents=True, exist_ok=True)
         for policy, (folder, overrides) in zip(policies, commands, strict=True):
             result = folder / f"{policy.step}.json"
             if not result.exists() and (code := _validate(overrides)):
@@ -78,8 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     **json.loads(result.read_text()),
                 }
             )
-        out = chosen.out or commands[0][0] / "evaluation.json"
-        with storing(out):
+        with storing(out, "evaluate again"):
             out.write_text(json.dumps(found, indent=1) + "\n")
     except (ExplainedError, OSError, ValueError) as error:
         print(wrapped(f"{program('eval')}: {error}"), file=sys.stderr)
@@ -123,7 +127,7 @@ def command_of(policy: Policy, given: Sequence[str]) -> tuple[Path, list[str]]:
     digest = hashlib.blake2b(text.encode(), digest_size=5).hexdigest()
     base = policy.checkpoint.parent.parent if policy.checkpoint else Path.cwd() / "outputs"
     folder = base / "evaluations" / digest
-    with storing(folder):
+    with storing(folder, "evaluate again"):
         folder.mkdir(parents=True, exist_ok=True)
         known["overrides"] = [override_without_secrets(each) for each in known["overrides"]]
         (folder / EVALUATION).write_text(json.dumps(known, indent=1))
@@ -168,18 +172,23 @@ def table(found: Sequence[dict[str, Any]]) -> Table:
         drawn.add_column(title, overflow="fold")
     for title in columns:
         drawn.add_column(title, justify="right")
+    shared = os.path.commonpath([Path(one["policy"]).parent for one in found])
     for one in found:
         of_source: dict[str, dict[str, dict[str, Any]]] = {}
         for row in one["rows"]:
             of_source.setdefault(row["data_source"], {})[row["name"]] = row
         for source, rows in of_source.items():
             cells = [_cell(rows.get(name)) for name in columns]
-            drawn.add_row(Path(one["policy"]).name, source, str(next(iter(rows.values()))["prompts"]), *cells)
+            drawn.add_row(
+                os.path.relpath(one["policy"], shared), source, str(next(iter(rows.values()))["prompts"]), *cells
+            )
     return drawn
 
 
 def _cell(row: dict[str, Any] | None) -> str:
-    return "" if row is None else f"{row['value']:.3f} ±{row['high'] - row['value']:.3f}"
+    if row is None:
+        return ""
+    return f"{row['value']:.3f}" + ("" if row["high"] is None else f" ±{row['high'] - row['value']:.3f}")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
 """A trained policy as a user names it: a run, one of its checkpoints, or a Hugging Face folder; and its settings as overrides."""
 
 import re
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from rlx.checkpoint.manifest import few
 from rlx.config.compose.command_line import MODEL_KEY, compose
 from rlx.config.secrets import HIDDEN
 from rlx.program import program
@@ -67,12 +69,14 @@ def policies_at(source: str, every: bool = False) -> list[Policy]:
         return [_of_run(folder)]
     inside = folder / "checkpoints" if (folder / "checkpoints").is_dir() or (folder / FIRST).is_file() else folder
     if steps_in(inside):
-        if not every:
-            checkpoint, passed_over = checkpoints.newest_whole(inside)
-            if checkpoint is None:
-                raise checkpoints.none_is_whole(inside, passed_over or ["none is finished yet"])
-            return [_of_run(checkpoint)]
-        return [_of_run(each) for each in checkpoints.checkpoints_in(inside) if not refusal_of(each).faults]
+        faults = {each: refusal_of(each).faults for each in checkpoints.checkpoints_in(inside)}
+        whole = [each for each, found in faults.items() if not found]
+        told = [f"passed over {each.name}: {few(found)}" for each, found in faults.items() if found]
+        if not whole:
+            raise checkpoints.none_is_whole(inside, told or ["none is finished yet"])
+        for line in told:
+            print(line, file=sys.stderr)
+        return [_of_run(each) for each in (whole if every else whole[-1:])]
     if inside != folder:
         raise ResumeError(
             f"{source}: got a run without a checkpoint, expected one in {inside}; wait until the run saves, which trainer.save_freq and its "

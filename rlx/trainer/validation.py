@@ -52,9 +52,9 @@ class Validation:
             run.tracker.generations(shown, step)
         measured = summarise(batch, scores) | over_samples(batch, scores, samples)
         if is_evaluation(config):
-            found = {"metrics": measured, "rows": [row._asdict() for row in estimates(batch, scores, samples)]}
+            rows = [finite(row._asdict()) for row in estimates(batch, scores, samples)]
             with storing(folder), replacing_file(folder / f"{step}.json") as file:
-                json.dump(found, file)
+                json.dump({"metrics": finite(measured), "rows": rows}, file, allow_nan=False)
             parts.remove()
         self.last = measured | {"step": float(step)}
         run.first_validation = run.first_validation or self.last
@@ -80,7 +80,8 @@ class PartsFile:
         self.found[first] = part | {"scores": scores.scores.tolist(), "extra": scores.extra}
         if self._path is not None:
             with storing(self._path), self._path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps([first, self.found[first]], default=str) + "\n")
+                # A line break first, which ends a torn line.
+                file.write(f"\n{json.dumps([first, self.found[first]], default=str)}\n")
 
     def joined(self) -> Part:
         """Return a batch of the info and the responses' masks alone, and the scores; numbers that a part lacks become NaN."""
@@ -96,8 +97,13 @@ class PartsFile:
             self._path.unlink(missing_ok=True)
 
 
+def finite(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a row with None for NaN and infinity, which JSON lacks."""
+    return {name: None if isinstance(x, float) and not math.isfinite(x) else x for name, x in row.items()}
+
+
 class Estimate(NamedTuple):
-    """A mean over prompts with its 95 % interval: 1.96 standard errors on both sides."""
+    """A mean over prompts with its 95 % interval: 1.96 standard errors on both sides, NaN for a single prompt."""
 
     data_source: str
     name: str

@@ -1,6 +1,7 @@
 """The command `rlx eval`: the numbers of validation, from a run, its checkpoints or a Hugging Face folder."""
 
 import json
+import math
 
 import pytest
 import ray
@@ -8,8 +9,9 @@ from run_tools import make
 
 from rlx.config.compose.command_line import compose
 from rlx.export import main as export
+from rlx.trainer import validation
 from rlx.trainer.checkpoints import ResumeError
-from rlx.trainer.evaluate import command_of, main
+from rlx.trainer.evaluate import command_of, main, table
 from rlx.trainer.finished import Policy, policies_at
 from rlx.trainer.run_lock import RunLock
 
@@ -61,7 +63,7 @@ def test_an_evaluation_has_the_numbers_of_the_run_s_own_validation(train, tmp_pa
     assert of_model["metrics"] == found[1]["metrics"]
 
 
-def test_every_setting_of_a_run_becomes_an_override(tmp_path):
+def test_every_setting_of_a_run_becomes_an_override(tmp_path, capsys):
     given = ["actor_rollout_ref.model.path='a b/it''s'".replace("''", "\\'"), "data.val_files=[x.jsonl,'y, z.jsonl']"]
     given += [
         "actor_rollout_ref.rollout.stop=['</answer>',\"'\",'a\\\\']",
@@ -74,7 +76,9 @@ def test_every_setting_of_a_run_becomes_an_override(tmp_path):
     run.mkdir()
     run.joinpath("config.yaml").write_text(composed.yaml)
     make(run, 3, "actor")
+    make(run, 4, "actor").joinpath("driver.json").write_text("{}")
     (policy,) = policies_at(str(run))
+    assert policies_at(str(run), every=True) == [policy] and capsys.readouterr().err.count("over global_step_4") == 2
     again = compose(policy.overrides)
     changed = compose([*given, "trainer.project_name=rlx", "trainer.seed=1"])
     assert not again.faults and again.yaml == changed.yaml
@@ -91,15 +95,23 @@ def test_every_setting_of_a_run_becomes_an_override(tmp_path):
 def test_other_paths_are_rejected_with_what_is_there(tmp_path, capsys):
     (tmp_path / "run/checkpoints").mkdir(parents=True)
     (tmp_path / "run/config.yaml").write_text("")
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other/notes.txt").write_text("")
+    (tmp_path / "other=1").mkdir()
+    (tmp_path / "other=1/notes.txt").write_text("")
     told = {
-        "runn": "does not exist, expected a run.* has other, run",
+        "runn": "does not exist, expected a run.* has other=1, run",
         "run": "a run without a checkpoint.* wait until the run saves",
-        "other": "got a folder with notes.txt, expected a run",
+        "other=1": "got a folder with notes.txt, expected a run",
         "s3://bucket/run": "got a URL, expected a run.* download it",
     }
     for name, text in told.items():
         with pytest.raises(ResumeError, match=text):
             policies_at(name if "://" in name else str(tmp_path / name))
-    assert main([str(tmp_path / "runn")]) == 2 and "does not exist" in capsys.readouterr().err
+    assert main([str(tmp_path / "other=1")]) == 2 and "got a folder with notes.txt" in capsys.readouterr().err
+
+
+def test_a_table_tells_runs_apart_and_has_no_interval_of_one_prompt():
+    own = validation.finite(validation.Estimate("x", "avg@1", 1.0, math.nan, math.nan, 1)._asdict())
+    metrics = {"val/accuracy": 1.0, "val/reward": 1.0}
+    found = [{"policy": f"/runs/{run}/global_step_2", "metrics": metrics, "rows": [own]} for run in "ab"]
+    cells = [[*column.cells] for column in table(json.loads(json.dumps(found, allow_nan=False))).columns]
+    assert (cells[0], cells[3]) == (["a/global_step_2", "b/global_step_2"], ["1.000", "1.000"])

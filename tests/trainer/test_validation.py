@@ -100,6 +100,8 @@ def test_finished_parts_of_an_evaluation_are_kept_even_if_a_kill_tore_the_last_l
     with (tmp_path / "parts").open("a") as opened:
         opened.write('[4, {"lengths": [3')
     again, scores_again = validation.PartsFile(tmp_path / "parts").joined()
+    validation.PartsFile(tmp_path / "parts").add(6, *parts[0])
+    assert [*validation.PartsFile(tmp_path / "parts").found] == [2, 0, 6], "the torn line takes no other one with it"
     expected = samples.generations(*join(parts[::-1]))
     assert samples.generations(batch, scores) == samples.generations(again, scores_again) == expected
     assert validation.summarise(again, scores_again) == validation.summarise(*join(parts[::-1]))
