@@ -46,7 +46,7 @@ PHASES = {
     "values": StepPhase("value", "#a78bda", ("critic.values",)),
     "advantages": StepPhase("adv", "#cbd2d9"),
     "update_critic": StepPhase("critic", "#6d3fb0", ("critic.update",)),
-    "update_actor": StepPhase("actor", "#16966b", ("actor.first_update", "actor.update")),
+    "update_actor": StepPhase("actor", "#16966b", ("actor.first_update", "actor.update_equal", "actor.update")),
     "sync": StepPhase("sync", "#8fd3bb", ("rollout.sync",)),
     "validate": StepPhase("val", "#c8324a", ("rollout.generate",)),
     "checkpoint": StepPhase("save", "#52606d", ("actor.begin_save", "critic.begin_save")),

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import xxhash
+import yaml
 from torch.nn.functional import pad
 
 from rlx.config.schema import PPOConfig
@@ -107,7 +108,8 @@ def environment_digest(config: PPOConfig) -> str:
     spec = environment_spec(config)
     file = Path(spec.path or "").expanduser()
     code = file.read_bytes() if file.is_file() else b""
-    return xxhash.xxh64_hexdigest(repr((spec.name, spec.kwargs, spec.tool_format, code)).encode())
+    settings = yaml.safe_dump([spec.name, spec.kwargs, spec.tool_format])  # it sorts keys
+    return xxhash.xxh64_hexdigest(settings.encode() + code)
 
 
 def as_data(draw: Draw, environment: str) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from rlx.config.schema import (
     ActorRolloutRefConfig,
     AlgorithmConfig,
     DataConfig,
+    EnvironmentConfig,
     FilterGroupsConfig,
     PPOConfig,
     RolloutConfig,
@@ -30,7 +31,7 @@ from rlx.rollout.protocol import Completion
 from rlx.trainer.evaluate import main as evaluate
 from rlx.trainer.loop import Trainer
 from rlx.trainer.progress import Progress
-from rlx.trainer.prompt_queue import as_data, from_data
+from rlx.trainer.prompt_queue import as_data, environment_digest, from_data
 from rlx.trainer.run_state import Run
 
 STALE = [
@@ -186,6 +187,12 @@ def test_the_oldest_prompts_run_to_their_end_and_later_ones_by_rounds(tmp_path):
         [each._replace(log_probs=[*each.log_probs]) for each in draw.kept] for draw in trainer.run.queue
     ]
     assert all(torch.equal(a.rows["seed"], b.rows["seed"]) for a, b in zip(read, trainer.run.queue, strict=True))
+
+
+def test_an_environments_arguments_have_no_order():
+    first, second = ({"a": 1, "b": {"c": 2, "d": 3}}, {"b": {"d": 3, "c": 2}, "a": 1})
+    of = [PPOConfig(environment=EnvironmentConfig(name="guessing", kwargs=kwargs)) for kwargs in (first, second)]
+    assert environment_digest(of[0]) == environment_digest(of[1]) != environment_digest(PPOConfig())
 
 
 def test_processes_get_prompts_of_every_age(tmp_path):

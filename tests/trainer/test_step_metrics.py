@@ -131,11 +131,9 @@ def test_a_phase_of_several_calls_goes_from_the_first_to_the_last_that_was_made(
         "memory/checkpoint_before_gb": 1.0,
         "memory/checkpoint_after_gb": 4.0,
     }
-    one = [noted(actor__begin_save=(1.0, 2.0))]
-    assert step_metrics.memory_of(one, ["checkpoint"]) == {
-        "memory/checkpoint_before_gb": 1.0,
-        "memory/checkpoint_after_gb": 2.0,
-    }
+    for first in ("actor__first_update", "actor__update_equal"):
+        updates = [noted(**{first: (1.0, 3.0)}, actor__update=(2.5, 2.0))]
+        assert [*step_metrics.memory_of(updates).values()] == [1.0, 2.0]
 
 
 def test_every_phase_but_the_drivers_own_has_calls_whose_memory_is_noted():
