@@ -408,8 +408,8 @@ def load_adapters(model: "PreTrainedModel", config: ModelConfig) -> None:
     On the meta device this only checks names and shapes. Raises ModelError if there is no such folder, or its adapters are of
     another kind or for other layers.
     """
-    path = config.lora_adapter_path
-    assert path is not None
+    assert config.lora_adapter_path is not None
+    path = str(Path(config.lora_adapter_path).expanduser())
     if faults := adapter_faults(path, config):
         raise ModelError("; ".join(faults))
     from safetensors import safe_open

@@ -13,7 +13,7 @@ from rlx.cluster.group import WorkerGroup
 from rlx.config.forecast.forecast_text import seldom_saved
 from rlx.config.schema import PPOConfig
 from rlx.config.schema.roles import TINY, critic_settings, has_critic, is_tiny, roles_of
-from rlx.config.schema.tree import value_at, with_value
+from rlx.config.schema.tree import LEAVES, value_at, with_value
 from rlx.data.prompts import PromptSampler
 from rlx.errors import storing
 from rlx.program import program
@@ -35,15 +35,7 @@ from rlx.trainer.warm_start import warm_start
 
 ENDING_S = 20.0  # for the end of workers and of Ray
 LONG_START_S = 10.0  # of the workers, from which on the screen says what took it
-MODELS = ("actor_rollout_ref.model", "critic.model")
-NAMES = (
-    *("environment.path", "actor_rollout_ref.actor.policy_loss.path", "reward_model.model.path"),
-    *(f"{model}.path" for model in MODELS),
-)
-FOLDERS = (
-    *(f"{model}.activation_offload.directory" for model in MODELS),
-    *(f"{model}.layer_offload_directory" for model in (*MODELS, "reward_model.model")),
-)
+OF_WORKERS = ("actor_rollout_ref.", "critic.", "reward_model.", "environment.")
 
 
 def run(config: PPOConfig, yaml: str, workers: WorkerGroup) -> Path:
@@ -221,13 +213,11 @@ def with_models(config: PPOConfig) -> PPOConfig:
     """Return the configuration for workers in other folders: `builtin:tiny` warm-started, the critic's nulls set, paths absolute."""
     config = replace(config, critic=critic_settings(config))
     policy = str(warm_start(config)) if is_tiny(config) else config.actor_rollout_ref.model.path
-    for key in NAMES:
+    for key in (key for key, leaf in LEAVES.items() if leaf.info.is_path and key.startswith(OF_WORKERS)):
         name = policy if value_at(config, key) == TINY else value_at(config, key)
-        folder = Path(name or "").expanduser()
-        config = with_value(config, key, str(folder.absolute()) if name and folder.exists() else name)
-    for key in FOLDERS:
-        if value_at(config, key) is not None:
-            config = with_value(config, key, str(Path(value_at(config, key)).expanduser().absolute()))
+        path = Path(name or "").expanduser()
+        is_here = path.exists() or key.endswith("directory")  # which workers make; else it is a name of the hub
+        config = with_value(config, key, str(path.absolute()) if name and is_here else name)
     return config
 
 

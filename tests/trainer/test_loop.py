@@ -38,11 +38,13 @@ from rlx.trainer.step_metrics import zero_advantage_share
 def test_folders_of_offloaded_bytes_are_the_same_in_a_worker_that_runs_elsewhere(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    (tmp_path / "home/scratch").mkdir(parents=True)
     given = (None, "scratch", "~/scratch", "/scratch")
     found = []
     for directory in given:
         offload = ActivationOffloadConfig(directory=directory)
-        model = ModelConfig(path="/policy", activation_offload=offload, layer_offload_directory=directory)
+        places = {"layer_offload_directory": directory, "lora_adapter_path": directory}
+        model = ModelConfig(path="/policy", activation_offload=offload, **places)
         found.append(
             with_models(PPOConfig(actor_rollout_ref=ActorRolloutRefConfig(model=model))).actor_rollout_ref.model
         )
@@ -54,6 +56,7 @@ def test_folders_of_offloaded_bytes_are_the_same_in_a_worker_that_runs_elsewhere
     ]
     assert [model.layer_offload_directory for model in found] == [model.activation_offload.directory for model in found]
     assert {model.path for model in found} == {"/policy"}
+    assert found[2].lora_adapter_path == str(tmp_path / "home/scratch"), "one that is there"
 
 
 class Held(SimpleNamespace):
