@@ -19,6 +19,7 @@ from matplotlib.patches import Patch
 from matplotlib.patheffects import withStroke
 from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 
+from rlx.errors import ExplainedError, storing
 from rlx.program import program
 from rlx.trainer.progress import PHASES, held_out, reward_change
 from rlx.trainer.timeline import TIMELINE_FILE, Bar, pictures, read_timeline
@@ -40,7 +41,7 @@ def write_report(metrics_jsonl: Path, out_png: Path) -> Path:
     """Draw the picture of a run and return `out_png`, which is replaced if it exists. Panels without numbers say so.
 
     The title is the last two parts of the run's folder. Raises TrackingError if a line of the file is no metrics, or
-    `timeline.json` no timeline.
+    `timeline.json` no timeline; StorageError.
     """
     metrics = read_metrics(metrics_jsonl)
     steps = pictures(read_timeline(metrics_jsonl.parent / TIMELINE_FILE))
@@ -59,7 +60,8 @@ def write_report(metrics_jsonl: Path, out_png: Path) -> Path:
         draw(axes, metrics)
     figure.text(0.05, 0.955, name, fontsize=16, fontweight="bold", color=INK, va="center")
     figure.text(0.05, 0.912, _headline(metrics), fontsize=11.5, color=GREY, va="center")
-    whole.savefig(out_png, dpi=DPI)
+    with storing(out_png, "draw it again"):
+        whole.savefig(out_png, dpi=DPI)
     return out_png
 
 
@@ -253,14 +255,11 @@ def main() -> int:
     parser.add_argument("run_dir", type=Path, help="the run's folder, which holds metrics.jsonl")
     run_dir: Path = parser.parse_args().run_dir
     try:
-        if not run_dir.is_dir():
-            raise TrackingError(f"{run_dir}: no such folder; name that of a run, which the run's first lines show")
         if not (run_dir / METRICS_FILE).is_file():
-            raise TrackingError(
-                f"{run_dir} holds no {METRICS_FILE}; name the folder of a run with `jsonl` in trainer.logger"
-            )
+            what = f"no {METRICS_FILE} in it" if run_dir.is_dir() else "no such folder"
+            raise TrackingError(f"{run_dir}: {what}; name that of a run, which the run's first lines show")
         write_report(run_dir / METRICS_FILE, run_dir / "report.png")
-    except TrackingError as error:
+    except ExplainedError as error:
         print(f"{program('report')}: {error}", file=sys.stderr)
         return 2
     print(run_dir / "report.png")

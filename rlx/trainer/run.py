@@ -15,7 +15,6 @@ from rlx.config.schema import PPOConfig
 from rlx.config.schema.roles import TINY, critic_settings, has_critic, is_tiny, roles_of
 from rlx.config.schema.tree import LEAVES, value_at, with_value
 from rlx.data.prompts import PromptSampler
-from rlx.errors import storing
 from rlx.program import program
 from rlx.supervisor import link
 from rlx.supervisor.link import Stopping
@@ -143,8 +142,9 @@ def _train(
         trainer = Trainer(run)
         if checkpoint is not None:
             _resume(run, trainer.saver, yaml, prepared.changed, checkpoint)
-        with Stopping(config.trainer.save_on_sigterm_s) as stopping:
-            link.tell(grace_s=config.trainer.save_on_sigterm_s + ENDING_S)
+        save_s = 0.0 if config.trainer.val_only else config.trainer.save_on_sigterm_s
+        with Stopping(save_s) as stopping:
+            link.tell(grace_s=save_s + ENDING_S)
             trainer.fit(stopping)
     return trainer
 
@@ -186,8 +186,7 @@ def _picture(folder: Path, progress: Progress) -> Path | None:
     try:
         from rlx.trainer.report import write_report  # matplotlib takes half a second, for which no step need wait
 
-        with storing(folder):
-            return write_report(folder / METRICS_FILE, folder / "report.png")
+        return write_report(folder / METRICS_FILE, folder / "report.png")
     except Exception as error:
         progress.notice(
             f"report.png was not drawn ({type(error).__name__}: {error}); to try again: {program('report')} {folder}"

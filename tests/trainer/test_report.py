@@ -73,6 +73,10 @@ def test_the_command_draws_beside_the_metrics_and_says_what_is_missing(tmp_path:
     command = [sys.executable, "-m", "rlx.trainer.report"]
     done = subprocess.run([*command, str(tmp_path)], capture_output=True, text=True)
     assert done.returncode == 0 and (tmp_path / "report.png").stat().st_size > 10_000
-    failed = subprocess.run([*command, str(tmp_path / "nowhere")], capture_output=True, text=True)
-    assert failed.returncode == 2
-    assert failed.stderr.startswith(f"python -m rlx.trainer.report: {tmp_path}/nowhere: no such folder; ")
+    (tmp_path / "report.png").unlink()
+    (tmp_path / "report.png").mkdir()
+    told = {"": "/report.png: Is a directory", "/report.png": "/report.png: no metrics", "/no": "/no: no such folder; "}
+    for name, what in told.items():
+        failed = subprocess.run([*command, f"{tmp_path}{name}"], capture_output=True, text=True)
+        assert failed.returncode == 2 and failed.stderr.startswith("python -m rlx.trainer.report: ")
+        assert f"{tmp_path}{what}" in failed.stderr and "Traceback" not in failed.stderr
