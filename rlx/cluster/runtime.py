@@ -9,7 +9,7 @@ import signal
 import socket
 import tempfile
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,9 +19,10 @@ import ray
 from rlx.cluster.errors import ClusterError, RayStartError, WorkerFailure, one_line
 from rlx.config.schema import PPOConfig
 from rlx.errors import ExplainedError, did_you_mean, storing
-from rlx.supervisor.link import tell
+from rlx.supervisor.link import handling, tell
 
 _PROBE_S = 10.0
+_NO_HEAD = "unset RAY_ADDRESS to run on this machine only, or start the cluster with `ray start --head`"
 logger = logging.getLogger(__name__)
 
 
@@ -47,7 +48,7 @@ def session(config: PPOConfig) -> Iterator[None]:
             tell(scratch=str(folder))
             tell(ray="starts")  # the supervisor looks for Ray's processes, because `ray.init` may hold Python's lock
             came: list[int] = []  # signals; half a start would leave processes
-            with _handling([signal.SIGINT], lambda number, _: came.append(number)):
+            with handling({signal.SIGINT: lambda number, _: came.append(number)}):
                 _start_here(folder / "ray", {**quiet, **options})
             if came:
                 raise KeyboardInterrupt
@@ -65,7 +66,8 @@ def session(config: PPOConfig) -> Iterator[None]:
         raise
     finally:
         tell(ray=None, head=None)  # their end is no loss from now on
-        with _handling((signal.SIGINT, signal.SIGTERM), signal.SIG_IGN):  # a second one does not interrupt the cleanup
+        # A second signal does not interrupt the cleanup.
+        with handling(dict.fromkeys((signal.SIGINT, signal.SIGTERM), signal.SIG_IGN)):
             _shutdown()
             if folder:
                 shutil.rmtree(folder, ignore_errors=True)
@@ -130,6 +132,10 @@ def _join(address: str, options: dict[str, Any]) -> None:
     try:
         ray.init(address=address, **options)
     except (ConnectionError, ray.exceptions.AuthenticationError) as error:
+        if (
+            isinstance(error, ConnectionError) and ":" not in address
+        ):  # a word such as "auto", with which Ray looks for a head itself
+            raise ClusterError(f"RAY_ADDRESS: got {address!r}, and Ray found no cluster; {_NO_HEAD}") from None
         raise ClusterError(
             f"the Ray head at {address} answers, but does not let this process in ({one_line(str(error))}); if the cluster "
             "asks for a token, set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH as on its nodes; see docs/cluster.md"
@@ -145,31 +151,14 @@ def _probe(address: str) -> None:
         )
     host, _, port = address.rpartition(":")
     if not port.isdigit():
-        return  # a word such as "auto", which Ray resolves itself
+        return
     try:
         socket.create_connection((host, int(port)), timeout=_PROBE_S).close()
     except OSError as error:
-        raise ClusterError(
-            f"no Ray head answers at {address} ({error}); unset RAY_ADDRESS to run on this machine only, "
-            "or start the cluster with `ray start --head`"
-        ) from None
+        raise ClusterError(f"no Ray head answers at {address} ({error}); {_NO_HEAD}") from None
 
 
 def _shutdown() -> None:
     """End Ray and wait until its processes have ended; older versions of Ray, such as 2.52, cannot wait."""
     waits = "wait_for_processes" in inspect.signature(ray.shutdown).parameters
     ray.shutdown(**({"wait_for_processes": True} if waits else {}))
-
-
-@contextmanager
-def _handling(signals: Iterable[int], handler: Any) -> Iterator[None]:
-    """Handle signals otherwise inside a block; outside the main thread Python takes none."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.signal(number, handler) for number in signals}
-    try:
-        yield
-    finally:
-        for number, own in before.items():
-            signal.signal(number, own)

@@ -18,6 +18,8 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from types import FrameType
 from typing import Any
 
@@ -53,7 +55,19 @@ class Terminated(BaseException):
     """SIGTERM came. Like KeyboardInterrupt it is no Exception, so that nothing treats it as a failure."""
 
 
-class Stopping:
+@contextmanager
+def handling(handlers: Mapping[int, Any]) -> Iterator[None]:
+    """Handle signals so inside a block; outside the main thread, where Python takes none, change nothing."""
+    is_main = threading.current_thread() is threading.main_thread()
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items() if is_main}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+class Stopping(ExitStack):
     """Notes SIGTERM and Ctrl-C while it is entered; a context.
 
     Ctrl-C, and SIGTERM with `save_s` of 0, raise at once. Otherwise SIGTERM leaves `left_s` seconds for the end of the step and
@@ -61,19 +75,14 @@ class Stopping:
     """
 
     def __init__(self, save_s: float) -> None:
+        super().__init__()
         self._save_s = save_s
         self._deadline_s: float | None = None
-        self._before: dict[int, object] = {}
 
     def __enter__(self) -> "Stopping":
-        if threading.current_thread() is threading.main_thread():
-            handlers = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: self._terminate}
-            self._before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+        handlers = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: self._terminate}
+        self.enter_context(handling(handlers))
         return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]
 
     @property
     def left_s(self) -> float | None:

@@ -32,6 +32,7 @@ from rlx.config.schema.tree import LEAVES, value_at
 from rlx.config.secrets import override_without_secrets
 from rlx.errors import ExplainedError, storing, wrapped
 from rlx.program import program
+from rlx.supervisor.link import handling
 from rlx.trainer.checkpoints import EVALUATION
 from rlx.trainer.finished import Policy, policies_at, written
 
@@ -150,14 +151,9 @@ def _files(names: Iterable[str | Path]) -> dict[str, Any]:
 def _validate(overrides: Sequence[str]) -> int:
     """Run a driver and return its exit code; signals reach it too."""
     with subprocess.Popen([sys.executable, "-m", "rlx.driver", *overrides]) as driver:
-        before = {signal.SIGINT: signal.signal(signal.SIGINT, signal.SIG_IGN)}
-        for number in (signal.SIGTERM, signal.SIGHUP):
-            before[number] = signal.signal(number, lambda number, _: driver.send_signal(number))
-        try:
+        passed_on = dict.fromkeys((signal.SIGTERM, signal.SIGHUP), lambda number, _: driver.send_signal(number))
+        with handling({signal.SIGINT: signal.SIG_IGN, **passed_on}):
             return driver.wait()
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
 
 def table(found: Sequence[dict[str, Any]]) -> Table:
