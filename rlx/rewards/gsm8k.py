@@ -10,7 +10,7 @@ TAIL_CHARACTERS = 300
 
 _NUMBER = r"(?P<minus>-?)[ \t]*\$?[ \t]*(?P<minus_after>-?)(?P<digits>[0-9][0-9,]*(?:\.[0-9]+)?|\.[0-9]+)"
 # The next characters must not continue the number or an expression: `3/4` and `3+4` do not answer 3.
-_ANSWER = re.compile(r"####[ \t]*" + _NUMBER + r"(?![0-9]|\.[0-9]|[ \t]*[-+*/^=][ \t]*[0-9])")
+_ANSWER = re.compile(r"####[ \t]*" + _NUMBER + r"(?![0-9]|[.,][0-9]|[ \t]*[-+*/^=][ \t]*[0-9])")
 _WHOLE = re.compile(r"\s*" + _NUMBER + r"\s*%?\.?\s*")
 
 
