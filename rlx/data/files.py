@@ -153,7 +153,7 @@ class Part(NamedTuple):
                 rows: Rows = ArrowRows(self._table())
             else:
                 found = list(self._lines())
-                rows = Rows([row for _, row in found], None if self.kind in TABLES else [at for at, _ in found])
+                rows = Rows([row for _, row in found], [line for line, _ in found if line is not None] or None)
         if not len(rows):
             raise DataError(f"{self.name}: {NO_ROWS}")
         if not rows.columns:
@@ -199,21 +199,32 @@ class Part(NamedTuple):
             table = pa.Table.from_batches([] if first is None else [first], opened.schema_arrow)
             return table, opened.metadata.num_rows
 
-    def _lines(self) -> Iterator[tuple[int, Row]]:
-        """Yield the rows of a file of text with their lines (of a table: with their numbers), counted from 1."""
+    def _lines(self) -> Iterator[tuple[int | None, Row]]:
+        """Yield the rows of a file of text with their lines, counted from 1; None in a table and in a list of JSON."""
         with self._stream() as stream:
             if self.kind in TABLES:
-                csv.field_size_limit(2**31 - 1)
-                text = io.TextIOWrapper(stream, "utf-8-sig", newline="")
-                for number, row in enumerate(csv.DictReader(text, delimiter=TABLES[self.kind]), 1):
-                    yield number, RowFault("the row has more cells than the header") if None in row else row
+                yield from ((None, row) for row in self._of_table(io.TextIOWrapper(stream, "utf-8-sig", newline="")))
                 return
             if self.kind == ".json" and (whole := stream.read()).lstrip(codecs.BOM_UTF8 + b" \t\r\n").startswith(b"["):
-                yield from enumerate(map(_as_row, json.loads(whole.decode("utf-8-sig"))), 1)
+                yield from ((None, _as_row(each)) for each in json.loads(whole.decode("utf-8-sig")))
                 return
             for number, line in enumerate(whole.splitlines() if self.kind == ".json" else stream, 1):
                 if line.strip():
                     yield number, _parse_line(line.removeprefix(codecs.BOM_UTF8) if number == 1 else line)
+
+    def _of_table(self, text: io.TextIOWrapper) -> Iterator[Row]:
+        csv.field_size_limit(2**31 - 1)
+        # Strict, because a quote without an end would make one cell of all that follows.
+        rows, count = csv.DictReader(text, delimiter=TABLES[self.kind], strict=True), 0
+        try:
+            named = [name for name in rows.fieldnames or () if name]
+            if len({*named}) < len(named):
+                raise DataError(f"{self.name}: got the columns {named}, expected different names; rename one")
+            for count, row in enumerate(rows, 1):
+                yield RowFault("the row has more cells than the header") if None in row else row
+        except csv.Error as fault:
+            remedy = "put quotes around a cell that holds any, and double those in it"
+            raise DataError(f"{self.name}: row {count + 1} cannot be read ({fault}); {remedy}") from None
 
     def _stream(self) -> Any:
         if self.path.suffix not in COMPRESSED:
@@ -243,7 +254,8 @@ def parts_of(file: str) -> list[Part]:
     local = _fetched(file) if "://" in file else data_parts(file)
     if not local:
         looked = file if "://" in file else Path(file).expanduser().absolute()
-        raise DataError(f"{file}: no such file (looked for {looked}); correct data.train_files or data.val_files")
+        what = "no files of rows in this folder" if Path(looked).is_dir() else f"no such file (looked for {looked})"
+        raise DataError(f"{file}: {what}; correct data.train_files or data.val_files")
     several = f"{file}, file " if "://" in file else ""
     names = [file] if len(local) == 1 else [f"{several}{Path(path).name if several else path}" for path in local]
     parts = [Part(name, Path(path), data_kind(path)) for name, path in zip(names, local, strict=True)]
@@ -276,7 +288,9 @@ def _fetched(url: str) -> list[str]:
 
 def open_rows(file: str) -> Rows:
     """Open the rows of one file. Raises DataError: it is missing, empty, of another kind, or cannot be read."""
-    (part,) = parts_of(file)
+    part, *others = parts_of(file)
+    if others:
+        raise DataError(f"{file}: got {1 + len(others)} files, expected one; name one of them")
     return part.open()
 
 
@@ -313,7 +327,7 @@ def _explained(part: Part) -> Iterator[None]:
         yield
     except DataError:
         raise
-    except (OSError, ValueError, csv.Error, RecursionError, LookupError, NotImplementedError) as fault:
+    except (OSError, ValueError, RecursionError, LookupError, NotImplementedError) as fault:
         why = fault.strerror if isinstance(fault, OSError) and fault.strerror and not kind else _first_line(fault)
         raise DataError(f"{part.name}: cannot be read{kind} ({why})") from None
 

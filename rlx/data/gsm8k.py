@@ -13,13 +13,14 @@ from rich.progress import track
 
 from rlx.data.files import GSM8K_SOURCE, DataError, RowFault, RowFaults, Rows, gsm8k_row, open_rows
 from rlx.program import program
+from rlx.row_files import DATA_KINDS, data_kind
 
 ANSWER_S = 5.0  # for the hub to answer
 
 
 def read_official(source: str, split: str) -> Rows:
     """Return the official rows of a split (train or test) from a local file or the hub. Raises DataError."""
-    if Path(source).suffix or Path(source).expanduser().exists():
+    if data_kind(source) in DATA_KINDS or Path(source).expanduser().exists():
         return open_rows(source)
     from datasets import load_dataset
     from huggingface_hub import HfApi

@@ -54,7 +54,8 @@ def test_compressed_lines(tmp_path, suffix):
 def test_plain_json_may_be_a_list_or_lines(tmp_path, text):
     path = tmp_path / "rows.json"
     path.write_bytes(text)
-    assert open_rows(str(path)).read(0, 5) == ROWS and peek(str(path)).first == ROWS[0]
+    rows, place = open_rows(str(path)), "row 2" if text[:1] == b"[" else "line 2"
+    assert rows.read(0, 5) == ROWS and rows.place(1) == place and peek(str(path)).first == ROWS[0]
 
 
 def test_cells_of_a_table_are_text(tmp_path):
@@ -64,6 +65,16 @@ def test_cells_of_a_table_are_text(tmp_path):
     assert rows.columns == ["prompt", "answer"]
     assert rows.read(0, 3) == [dict(prompt=p, answer=a) for p, a in (("two\nlines", "NA"), ("b", "007"), ("c", ""))]
     assert rows.place(1) == "row 2" and peek(str(path)).rows == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [("a,b\n1,2\n3,\"4\n5,6\n", r"row 2 cannot be read .*; put quotes"), ("a,b,b\n1,2,3\n", "expected different names")],
+)
+def test_a_table_with_an_open_quote_or_a_column_twice_loses_no_text(tmp_path, text, fault):
+    (tmp_path / "rows.csv").write_text(text)
+    with pytest.raises(DataError, match=fault):
+        open_rows(str(tmp_path / "rows.csv"))
 
 
 def test_a_folder_of_save_to_disk(tmp_path):
@@ -82,6 +93,8 @@ def test_shards_come_in_the_order_of_their_names(tmp_path, name):
         (tmp_path / f"part{number}.jsonl").write_text(json.dumps(row))
         memory.pipe(f"/data/part{number}.jsonl", json.dumps(row).encode())
     parts = parts_of(name.format(folder=tmp_path))
+    with pytest.raises(DataError, match="got 5 files, expected one"):
+        open_rows(name.format(folder=tmp_path))
     assert [part.open().read(0, 1)[0] for part in parts] == ROWS
     assert peek(name.format(folder=tmp_path)).rows == 5
     assert [part.name.endswith(f"part{number}.jsonl") for number, part in enumerate(parts)] == [True] * 5
