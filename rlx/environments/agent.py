@@ -56,7 +56,11 @@ def require(key: str, packages: Sequence[str], remedy: str) -> None:
 
 def _command(kwargs: dict[str, Any]) -> list[str]:
     command = kwargs.get("command")
-    words = shlex.split(command) if isinstance(command, str) else command
+    try:
+        words = shlex.split(command) if isinstance(command, str) else command
+    except ValueError as fault:
+        got = f"environment.kwargs.command: got {command!r}, expected words as in a shell"
+        raise UserCodeError(f"{got} ({fault}); correct it, or give a list of words") from None
     if set(kwargs) != {"command"} or not isinstance(words, list) or not words:
         raise UserCodeError(
             f"environment.kwargs: got {kwargs}, expected command alone: a text or a list of words; or set environment.path to a "

@@ -204,9 +204,10 @@ class RewardManager:
             for (_, rows), report in zip(part, reports, strict=True):
                 if isinstance(report, RewardFailure):
                     faults |= dict.fromkeys(rows, f"the answer cannot be scored: {report.what}")
-            if time.monotonic() > until:
+            tried = start + len(part)
+            if tried < len(asked) and time.monotonic() > until:
                 logger.warning(
-                    "answers: tried %d of %d in %g s; the others are tried when they come", start, len(asked), TRIAL_S
+                    "answers: tried %d of %d in %g s; the others are tried when they come", tried, len(asked), TRIAL_S
                 )
                 break
         self._taken.clear()

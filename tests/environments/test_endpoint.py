@@ -487,6 +487,7 @@ def decoded(request):
         ("async def go(row, client): pass", {}, "has no 'run'"),
         (None, {}, "environment.kwargs: got {}, expected command alone"),
         (None, {"command": "python", "more": 1}, "expected command alone"),
+        (None, {"command": "python 'a"}, r"got \"python 'a\", expected words as in a shell \(No closing quotation\)"),
         (None, {"command": "rlx-no-such-program a"}, "no program 'rlx-no-such-program' on PATH"),
     ],
 )
