@@ -136,9 +136,6 @@ class ArrowRows(Rows):
             return [row for number in range(start, stop) for row in self.read(number, number + 1)]
 
 
-NO_ROWS = "the file has no rows, expected at least one"
-
-
 class Part(NamedTuple):
     """A file of rows: its name in messages, its path on this machine, and its kind as `data_kind` tells."""
 
@@ -146,16 +143,16 @@ class Part(NamedTuple):
     path: Path
     kind: str
 
-    def open(self) -> Rows:
-        """Read it. Raises DataError if it cannot be read, or has no usable row."""
+    def open(self, most: int | None = None) -> Rows:
+        """Read it, or the first of its rows, at least one and at most `most`. Raises DataError if it cannot be read, or has no usable row."""
         with _explained(self):
             if self.kind in (".parquet", SAVED):
-                rows: Rows = ArrowRows(self._table())
+                rows: Rows = ArrowRows(self._table(most))
             else:
-                found = list(self._lines())
+                found = list(islice(self._lines(), most))
                 rows = Rows([row for _, row in found], [line for line, _ in found if line is not None] or None)
         if not len(rows):
-            raise DataError(f"{self.name}: {NO_ROWS}")
+            raise DataError(f"{self.name}: the file has no rows, expected at least one")
         if not rows.columns:
             faults = RowFaults()
             for index, row in enumerate(rows.read(0, len(rows))):
@@ -164,40 +161,27 @@ class Part(NamedTuple):
             faults.end()
         return rows
 
-    def peek(self, most: int | None) -> "Peek":
+    def count(self, most: int | None = None) -> int:
+        """Return the number of rows, those of text counted to `most`. Raises DataError as `open`."""
+        if self.kind != ".parquet":
+            return len(self.open(most))
+        import pyarrow.parquet as pq  # a check of other files does without it
+
         with _explained(self):
-            if self.kind in (".parquet", SAVED):
-                table, count = self._head()
-                if not count:
-                    raise DataError(f"{self.name}: {NO_ROWS}")
-                return Peek(list(table.column_names), ArrowRows(table).read(0, 1)[0], count)
-            lines = self._lines()
-            if (first := next(lines, None)) is None:
-                raise DataError(f"{self.name}: {NO_ROWS}")
-            columns = [] if isinstance(first[1], RowFault) else list(first[1])
-            return Peek(columns, first[1], 1 + sum(1 for _ in islice(lines, None if most is None else most - 1)))
+            return int(pq.read_metadata(self.path).num_rows)
 
-    def _table(self) -> "pa.Table":
-        if self.kind == ".parquet":
-            import pyarrow.parquet as pq  # a check of other files does without it
-
-            return pq.read_table(self.path, memory_map=True)
-        from datasets import load_from_disk
-
-        return load_from_disk(self.path).with_format("arrow")[:]
-
-    def _head(self) -> "tuple[pa.Table, int]":
-        """Return a table that begins with the first row, empty if there is none, and the number of rows."""
+    def _table(self, most: int | None) -> "pa.Table":
         if self.kind == SAVED:
-            table = self._table()
-            return table, table.num_rows
+            from datasets import load_from_disk
+
+            return load_from_disk(self.path).with_format("arrow")[:most]
         import pyarrow as pa
         import pyarrow.parquet as pq
 
         with pq.ParquetFile(self.path, memory_map=True) as opened:
-            first = next(opened.iter_batches(batch_size=1), None)
-            table = pa.Table.from_batches([] if first is None else [first], opened.schema_arrow)
-            return table, opened.metadata.num_rows
+            if most is None:
+                return opened.read()
+            return pa.Table.from_batches(islice(opened.iter_batches(most), 1), opened.schema_arrow)
 
     def _lines(self) -> Iterator[tuple[int | None, Row]]:
         """Yield the rows of a file of text with their lines, counted from 1; None in a table and in a list of JSON."""
@@ -220,7 +204,8 @@ class Part(NamedTuple):
             named = [name for name in rows.fieldnames or () if name]
             if len({*named}) < len(named):
                 raise DataError(f"{self.name}: got the columns {named}, expected different names; rename one")
-            for count, row in enumerate(rows, 1):
+            for row in rows:
+                count += 1
                 yield RowFault("the row has more cells than the header") if None in row else row
         except csv.Error as fault:
             remedy = "put quotes around a cell that holds any, and double those in it"
@@ -236,14 +221,6 @@ class Part(NamedTuple):
 
 TABLES = {".csv": ",", ".tsv": "\t"}
 """Delimiters by kind. All cells are text."""
-
-
-class Peek(NamedTuple):
-    """What a look at a file shows, without reading it: its columns, its first row, and how many rows it has."""
-
-    columns: list[str]
-    first: Row
-    rows: int
 
 
 def parts_of(file: str) -> list[Part]:
@@ -292,17 +269,6 @@ def open_rows(file: str) -> Rows:
     if others:
         raise DataError(f"{file}: got {1 + len(others)} files, expected one; name one of them")
     return part.open()
-
-
-def peek(file: str, most: int | None = None) -> Peek:
-    """Return what a look at a file shows. Rows of text are counted no further than `most`. Raises DataError as `open_rows`."""
-    first, *others = parts_of(file)
-    found = first.peek(most)
-    rows = found.rows
-    for part in others:
-        if most is None or rows < most:
-            rows += part.peek(None if most is None else most - rows).rows
-    return found._replace(rows=rows)
 
 
 def _parse_line(line: bytes) -> Row:

@@ -30,7 +30,6 @@ from rlx.data.files import (
     RowFaults,
     form_of,
     parts_of,
-    peek,
     prompts_of,
     require_prompts,
     to_prompt,
@@ -86,10 +85,8 @@ def training_rows(config: PPOConfig, most: int | None = None) -> int | None:
                 continue
             if is_url(file):
                 return None
-            _, first, count = peek(file, most)
-            if isinstance(first, RowFault):
-                return None
-            rows += count
+            for part in parts_of(file):
+                rows += part.count(most) if most is None or rows < most else 0
     except DataError:
         return None
     return rows if data.train_max_samples < 0 else min(rows, data.train_max_samples)
@@ -122,10 +119,9 @@ def _data_faults(config: PPOConfig, broken: frozenset[str]) -> Iterator[Fault]:
 
 def _prompt_of_first_row(file: str, config: PPOConfig, split: str, most: int) -> Prompt:
     """Return the prompt of the first row. Raises DataError; if the row is faulty, it names the faults of the other rows too."""
-    columns, first, _ = peek(file, most=1)
-    if not isinstance(first, RowFault):
-        with suppress(RowFault):
-            return to_prompt(form_of(file, columns, config.data, split), first, 0)
+    with suppress(DataError, RowFault):
+        rows = parts_of(file)[0].open(1)
+        return to_prompt(form_of(file, rows.columns, config.data, split), rows.read(0, 1)[0], 0)
     faults = RowFaults()
     for part in parts_of(file):
         rows = part.open()
