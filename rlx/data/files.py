@@ -232,7 +232,7 @@ def parts_of(file: str) -> list[Part]:
     if not local:
         looked = file if "://" in file else Path(file).expanduser().absolute()
         what = "no files of rows in this folder" if Path(looked).is_dir() else f"no such file (looked for {looked})"
-        raise DataError(f"{file}: {what}; correct data.train_files or data.val_files")
+        raise DataError(f"{file}: {what}; correct its name, such as in data.train_files")
     several = f"{file}, file " if "://" in file else ""
     names = [file] if len(local) == 1 else [f"{several}{Path(path).name if several else path}" for path in local]
     parts = [Part(name, Path(path), data_kind(path)) for name, path in zip(names, local, strict=True)]
@@ -261,14 +261,6 @@ def _fetched(url: str) -> list[str]:
     except Exception as fault:  # each file system has errors of its own
         why = f"{type(fault).__name__}: {_first_line(fault)}"
         raise DataError(f"{url}: cannot be fetched ({why}); correct the URL, or download the file") from None
-
-
-def open_rows(file: str) -> Rows:
-    """Open the rows of one file. Raises DataError: it is missing, empty, of another kind, or cannot be read."""
-    part, *others = parts_of(file)
-    if others:
-        raise DataError(f"{file}: got {1 + len(others)} files, expected one; name one of them")
-    return part.open()
 
 
 def _parse_line(line: bytes) -> Row:

@@ -1,10 +1,8 @@
-import re
-
 import pyarrow.parquet as pq
 import pytest
 
 from rlx.data import gsm8k
-from rlx.data.files import gsm8k_row, open_rows
+from rlx.data.files import gsm8k_row, parts_of
 
 
 def test_row():
@@ -35,10 +33,10 @@ def test_row_faults(row, what):
 
 def test_command(gsm8k_file, tmp_path):
     out = tmp_path / "new" / "folder"
-    assert gsm8k.main(["--train", gsm8k_file, "--test", gsm8k_file, "--out", str(out)]) == 0
+    assert gsm8k.main(["--train", gsm8k_file.replace("tiny", "*"), "--test", gsm8k_file, "--out", str(out)]) == 0
     assert {path.name for path in out.iterdir()} == {"train.parquet", "test.parquet"}
     rows = pq.read_table(out / "test.parquet").to_pylist()
-    official = open_rows(gsm8k_file).read(0, 100)
+    official = parts_of(gsm8k_file)[0].open().read(0, 100)
     assert rows == [gsm8k_row(row, "test", i) for i, row in enumerate(official)]
 
 
@@ -52,10 +50,3 @@ def test_command_names_the_row_at_fault(write_jsonl, gsm8k_file, tmp_path, capsy
 def test_command_without_a_file(gsm8k_file, tmp_path, capsys):
     assert gsm8k.main(["--train", str(tmp_path / "no.jsonl"), "--test", gsm8k_file, "--out", str(tmp_path)]) == 2
     assert "no.jsonl" in capsys.readouterr().err.replace("\n", "")
-    assert gsm8k.main(["--train", "no/such-data", "--test", gsm8k_file, "--out", str(tmp_path)]) == 2
-    printed = " ".join(capsys.readouterr().err.split())
-    assert re.fullmatch(
-        r"\S.*: no/such-data: no such file, and the hub did not return it .* pass a downloaded file with --train, .*",
-        printed,
-    )
-    assert "Retrying" not in printed
