@@ -33,9 +33,7 @@ COMMANDS = {
     "eval": Command("rlx.trainer.evaluate", "measure a trained policy: avg@n and pass@k with intervals", (), TRAINING),
     "export": Command("rlx.export", "write a checkpoint as a Hugging Face folder", (), TRAINING),
     "report": Command("rlx.trainer.report", "draw a run's curves", (), ("matplotlib", "rich")),
-    "gsm8k": Command(
-        "rlx.data.gsm8k", "fetch GSM8K as training data", (), ("fsspec", "pyarrow", "rich")
-    ),
+    "gsm8k": Command("rlx.data.gsm8k", "fetch GSM8K as training data", (), ("fsspec", "pyarrow", "rich")),
     "plan": Command("rlx.offload.plan", "predict what activation offloading saves and costs"),
     "serve": Command(
         "rlx.serve",

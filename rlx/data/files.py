@@ -16,11 +16,12 @@ from functools import cache, partial
 from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory, mkdtemp
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 from urllib.parse import urlparse
 
 from rlx.config.schema import ARITHMETIC, PLAIN_SOURCE, DataConfig
 from rlx.errors import ExplainedError
+from rlx.heartbeat import beat
 from rlx.row_files import COMPRESSED, DATA_KINDS, SAVED, data_kind, data_parts
 
 if TYPE_CHECKING:
@@ -57,6 +58,9 @@ class RowFault(ValueError):
 Row: TypeAlias = dict[str, Any] | RowFault
 """A row, or why it cannot be read."""
 MOST_SHOWN = 10
+MOST_HANGS = 3
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 
 class RowFaults:
@@ -517,6 +521,30 @@ def text_ids(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str]) -> list
     before = next((whole[:at] for at in range(len(whole)) if bare and whole[at : at + len(bare)] == bare), [])
     found = tokenizer([*texts], add_special_tokens=False)["input_ids"] if texts else []
     return [ids if ids[: len(before)] == before else [*before, *ids] for ids in found]
+
+
+def together_or_alone(call: Callable[[list[Item]], list[Result]], items: Sequence[Item]) -> list[Result | Exception]:
+    """Return the results of one call for all items; if it raises, those of a call for each, or its error.
+
+    The list is shorter if MOST_HANGS of these calls took too long: the other items are not tried.
+    """
+    try:
+        return [*call([*items])] if items else []
+    except Exception as fault:  # templates and tokenizers raise any kind of error
+        if len(items) == 1:
+            return [fault]
+    found: list[Result | Exception] = []
+    hangs = 0
+    for item in items:
+        beat()
+        try:
+            found += call([item])
+        except Exception as fault:
+            found.append(fault)
+            hangs += isinstance(fault, TimeoutError)
+        if hangs == MOST_HANGS:
+            break
+    return found
 
 
 GSM8K_SOURCE = "openai/gsm8k"

@@ -2,7 +2,6 @@
 
 import json
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -28,6 +27,7 @@ from rlx.data.files import (
     require_prompts,
     text_ids,
     to_prompt,
+    together_or_alone,
 )
 from rlx.data.seeding import seed_for
 from rlx.user_code import DATASET, TEMPLATE_CHAT_S, TEMPLATE_LIMIT_S, UserCodeError, call_within, load_callable
@@ -35,8 +35,6 @@ from rlx.user_code import DATASET, TEMPLATE_CHAT_S, TEMPLATE_LIMIT_S, UserCodeEr
 INTERFACE = ("__len__", "batch", "report")
 """The attributes that a user's data set class must have."""
 CHUNK_ROWS = 512
-LOOK_S = 60.0
-"""For the rows that a tokenizer does not take [s]."""
 BAR_FROM_ROWS = 20_000
 CORRECT_ANSWER = (
     "correct the answer, remove the row, or score such rows with a function of your own: custom_reward_function.path"
@@ -64,7 +62,6 @@ class PromptDataset:
     def __init__(self, files: Sequence[str], config: DataConfig, tokenizer: PreTrainedTokenizerBase, split: str):
         self._config, self._tokenizer, self._split = config, tokenizer, split
         self._pad_token_id = _pad_token_id(tokenizer)
-        self._look_until = 0.0  # not yet: no row was refused
         self._files = [part for file in files for part in self._open(file)]
         self._ends = np.cumsum([len(file.rows) for file in self._files])
         self.has_tools = False
@@ -189,24 +186,20 @@ class PromptDataset:
 
     def _tokenise_of(self, file: _File, prompts: dict[int, Prompt], faults: RowFaults) -> dict[int, list[int]]:
         """Return the tokens of the prompts that the tokenizer takes, by row; the others go to `faults`."""
-        try:
-            return dict(zip(prompts, self._tokenise(list(prompts.values())), strict=True))
-        except Exception:  # templates and tokenizers raise any kind of error; look for the rows, else re-raise it
-            self._look_until = self._look_until or time.monotonic() + LOOK_S
-            found: dict[int, list[int]] = {}
-            for row, prompt in prompts.items():
-                try:
-                    found[row] = self._tokenise([prompt])[0]
-                except Exception as fault:
-                    what = f"the tokenizer or its chat template does not take this prompt ({type(fault).__name__}: {fault})"
-                    remedy = "use an instruct model, whose template fits, or plain text"
-                    faults.add(file.name, file.rows, row, RowFault(what, remedy))
-                if time.monotonic() > self._look_until:
-                    faults.end()
-                    raise
-            if len(found) == len(prompts):
-                raise
-            return found
+        results = together_or_alone(self._tokenise, list(prompts.values()))
+        found: dict[int, list[int]] = {}
+        for row, result in zip(prompts, results, strict=False):
+            if isinstance(result, Exception):
+                what = (
+                    f"the tokenizer or its chat template does not take this prompt ({type(result).__name__}: {result})"
+                )
+                remedy = "use an instruct model, whose template fits, or plain text"
+                faults.add(file.name, file.rows, row, RowFault(what, remedy))
+            else:
+                found[row] = result
+        if len(results) < len(prompts) or (prompts and not found):  # the others would take long, or fail as well
+            faults.end()
+        return found
 
     def _tokenise(self, prompts: list[Prompt]) -> list[list[int]]:
         # One call takes the chats with the same tools

@@ -4,12 +4,11 @@ import re
 from collections.abc import Callable, Collection, Sequence
 from itertools import groupby
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rlx.data.files import text_ids
+from rlx.data.files import text_ids, together_or_alone
 from rlx.environments.protocol import CLOSE, OPEN, Message
 from rlx.errors import ExplainedError
-from rlx.heartbeat import beat
 from rlx.rollout.protocol import Completion
 from rlx.user_code import TEMPLATE_CHAT_S, TEMPLATE_LIMIT_S, call_within
 
@@ -21,12 +20,8 @@ PROBE, SAID, HIDDEN = "rlxPROBE", "rlxSAID", "rlxHIDDEN"
 NUMBERED = re.compile(HIDDEN)
 ANCHOR = "\n"
 UNWRITTEN = "the chat template does not write the content of the role {}, given as text"
-MOST_HANGS = 3
-"""Chats that are tried alone although those before took too long; the others get the first one's error."""
 Tools = list[dict[str, Any]]
 Opening = tuple[list[Message], Tools]
-_Item = TypeVar("_Item")
-_Result = TypeVar("_Result")
 
 _CALL = {"id": "abcdefghi", "type": "function", "function": {"name": "f", "arguments": {}}}
 _FUNCTION = {"name": "f", "description": "a", "parameters": {"type": "object", "properties": {}}}
@@ -94,7 +89,7 @@ class Chat:
         In messages `from_agents` special tokens are plain text, except in the assistant's.
         """
         hides = from_agents and self._tokenizer.chat_template is not None
-        return _together_or_alone(self._first_from_agents if hides else self._first, chats)
+        return _for_all(self._first_from_agents if hides else self._first, chats)
 
     def _first(self, chats: Sequence[Opening]) -> list[Written]:
         if self._tokenizer.chat_template is None:
@@ -146,7 +141,7 @@ class Chat:
         With `fork` and a rewritten history they are the tokens of the whole conversation. Errors are RewrittenHistory, with
         `refuse`; UnusableTemplate, if the template leaves the content of a message out; and any error of the template.
         """
-        return _together_or_alone(self._between, gaps)
+        return _for_all(self._between, gaps)
 
     def _between(self, gaps: Sequence[Gap]) -> list[Written]:
         hidden: list[list[str]] = [[] for _ in gaps]
@@ -334,23 +329,10 @@ class Chat:
         ]
 
 
-def _together_or_alone(
-    call: Callable[[Sequence[_Item]], list[_Result]], items: Sequence[_Item]
-) -> list[_Result | Exception]:
-    """Return the results of one call for all items; if it raises, those of a call for each, or its error; see MOST_HANGS."""
-    if not items:
-        return []
-    try:
-        return [*call(items)]
-    except Exception as fault:  # templates and tokenizers raise any kind of error
-        if len(items) == 1:
-            return [fault]
-    found: list[_Result | Exception] = []
-    for item in items:
-        beat()
-        hung = [each for each in found if isinstance(each, TimeoutError)]
-        found += _together_or_alone(call, [item]) if len(hung) < MOST_HANGS else hung[:1]
-    return found
+def _for_all(call: Callable[[Sequence[Any]], list[Written]], items: Sequence[Any]) -> list[Written | Exception]:
+    """Return the result for each item, or its error; that of the last one tried if the others were not."""
+    found = together_or_alone(call, items)
+    return found + found[-1:] * (len(items) - len(found))
 
 
 def _has_words(text: str, gap: Gap) -> bool:

@@ -121,7 +121,7 @@ def test_chats_behind_three_that_take_too_long_are_not_tried(tokenizer, monkeypa
     with ThreadPoolExecutor() as other:
         found = other.submit(first, chats).result()
     assert [isinstance(each, TimeoutError) for each in found] == [False, True, False, True, True, True, True]
-    assert found[5] is found[6] is found[1] is not found[4]
+    assert found[5] is found[6] is found[4] is not found[1]
 
 
 def test_equal_first_prompts_have_lists_of_their_own(tokenizer):
