@@ -12,7 +12,6 @@ With settings (port, key, name of the model) there are no lives: who has the key
 
 import asyncio
 import hmac
-import importlib
 import itertools
 import json
 import socket
@@ -53,15 +52,8 @@ class _Life:
 
 def serve(connection: socket.socket) -> None:
     """Serve until the owner closes the connection."""
-    with asyncio.Runner(loop_factory=_fastest_loop()) as runner:
+    with asyncio.Runner(loop_factory=uvicorn.Config("").get_loop_factory()) as runner:
         runner.run(_serve(connection))
-
-
-def _fastest_loop() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    try:
-        return importlib.import_module("uvloop").new_event_loop  # type: ignore[no-any-return]
-    except ImportError:
-        return None
 
 
 async def _serve(connection: socket.socket) -> None:

@@ -66,7 +66,8 @@ class EnvironmentPool(WorkerPool):
         try:
             own.lines.append(json.dumps(["reset", own.number, row], default=as_json))
         except (TypeError, ValueError) as fault:
-            self._finish(own, Failure(f"its row cannot be sent to the environment: {fault}", "error"))
+            reason = f"its row cannot be sent to the environment: {fault}; keep numbers, text, lists and dicts in it"
+            self._finish(own, Failure(reason, "error"))
             return
         self._begin(own)
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jsonschema
 
 from rlx.environments.protocol import Message, Observation, Turn
-from rlx.environments.tool_calls import ToolCall, parse
+from rlx.environments.tool_calls import FORMATS, ToolCall, parse
 from rlx.user_code import UserCodeError
 
 LONGEST_RESULT = 2**17
@@ -95,6 +95,8 @@ class ToolEnvironment:
     """
 
     def __init__(self, tools: Tools, tool_format: str):
+        if tool_format not in FORMATS:
+            raise UserCodeError(f"tool_format: got {tool_format!r}, expected one of {', '.join(FORMATS)}")
         self._tools, self._format = tools, tool_format
 
     @property

@@ -164,6 +164,8 @@ def rows(environment: Any, most: int | None = None) -> Iterator[dict[str, Any]]:
 
 def main() -> None:
     """Run with the file to write, the taskset's package or file, and the most rows if it is not all."""
+    if not 3 <= len(sys.argv) <= 4:
+        sys.exit("usage: python -m rlx.environments.verifiers_agent FILE TASKSET [ROWS]")
     path, taskset, *most = sys.argv[1:]
     is_file = taskset.endswith(".py")
     environment = load(taskset, {}) if is_file else load(None, {"taskset": {"id": taskset}})

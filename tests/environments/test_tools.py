@@ -109,6 +109,8 @@ def test_functions_without_a_schema_are_refused():
         Tools([bare, wait, silent])
     with pytest.raises(UserCodeError, match="expected a name of its own for each"):
         Tools([wait, wait])
+    with pytest.raises(UserCodeError, match="tool_format: got 'xml', expected one of tags, hermes"):
+        ToolEnvironment(Tools([wait]), "xml")
 
 
 def test_the_environment_answers_each_call_and_ends_at_a_turn_without_one(tools):
