@@ -29,13 +29,10 @@ def test_parquet_and_jsonl_give_the_same_rows(write_jsonl, tmp_path):
         assert part.count() == 5 and part.open(1).read(0, 5) == ROWS[:1]
 
 
-def test_missing(tmp_path):
-    with pytest.raises(DataError, match=r"no\.parquet: no such file .*data\.train_files"):
-        open_rows(str(tmp_path / "no.parquet"))
-
-
 @pytest.mark.parametrize("name", ["rows.txt", "rows", "rows.gz"])
-def test_unknown_kind(name, tmp_path):
+def test_a_file_that_is_missing_or_of_an_unknown_kind(name, tmp_path):
+    with pytest.raises(DataError, match=f"{name}: no such file .*data\\.train_files"):
+        open_rows(str(tmp_path / name))
     (tmp_path / name).write_text("{}")
     with pytest.raises(DataError, match=r"expected \.parquet, \.jsonl, \.json, \.csv, \.tsv or `builtin:arithmetic`"):
         open_rows(str(tmp_path / name))

@@ -12,9 +12,8 @@ def test_row():
     assert message["content"].startswith("How many?\n\n") and "####" in message["content"]
     assert row["data_source"] == "openai/gsm8k"
     assert row["reward_model"] == {"style": "rule", "ground_truth": "1200"}
-    assert row["extra_info"] == {
-        **{"index": 3, "split": "train", "question": "How many? ", "answer": "2*600=1200\n#### 1,200"}
-    }
+    assert (row["extra_info"].pop("index"), row["extra_info"].pop("split")) == (3, "train")
+    assert row["extra_info"] == {"question": "How many? ", "answer": "2*600=1200\n#### 1,200"}
 
 
 @pytest.mark.parametrize(

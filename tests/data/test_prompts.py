@@ -245,9 +245,6 @@ def test_max_samples(tokenizer, gsm8k_file, write_jsonl):
     assert len(load(tokenizer, *files, train_max_samples=100)) == 8
 
 
-# ---------------------------------------------------------------------------------------------- prompts too long
-
-
 @pytest.fixture
 def uneven(write_jsonl):
     return write_jsonl([row(prompt="x" * 9), row(prompt="0123456789a"), row(prompt="y" * 10)])
@@ -276,9 +273,6 @@ def test_overlong_is_cut(tokenizer, uneven, truncation, length, left):
     assert dataset.batch([0, 1])["prompt_ids"].shape == (2, length)
 
 
-# -------------------------------------------------------------------------------------------------------- faults
-
-
 @pytest.mark.parametrize("options", [{}, {"answer_key": "answer"}])
 def test_a_prompt_without_text_is_empty_also_for_a_tokenizer_that_begins_each(write_jsonl, options):
     words = Tokenizer(models.WordLevel({"<s>": 0, "</s>": 1, "hi": 2}, "</s>"))
@@ -294,8 +288,6 @@ def test_tokenizer_without_chat_template(write_jsonl):
         load(ByT5Tokenizer(), write_jsonl([row()]))
     assert len(load(ByT5Tokenizer(), write_jsonl([row(prompt="plain")]))) == 1
 
-
-# ------------------------------------------------------------------------------------------------- a user's class
 
 CUSTOM = """
 from rlx.data.prompts import PromptDataset
