@@ -339,7 +339,7 @@ def _receive(call: Any, rank: int, location: WorkerLocation | None = None) -> An
         return RankFault(rank, "error", one_line(f"{type(error).__name__}: {error}"), str(error))
 
 
-def _forward(log: tuple[tuple[int, str, str], ...], seen: set[tuple[int, str, str]]) -> None:
+def _forward(log: list[tuple[int, str, str]], seen: set[tuple[int, str, str]]) -> None:
     """Log a worker's records on the driver, equal ones of several ranks once."""
     for record in log:
         if record not in seen:

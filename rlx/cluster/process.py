@@ -10,7 +10,9 @@ import socket
 import sys
 import threading
 import traceback
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
@@ -30,13 +32,13 @@ COLLECTIVES = "torch/distributed/"
 PACKAGE = str(Path(__file__).parents[1])
 
 
-@dataclass(frozen=True)
+@dataclass
 class WorkerReply:
     """The result of a call (None from ranks that need not answer) or its fault, and rlx's log: (level, logger, text)."""
 
-    value: Any
-    fault: RankFault | None
-    log: tuple[tuple[int, str, str], ...]
+    value: Any = None
+    fault: RankFault | None = None
+    log: list[tuple[int, str, str]] = field(default_factory=list)
 
 
 class Standing(NamedTuple):
@@ -113,7 +115,7 @@ class WorkerProcess:
         other nodes often do not reach. So, unless the environment names one, a group on one node gets the loopback interface. On
         several nodes gloo gets that of the node's address, and NCCL chooses its own.
         """
-        try:
+        with self._replying() as reply:
             os.environ.update(environment)
             let_idle_threads_sleep()  # on a machine that was joined; elsewhere the driver has done it
             address, cards_of = ray.util.get_node_ip_address() if several_nodes else LOOPBACK, psutil.net_if_addrs()
@@ -128,28 +130,20 @@ class WorkerProcess:
                     worker_class = getattr(importlib.import_module(module), name)
                 gc.freeze()  # modules stay, so later collections need not look at their million objects
             self._worker_class = worker_class
-            return self._reply(None)
-        except BaseException as error:
-            return self._failed(error)
+        return reply
 
     def build(self, arguments: tuple[Any, ...]) -> WorkerReply:
         """Build the worker."""
-        self._beats_before = beats()
-        try:
+        with self._replying() as reply:
             self._worker = self._worker_class(*arguments)
-            return self._reply(None)
-        except BaseException as error:
-            return self._failed(error)
+        return reply
 
     def call(self, role: str, method: str, answers: bool, *arguments: Any) -> WorkerReply:
         """Run a method of a role; send its result only if this rank `answers`."""
-        self._beats_before = beats()
-        try:
-            with self._worker.at_work(role, method) as function:
-                result = function(*arguments)
-            return self._reply(result if answers else None)
-        except BaseException as error:  # torch's CheckpointException is no Exception
-            return self._failed(error)
+        with self._replying() as reply, self._worker.at_work(role, method) as function:
+            result = function(*arguments)
+            reply.value = result if answers else None
+        return reply
 
     @ray.method(concurrency_group=WATCH)
     def standing(self) -> Standing:
@@ -168,11 +162,15 @@ class WorkerProcess:
         """Return what the role's call that runs has finished since the last time."""
         return self._worker.roles[role].finished()  # type: ignore[no-any-return]
 
-    def _reply(self, value: Any, fault: RankFault | None = None) -> WorkerReply:
-        records = [self._log.get() for _ in range(self._log.qsize())]
-        return WorkerReply(value, fault, tuple((each.levelno, each.name, each.getMessage()) for each in records))
-
-    def _failed(self, error: BaseException) -> WorkerReply:
-        if isinstance(error, KeyboardInterrupt | SystemExit):
-            raise error
-        return self._reply(None, fault_of(self._rank, error))
+    @contextmanager
+    def _replying(self) -> Iterator[WorkerReply]:
+        """Yield the reply of a block of code, to which its end adds a fault and the log."""
+        self._beats_before, reply = beats(), WorkerReply()
+        try:
+            yield reply
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # torch's CheckpointException is no Exception
+            reply.value, reply.fault = None, fault_of(self._rank, error)
+        records = (self._log.get() for _ in range(self._log.qsize()))
+        reply.log = [(each.levelno, each.name, each.getMessage()) for each in records]
