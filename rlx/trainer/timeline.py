@@ -14,7 +14,7 @@ from typing import Any
 
 from rlx.checkpoint.folders import replacing_file
 from rlx.config.schema import PPOConfig
-from rlx.config.schema.roles import has_reward_model
+from rlx.config.schema.roles import has_reward_model, sharded_roles
 from rlx.errors import storing
 from rlx.trainer.progress import PHASES, Span, duration
 from rlx.trainer.tracking import TrackingError
@@ -156,7 +156,10 @@ def _balance(costs: Mapping[str, float], config: PPOConfig) -> str:
     work, counts = (costs["sampling"], training), (trainer.n_rollout_gpus, trainer.n_gpus_per_node)
     of_one = [seconds * count for seconds, count in zip(work, counts, strict=True)]
     whole = trainer.processes_per_node
-    best = min(range(1, whole), key=lambda n: max(of_one[0] / n, of_one[1] / (whole - n)))
+    tensor = config.actor_rollout_ref.rollout.tensor_model_parallel_size
+    sequence = [role.sequence_parallel_size for role in sharded_roles(config)]
+    fits = [n for n in range(tensor, whole, tensor) if not any((whole - n) % size for size in sequence)]
+    best = min(fits, key=lambda n: max(of_one[0] / n, of_one[1] / (whole - n)), default=counts[0])
     each = (f"{duration(seconds / costs['steps'])} on {n}" for seconds, n in zip(work, counts, strict=True))
     said = "Of a step sampling takes {}, training {} GPU(s) of a machine".format(*each)
     if best == counts[0]:

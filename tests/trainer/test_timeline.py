@@ -2,6 +2,7 @@
 
 import json
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -140,3 +141,6 @@ def test_a_run_with_samplers_of_their_own_says_which_side_needs_more_gpus(stalen
     costs = {"steps": 2, **{name: 2 * value for name, value in (SAMPLING | {"sampling": 9.0} | spent).items()}}
     text = costliest(costs, config, start_s=1.0)
     assert said in text and ("n_rollout_gpus=4" in text) == ("update_actor" not in spent), text
+    rollout = replace(rollout, tensor_model_parallel_size=3)
+    config = replace(config, actor_rollout_ref=ActorRolloutRefConfig(rollout=rollout))
+    assert "n_rollout_gpus=3" in costliest(costs, config, start_s=1.0), "whole groups"
