@@ -412,7 +412,6 @@ LEGEND = {
     "stall": "waiting for offload",
 }
 """What the titles mean that one may not guess. docs/metrics.md has all."""
-PHASE_TITLES = ("seconds by phase", "s by phase", "phases")  # the longest that fits is shown
 
 
 class StepTable:
@@ -432,8 +431,7 @@ class StepTable:
 
     def header(self) -> str:
         cells = ["step".rjust(self.step_width), *(column.title.rjust(column.width) for column in self.columns)]
-        title = next((title for title in PHASE_TITLES if len(title) <= self.phase_width), "")
-        return " ".join(cells) + (f"  {title}" if title else "")
+        return " ".join(cells) + "  s by phase" * (self.phase_width >= len("s by phase"))
 
     def legend(self, metrics: Mapping[str, float]) -> list[str]:
         """Return two lines: what the less plain of the columns with a value mean, and the names of phases."""

@@ -30,6 +30,7 @@ from rlx.trainer.environment_rows import FailedConversations, all_rows, texts_of
 from rlx.trainer.learning import balanced
 from rlx.trainer.prompt_queue import Draw, not_begun, spread
 from rlx.trainer.run_state import Run
+from rlx.trainer.tracking import finite
 
 Metrics = dict[str, float]
 Part = tuple[Batch, Scores]
@@ -337,9 +338,9 @@ def extras(scores: Scores, prefix: str) -> dict[str, float]:
 
 
 def numbers(scores: Scores) -> list[dict[str, float | None]]:
-    """Return the numbers of each sample; NaN (a missing number) and infinity, which JSON lacks, become None."""
-    finite = {name: [x if math.isfinite(x) else None for x in values] for name, values in scores.extra.items()}
-    return [{name: values[row] for name, values in finite.items()} for row in range(len(scores.scores))]
+    """Return the numbers of each sample; a missing one is None."""
+    extra = scores.extra.items()
+    return [finite({name: values[row] for name, values in extra}) for row in range(len(scores.scores))]
 
 
 def generations(batch: Batch, scores: Scores) -> list[dict[str, Any]]:

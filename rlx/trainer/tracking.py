@@ -183,14 +183,18 @@ def _start(name: str, make: Callable[[], Logger]) -> Logger:
         ) from error
 
 
+def finite(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a row with None for NaN and infinity, which JSON lacks."""
+    return {name: None if isinstance(x, float) and not math.isfinite(x) else x for name, x in row.items()}
+
+
 def append_row(path: Path, metrics: Mapping[str, float], step: int) -> None:
     """Append an object to a metrics file, on disk before this returns: `step`, `time` [s since 1970] and the metrics.
 
-    NaN and infinity become null, because JSON lacks them. The file is opened each time, so that a lost folder shows. Raises
-    StorageError if it cannot be written.
+    NaN and infinity become null. The file is opened each time, so that a lost folder shows. Raises StorageError if it cannot
+    be written.
     """
-    row: dict[str, Any] = {"step": step, "time": round(time.time(), 3)}
-    row |= {name: float(value) if math.isfinite(value) else None for name, value in metrics.items()}
+    row = {"step": step, "time": round(time.time(), 3), **finite({name: float(x) for name, x in metrics.items()})}
     with storing(path):
         _append(path, (json.dumps(row, allow_nan=False) + "\n").encode())
 

@@ -17,6 +17,7 @@ from rlx.trainer.checkpoints import is_evaluation
 from rlx.trainer.environment_rows import sampled_tokens
 from rlx.trainer.run_state import Run
 from rlx.trainer.samples import Part, SampleSource, dump, extras, generations
+from rlx.trainer.tracking import finite
 
 SHOWN = ("prompt_text", "response_text", "ground_truth", "data_source")
 """Info that the dump of a validation shows."""
@@ -95,11 +96,6 @@ class PartsFile:
     def remove(self) -> None:
         if self._path is not None:
             self._path.unlink(missing_ok=True)
-
-
-def finite(row: dict[str, Any]) -> dict[str, Any]:
-    """Return a row with None for NaN and infinity, which JSON lacks."""
-    return {name: None if isinstance(x, float) and not math.isfinite(x) else x for name, x in row.items()}
 
 
 class Estimate(NamedTuple):

@@ -14,6 +14,7 @@ from rlx.trainer.checkpoints import ResumeError
 from rlx.trainer.evaluate import command_of, main, table
 from rlx.trainer.finished import Policy, policies_at
 from rlx.trainer.run_lock import RunLock
+from rlx.trainer.tracking import finite
 
 SAMPLED = [f"actor_rollout_ref.rollout.val_kwargs.{each}" for each in ("n=2", "do_sample=True", "temperature=1.0")]
 
@@ -110,7 +111,7 @@ def test_other_paths_are_rejected_with_what_is_there(tmp_path, capsys):
 
 
 def test_a_table_tells_runs_apart_and_has_no_interval_of_one_prompt():
-    own = validation.finite(validation.Estimate("x", "avg@1", 1.0, math.nan, math.nan, 1)._asdict())
+    own = finite(validation.Estimate("x", "avg@1", 1.0, math.nan, math.nan, 1)._asdict())
     metrics = {"val/accuracy": 1.0, "val/reward": 1.0}
     found = [{"policy": f"/runs/{run}/global_step_2", "metrics": metrics, "rows": [own]} for run in "ab"]
     cells = [[*column.cells] for column in table(json.loads(json.dumps(found, allow_nan=False))).columns]
