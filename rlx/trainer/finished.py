@@ -115,7 +115,8 @@ def written(value: Any) -> str:
         case list():
             return f"[{','.join(map(written, value))}]"
         case dict():
-            return f"{{{','.join(f'{key}:{written(each)}' for key, each in value.items())}}}"
+            pairs = ((re.sub(r"[^\w .\-/]", r"\\\g<0>", str(key)), written(each)) for key, each in value.items())
+            return f"{{{','.join(f'{key}:{each}' for key, each in pairs)}}}"
     return str(value)
 
 

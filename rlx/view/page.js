@@ -200,6 +200,7 @@ function chart() {
   svg.onclick = (event) => {
     const box = svg.getBoundingClientRect(), x = low[0] + ((event.clientX - box.left) / box.width) * (high[0] - low[0]);
     const options = [...byId("step").options].filter((o) => o.value !== "");
+    if (!options.length) return; // timelines alone
     const nearest = options.reduce((a, b) => (Math.abs(b.value - x) < Math.abs(a.value - x) ? b : a));
     byId("step").value = nearest.value;
     changed();

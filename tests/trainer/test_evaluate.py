@@ -68,7 +68,7 @@ def test_every_setting_of_a_run_becomes_an_override(tmp_path, capsys):
     given = ["actor_rollout_ref.model.path='a b/it''s'".replace("''", "\\'"), "data.val_files=[x.jsonl,'y, z.jsonl']"]
     given += [
         "actor_rollout_ref.rollout.stop=['</answer>',\"'\",'a\\\\']",
-        "environment.kwargs={turns:3,words:[null,'true',1.5e-07]}",
+        "environment.kwargs={turns:3,a\\:b:4,words:[null,'true',1.5e-07]}",
     ]
     given += ["data.max_prompt_length=77", "actor_rollout_ref.rollout.top_k=3", "trainer.project_name=dropped"]
     composed = compose(given)
