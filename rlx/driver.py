@@ -200,12 +200,7 @@ def with_nodes(composed: Composed, machine: Machine) -> Composed:
 
 
 def next_commands(folder: Path, overrides: Sequence[str]) -> list[str]:
-    """Return the commands that one may want after a run with these overrides, each with a comment.
-
-    On a terminal paths start at the current folder; a log is read elsewhere.
-    """
-    if sys.stdout.isatty() and folder.is_relative_to(Path.cwd()):
-        folder = folder.relative_to(Path.cwd())
+    """Return the commands that one may want after a run with these overrides, each with a comment."""
     lines, shown = [], shlex.quote(str(folder))
     for step, saved in [*steps_in(folder / "checkpoints").items()][-1:]:
         lines.append(f"{program('export')} {shlex.quote(str(saved))} my-model   # the policy as a Hugging Face folder")

@@ -323,11 +323,7 @@ class Progress(logging.Handler):
             if (folder / part).exists():
                 places[name] = folder / part
         for name, path in places.items():
-            self._line(f"{name:<12} {self.near(path)}")
-
-    def near(self, path: Path) -> Path:
-        """Return the path from the current folder if it is below it; unchanged in a log, which is read elsewhere."""
-        return path.relative_to(Path.cwd()) if self._live and path.is_relative_to(Path.cwd()) else path
+            self._line(f"{name:<12} {path}")
 
     def _panel(self, facts: Mapping[str, str], title: str | None) -> None:
         grid = Table.grid(padding=(0, 2))

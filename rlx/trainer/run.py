@@ -101,7 +101,7 @@ def _tell_beginning(config: PPOConfig, yaml: str, prepared: Prepared, folder: Pa
     """Tell how the run begins; keep the settings of a new run, and set its damaged checkpoints aside."""
     for notice in prepared.notices(config):
         progress.notice(notice)
-    progress.remark(f"run {progress.near(folder)}")
+    progress.remark(f"run {folder}")
     if prepared.checkpoint is not None:
         progress.remark(f"resuming from step {require_step(prepared.checkpoint)}: {prepared.checkpoint}")
     else:

@@ -185,19 +185,18 @@ def test_the_summary_tells_what_was_reached_and_where_things_lie(tmp_path: Path)
     assert "30.0% at step 0, before training" in stream.getvalue() and "->" not in stream.getvalue()
 
 
-def test_no_path_is_broken_and_a_terminal_shows_those_from_the_current_folder(tmp_path: Path, monkeypatch):
+def test_no_path_is_broken(tmp_path: Path, monkeypatch):
     folder = tmp_path / "long_name" / ("x" * 150)
     (folder / "checkpoints" / "global_step_4").mkdir(parents=True)
     progress, stream = plain()
     progress.summary({}, {}, folder, None)
     assert f"checkpoints  {folder}/checkpoints\n" in stream.getvalue()
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setattr(sys, "stdout", Terminal())
     Progress(9).summary({}, {}, folder, folder / "report.png")
     shown = re.sub(r"\x1b\[[\d;]*m", "", sys.stdout.getvalue()).splitlines()
-    assert f"report       long_name/{'x' * 150}/report.png" in shown
+    assert f"report       {folder}/report.png" in shown
 
 
 @pytest.mark.parametrize("fault", ["no matplotlib", "a torn file"])
