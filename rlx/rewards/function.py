@@ -68,6 +68,10 @@ class Function:
                 f"f({', '.join(self.parameters)})"
             )
         own, other = (BATCHED, SINGLE) if self.batched else (SINGLE, BATCHED)
+        if taken := [name for name in own if name in self.options]:
+            raise UserCodeError(
+                f"{self.key}.reward_kwargs: got {', '.join(taken)}, which each sample has; expected further arguments"
+            )
         fault = misfit(function, named=(*own, *self.options))
         if fault is not None:
             remedy = f"rename its parameters or add **kwargs; {self.key}.reward_kwargs are {self.options}"

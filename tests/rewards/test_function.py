@@ -30,6 +30,8 @@ def test_signatures_of_lists_and_of_further_arguments(write_module):
     assert load(path, batched=True, options={"weight": 2})([], [], [], [], 2) == [2]
     with pytest.raises(UserCodeError, match="missing a required argument: 'weight'"):
         load(path, batched=True)
+    with pytest.raises(UserCodeError, match="reward_kwargs: got ground_truths, which each sample has"):
+        load(path, batched=True, options={"weight": 2, "ground_truths": ["7"]})
 
 
 @pytest.mark.parametrize(
