@@ -59,7 +59,7 @@ class Function:
             module = importlib.import_module(self.source)
             if self.is_judge:
                 part = self.options["part"]
-                module.prepare(self.key, part["template"], part["api_key_var"])
+                module.prepare(self.key, part["template"], part["api_key_var"], part["request"])
             return getattr(module, self.name)  # type: ignore[no-any-return]
         function = load_name(self.source, self.name, self.key)
         if not callable(function):

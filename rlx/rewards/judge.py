@@ -1,6 +1,7 @@
 """Score a response by a judge: a language model at an address that speaks OpenAI's protocol. It lives in a scoring process."""
 
 import importlib
+import inspect
 import os
 import re
 from functools import cache
@@ -28,7 +29,7 @@ class JudgeError(Exception):
     """A judge gave no score."""
 
 
-def prepare(key: str, template: str, api_key_var: str | None) -> None:
+def prepare(key: str, template: str, api_key_var: str | None, request: dict[str, Any]) -> None:
     """Load what the calls of the part `key` need, once. Raises UserCodeError."""
     if find_spec("openai") is None:
         raise UserCodeError(f"{key}.model: a judge needs openai; pip install 'rlx[agents]'")
@@ -47,7 +48,19 @@ def prepare(key: str, template: str, api_key_var: str | None) -> None:
             raise UserCodeError(f"{key}.template: {template} has {{{name}}}, expected one of {PLACES}; {near}")
     if "response" not in places:
         raise UserCodeError(f"{key}.template: {template} has no {{response}}, so all responses get one score; add it")
-    importlib.import_module("openai")  # now: it takes a second, which would count as the first call's
+    # Now: the import takes a second, which would count as the first call's
+    chats = importlib.import_module("openai.resources.chat")
+    fields = inspect.signature(chats.AsyncCompletions.create).parameters.keys() - {
+        "self",
+        "model",
+        "messages",
+        "stream",
+    }
+    if wrong := sorted(request.keys() - fields):
+        remedy = "put fields that only its server knows into extra_body"
+        raise UserCodeError(
+            f"{key}.request: got {', '.join(wrong)}, expected fields of OpenAI's chat completions; {remedy}"
+        )
 
 
 async def compute_score(

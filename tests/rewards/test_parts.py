@@ -122,7 +122,7 @@ def judge(parts, tmp_path, monkeypatch):
     for name in ("NO_PROXY", "no_proxy"):
         monkeypatch.setenv(name, "127.0.0.1")
 
-    def make(template="{prompt}|{response}|{ground_truth}|{x}", model="q", api_key_var="JUDGE_KEY"):
+    def make(template="{prompt}|{response}|{ground_truth}|{x}", model="q", api_key_var="JUDGE_KEY", top_p="top_p"):
         (tmp_path / "template.txt").write_text(template)
         url, file = f"http://127.0.0.1:{server.server_port}/v1", str(tmp_path / "template.txt")
         part = {
@@ -130,7 +130,7 @@ def judge(parts, tmp_path, monkeypatch):
             "base_url": url,
             "template": file,
             "api_key_var": api_key_var,
-            "request": {"top_p": 0.5},
+            "request": {top_p: 0.5},
         }
         return parts({**part, "weight": 2.0}), asked
 
@@ -175,6 +175,7 @@ def test_a_judge_is_asked_again_while_it_is_busy_and_its_number_is_the_score(jud
         ({"template": "{prompt}"}, r"parts\[0\]\.template: .* has no \{response\}"),
         ({"template": "{response} {reponse}"}, r"has \{reponse\}, expected one of .*; did you mean response\?"),
         ({"api_key_var": "MISSING"}, r"parts\[0\]\.api_key_var: got MISSING, expected an environment variable"),
+        ({"top_p": "top_k"}, r"parts\[0\]\.request: got top_k, expected .*; put fields .* into extra_body"),
         ({"api_key_var": "sk-secret"}, r"got a text that is no such name"),
     ],
 )
