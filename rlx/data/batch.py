@@ -6,7 +6,7 @@ A leaf: imports only numpy, torch and tensordict.
 """
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -180,10 +180,6 @@ class Batch:
         take = list(index)
         tensors = self.tensors[torch.tensor(take, dtype=torch.int64)]
         return Batch(tensors, {name: [values[row] for row in take] for name, values in self.info.items()})
-
-    def map_tensors(self, change: Callable[[Tensor], Tensor]) -> "Batch":
-        """Apply `change` to each column; it must keep rows and shape, as a move to a device does."""
-        return Batch(self.tensors.apply(change), self.info)
 
     def with_prompts(self, width: int) -> "Batch":
         """Return the batch with prompts left padded to `width` tokens, at least as many as now; tokens of padding are 0."""

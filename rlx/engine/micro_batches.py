@@ -192,7 +192,8 @@ class MicroBatch(NamedTuple):
 
     def to(self, device: torch.device) -> "MicroBatch":
         packed = self.packed and PackedRow(*(to_device(x, device) if isinstance(x, Tensor) else x for x in self.packed))
-        return self._replace(batch=self.batch.map_tensors(lambda column: to_device(column, device)), packed=packed)
+        columns = self.batch.tensors.apply(lambda column: to_device(column, device))
+        return self._replace(batch=Batch(columns, self.batch.info), packed=packed)
 
 
 def pack(batch: Batch, rows: list[int], lengths: Sequence[RowLength], least_gain: float = NEVER) -> MicroBatch:
