@@ -1,5 +1,7 @@
 """Draw `report.png` from `metrics.jsonl`: reward, accuracy, KL and entropy, phase times, gradient norm, response length.
 
+Below them is what happened when in the last and in the slowest step, from `timeline.json`.
+
 `python -m rlx.trainer.report RUN_DIR` draws it again, also during the run.
 """
 
@@ -13,12 +15,14 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 from matplotlib.patheffects import withStroke
 from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 
 from rlx.errors import ExplainedError, storing
 from rlx.program import program
 from rlx.trainer.progress import PHASES, held_out, reward_change
+from rlx.trainer.timeline import TIMELINE_FILE, Bar, pictures, read_timeline
 from rlx.trainer.tracking import METRICS_FILE, TrackingError, read_metrics
 
 INK, GREY, GRID = "#1f2933", "#7b8794", "#e4e7eb"
@@ -26,6 +30,7 @@ BLUE, ORANGE, GREEN, RED = "#2563eb", "#ea7317", "#16966b", "#c8324a"
 SMOOTH_FROM_STEPS = 24  # with fewer steps a smoothed line adds nothing to the points
 MOST_BARS = 120  # with more steps bars cannot be told apart, so means are drawn
 DPI = 130
+MOST_ROWS = 14  # of a step; `rlx view` shows all
 LEGEND: dict[str, Any] = {"frameon": False, "fontsize": 8.5, "labelcolor": GREY}
 
 Series = tuple[list[int], list[float]]
@@ -35,12 +40,18 @@ Metrics = Mapping[int, Mapping[str, float]]
 def write_report(metrics_jsonl: Path, out_png: Path) -> Path:
     """Draw the picture of a run and return `out_png`, which is replaced if it exists. Panels without numbers say so.
 
-    The title is the last two parts of the run's folder. Raises TrackingError if a line of the file is no metrics; StorageError.
+    The title is the last two parts of the run's folder. Raises TrackingError if a line of the file is no metrics, or
+    `timeline.json` no timeline; StorageError.
     """
     metrics = read_metrics(metrics_jsonl)
+    steps = pictures(read_timeline(metrics_jsonl.parent / TIMELINE_FILE))
     name = " / ".join(metrics_jsonl.resolve().parent.parts[-2:])
-    figure = Figure(figsize=(13.5, 7.6), facecolor="white")
-    FigureCanvasAgg(figure)
+    heights = [7.6, *(0.9 + 0.24 * min(len(rows), MOST_ROWS) for _, rows in steps.values())]
+    whole = Figure(figsize=(13.5, sum(heights)), facecolor="white")
+    FigureCanvasAgg(whole)
+    figure, *below = whole.subfigures(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
+    for part, (title, (seconds, rows)) in zip(below, steps.items(), strict=True):
+        _timeline(part.add_axes((0.24, 0.24, 0.715, 0.62)), title, seconds, rows)
     grid = figure.add_gridspec(2, 3, left=0.05, right=0.955, top=0.84, bottom=0.075, hspace=0.38, wspace=0.3)
     panels = [figure.add_subplot(grid[row, column]) for row in range(2) for column in range(3)]
     for axes, (panel, draw) in zip(panels, PANELS.items(), strict=True):
@@ -50,7 +61,7 @@ def write_report(metrics_jsonl: Path, out_png: Path) -> Path:
     figure.text(0.05, 0.955, name, fontsize=16, fontweight="bold", color=INK, va="center")
     figure.text(0.05, 0.912, _headline(metrics), fontsize=11.5, color=GREY, va="center")
     with storing(out_png, "draw it again"):
-        figure.savefig(out_png, dpi=DPI)
+        whole.savefig(out_png, dpi=DPI)
     return out_png
 
 
@@ -207,6 +218,25 @@ def _response_length(axes: Axes, metrics: Metrics) -> None:
         right.yaxis.set_major_formatter(PercentFormatter(1.0))
         right.set_ylim(0, min(1.05, 1.3 * max(cut)))
     _legend(axes, *others)
+
+
+def _timeline(axes: Axes, title: str, seconds: float, rows: Mapping[str, Sequence[Bar]]) -> None:
+    """Draw the rows of a step, the first on top."""
+    style(axes)
+    axes.grid(visible=False)
+    shown, colors = dict(list(rows.items())[:MOST_ROWS]), {name: color for *_, color, name in rows["phases"]}
+    for line, bars in enumerate(shown.values()):
+        for start, end, height, color, _ in bars:
+            axes.fill_between([start, end], -line, 0.8 * height - line, color=color, linewidth=0)
+    axes.set_yticks([0.4 - line for line in range(len(shown))], list(shown))
+    axes.set_xlim(0, seconds or 1.0)
+    axes.set_ylim(0.8 - len(shown), 1)
+    axes.set_xlabel("seconds", color=GREY, fontsize=9)
+    more = f"; {len(rows) - len(shown)} more rows in `{program('view')}`" if len(rows) > len(shown) else ""
+    axes.set_title(title + more, loc="left", fontsize=11.5, color=INK, fontweight="bold", pad=10)
+    place: dict[str, Any] = {"loc": "lower right", "bbox_to_anchor": (1.0, 1.0), "ncols": len(colors) or 1}
+    patches = [Patch(color=color, label=name) for name, color in colors.items()]
+    axes.legend(handles=patches, handlelength=0.9, columnspacing=1.2, **place, **LEGEND)
 
 
 PANELS = {

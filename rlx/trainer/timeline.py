@@ -35,6 +35,7 @@ pace: seconds without validation and checkpoint; 0 for the first step of a proce
 phases: [name, start, end] of each, in seconds from the step's beginning
 processes: of each the lists of `ReadingLog.take`, with `at` in seconds from the step's beginning in place of `age`
 copies: COPIES of each role that offloads
+queue: partial/... and staleness/... of the metrics, if there are any
 """
 
 
@@ -83,6 +84,8 @@ class Timeline:
             "processes": processes,
             "copies": {role: {name: metrics[f"perf/offload/{role}/{name}"] for name in COPIES} for role in roles},
         }
+        if queue := {name: x for name, x in metrics.items() if name.startswith(("partial/", "staleness/"))}:
+            new["queue"] = queue
         if self._steps == 1:
             self.costs.clear()
         self.costs += costs_of(new)
@@ -202,15 +205,26 @@ def pictures(kept: Mapping[str, Step]) -> dict[str, tuple[float, dict[str, list[
 
 def _rows(step: Step) -> dict[str, list[Bar]]:
     """Return the bars of each row: phases, the tail, the readings of each process, and waits for offloading's copies."""
+    queue = step.get("queue", {})
     colors = {name: PHASES[name].color if name in PHASES else GREY for name, *_ in step["phases"]}
     bars = [(start, end, 1.0, colors[name], name.replace("_", " ")) for name, start, end in step["phases"]]
     rows: dict[str, list[Bar]] = {"phases": bars}
     if (costs := costs_of(step))["tail"] > 0:
-        rows[f"tail, {costs['tail'] / costs['rollout']:.0%} of rollout waits for few long answers"] = [
+        share, has_rounds = costs["tail"] / costs["rollout"], "partial/queued_prompts" in queue
+        key = "raise partial.round_tokens, or partial.max_staleness" if has_rounds else "set partial.max_staleness=2"
+        rows[f"tail, {share:.0%} of rollout waits for few long answers{f'; {key}' if share > MUCH else ''}"] = [
             (end - costs_of({**step, "phases": [[name, start, end]]})["tail"], end, 1.0, RED, "tail")
             for name, start, end in step["phases"]
             if name == "rollout"
         ]
+    if queue:
+        names = ("queued_prompts", "unfinished_samples", "continued_tokens")
+        prompts, samples, tokens = (queue.get(f"partial/{name}", 0) for name in names)
+        gaps = {name[14:-6]: share for name, share in queue.items() if name.startswith("staleness/gap_")}
+        width = step["seconds"] / max(1, len(gaps))
+        row = f"{prompts:,.0f} prompts wait, {samples:,.0f} samples go on; {tokens:,.0f} tokens did; by updates behind"
+        shares = enumerate(gaps.items())  # a histogram as wide as the step
+        rows[row] = [(at * width, (at + 1) * width, x, LIGHT, f"{gap}: {x:.0%}") for at, (gap, x) in shares]
     for number, process in enumerate(step["processes"], 1):
         for name in sorted(process.keys() - {"at"}):
             values = [value - process[name][0] * (name == "tokens") for value in process[name]]
@@ -239,6 +253,7 @@ def read_timeline(path: Path) -> dict[str, Step]:
         kept = json.loads(path.read_bytes())
         for step in kept.values():
             numbers = [step["step"], step["seconds"], step["pace"]]
+            numbers += step.get("queue", {}).values()
             numbers += [copied[name] for copied in step["copies"].values() for name in COPIES]
             for name, start, end in step["phases"]:
                 numbers += [start, end, len(name.strip())]

@@ -5,10 +5,12 @@ import time
 from dataclasses import replace
 
 import pytest
+from matplotlib.image import imread
 
 from rlx.config.schema import ActorRolloutRefConfig, PPOConfig, RolloutConfig, TrainerConfig
 from rlx.config.schema.rollout import PartialConfig
 from rlx.trainer.progress import Span
+from rlx.trainer.report import write_report
 from rlx.trainer.timeline import MOST_READINGS, TIMELINE_FILE, Timeline, costliest, costs_of, pictures, read_timeline
 from rlx.trainer.tracking import TrackingError
 
@@ -78,11 +80,15 @@ def test_the_costs_of_a_step_are_those_of_its_readings(tmp_path):
         "steps": 1, "step": 10.0, "rollout": 8.0, "update_actor": 1.0, "stall/actor": 0.5, "cpu": 0,
         "tail": 2.0, "waiting": 5.0, "no request": 0.0, "no kernel": 2.5,
     }  # fmt: skip
-    for start in (1, 5):
-        shown = {**step, "phases": [["rollout", start, 9]]}
+    for start, queue, key in (
+        (1, {}, ""),
+        (5, {}, "set partial.max"),
+        (5, {"partial/queued_prompts": 4}, "raise partial"),
+    ):
+        shown = {**step, "phases": [["rollout", start, 9]], "queue": queue}
         (_, rows) = pictures({"last": shown})["Last step 1"]
         ((row, bars),) = ((row, bars) for row, bars in rows.items() if row.startswith("tail"))
-        assert f"{2 / (9 - start):.0%}" in row
+        assert f"{2 / (9 - start):.0%}" in row and key in row and ("partial" in row) == bool(key)
         assert bars[0][:2] == pytest.approx((7, 9), abs=0.1)
     take(timeline, 2, seconds=20.0)
     take(timeline, 3, seconds=20.0)
@@ -144,3 +150,21 @@ def test_a_run_with_samplers_of_their_own_says_which_side_needs_more_gpus(stalen
     rollout = replace(rollout, tensor_model_parallel_size=3)
     config = replace(config, actor_rollout_ref=ActorRolloutRefConfig(rollout=rollout))
     assert "n_rollout_gpus=3" in costliest(costs, config, start_s=1.0), "whole groups"
+
+
+def test_the_report_draws_both_steps_and_names_a_damaged_timeline(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.5}\n')
+    write_report(tmp_path / "metrics.jsonl", tmp_path / "report.png")
+    without = imread(tmp_path / "report.png").shape[0]
+    timeline = Timeline(tmp_path)
+    for step in (1, 2, 3):
+        take(timeline, step, seconds=13.0 - step)
+    timeline.write()
+    write_report(tmp_path / "metrics.jsonl", tmp_path / "report.png")
+    added = imread(tmp_path / "report.png")[without:, :, :3]
+    blue, green = added[..., 2] - added[..., 0] > 0.5, added[..., 1] - added[..., 0] > 0.4
+    half = len(added) // 2
+    assert all(part.any() for part in (blue[:half], blue[half:], green[:half], green[half:])), "a picture for each"
+    (tmp_path / TIMELINE_FILE).write_text("{")
+    with pytest.raises(TrackingError, match=TIMELINE_FILE):
+        write_report(tmp_path / "metrics.jsonl", tmp_path / "report.png")
