@@ -45,15 +45,14 @@ class Placement:
     pools: tuple[range, ...]  # the ranks of each process group
 
     @classmethod
-    def reserve(cls, nnodes: int, pools: int | Sequence[int], device: str) -> "Placement":
+    def reserve(cls, nnodes: int, pools: Sequence[int], device: str) -> "Placement":
         """Reserve slots on so many different nodes, on `cuda` each with a GPU of its own, and wait until there is room.
 
-        `pools` are the processes of each pool on a node; a number is that of a single pool.
+        `pools` are the processes of each pool on a node.
 
         Raises PlacementError, which names the request and the cluster's resources, if there is none in time.
         """
-        gpu, sizes = device != "cpu", [pools] if isinstance(pools, int) else pools
-        processes_per_node = sum(sizes)
+        gpu, processes_per_node = device != "cpu", sum(pools)
         bundle = {"CPU": CPU_SHARE * processes_per_node} | ({"GPU": float(processes_per_node)} if gpu else {})
         group = placement_group([bundle] * nnodes, strategy="STRICT_SPREAD")
         try:
@@ -63,14 +62,14 @@ class Placement:
                 if not group.wait(_WAIT_S - _PATIENCE_S):
                     raise PlacementError(
                         f"asked for {asked}, got no room within {_WAIT_S:.0f} s; the cluster has {_inventory()}; "
-                        f"lower trainer.nnodes or trainer.n_gpus_per_node{' or trainer.n_rollout_gpus' * (len(sizes) > 1)}, "
+                        f"lower trainer.nnodes or trainer.n_gpus_per_node{' or trainer.n_rollout_gpus' * (len(pools) > 1)}, "
                         "add nodes, or wait for other jobs to end"
                     )
         except BaseException:
             remove_placement_group(group)
             raise
         order = _bundles_by_node(group)
-        ends = [*accumulate(sizes, initial=0)]
+        ends = [*accumulate(pools, initial=0)]
         own = [[Slot(bundle, at) for bundle in order for at in range(*ends_of)] for ends_of in pairwise(ends)]
         ranks = tuple(range(nnodes * first, nnodes * end) for first, end in pairwise(ends))
         return cls(group, tuple(chain(*own)), processes_per_node, gpu, ranks)

@@ -93,13 +93,10 @@ class SampleSource:
         rows = spread(prompts, samples, self._run.seed, purpose, step, first)
         sent = rows.select("prompt_ids", "prompt_mask", "seed")
         sent = sent.with_(rows.info) if self._has_environment else sent
-        return self._received(rows, self._generated(rows, sent, purpose))
-
-    def _generated(self, rows: Batch, sent: Batch, purpose: str) -> Batch:
         answers: list[Batch | None] = [None]
         while None in answers:
             answers = self._answers(self._begin(rows, sent, purpose))
-        return concat([each for each in answers if each is not None])
+        return self._received(rows, concat([each for each in answers if each is not None]))
 
     def _begin(self, rows: Batch, sent: Batch, purpose: str) -> BegunCall:
         """Begin to sample; what is finished is scored while this process waits for any workers."""

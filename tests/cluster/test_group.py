@@ -42,7 +42,7 @@ def group(ray_session, worker_class, started):
         patch.setattr(group_module, "SLOW_START_S", 0.01)
         patch.setattr(logger, "level", logging.INFO)
         logger.addHandler(started)
-        group = WorkerGroup(Placement.reserve(1, 2, "cpu"), worker_class, meshes).build("x")
+        group = WorkerGroup(Placement.reserve(1, [2], "cpu"), worker_class, meshes).build("x")
         logger.removeHandler(started)
     with group:
         yield group
@@ -127,7 +127,7 @@ class NoRoomForRank1(Placement):
 
 
 def test_a_process_that_dies_at_the_start_is_told_of_while_others_still_start(worker_class, caplog):
-    reserved = Placement.reserve(1, 2, "cpu")
+    reserved = Placement.reserve(1, [2], "cpu")
     group = WorkerGroup(NoRoomForRank1(**vars(reserved)), worker_class)
     ray.kill(group._processes[0])
     start_s = time.monotonic()
@@ -142,7 +142,7 @@ def test_a_process_that_dies_at_the_start_is_told_of_while_others_still_start(wo
     ("deed", "cause"), [("raise", "ValueError: the true cause"), ("die", "the worker process died")]
 )
 def test_first_cause_wins_over_the_collective_that_others_sit_in(worker_class, deed, cause):
-    group = WorkerGroup(Placement.reserve(1, 2, "cpu"), worker_class).build(deed, True)
+    group = WorkerGroup(Placement.reserve(1, [2], "cpu"), worker_class).build(deed, True)
     start_s = time.monotonic()
     with pytest.raises(WorkerFailure) as caught:
         group.call("actor", "reduce", deed)
@@ -180,7 +180,7 @@ def test_pools_work_at_the_same_time_and_a_failure_of_one_ends_a_call_of_the_oth
 
 
 def test_a_constructor_that_raises_ends_the_group(worker_class):
-    pool = Placement.reserve(1, 1, "cpu")
+    pool = Placement.reserve(1, [1], "cpu")
     with pytest.raises(WorkerFailure) as caught:
         WorkerGroup(pool, worker_class).build("fails")
     last_line = str(caught.value).splitlines()[-1]
@@ -192,7 +192,7 @@ def test_a_constructor_that_raises_ends_the_group(worker_class):
 @pytest.mark.slow
 def test_a_stuck_collective_names_the_rank_that_the_others_wait_for(worker_class):
     """A frozen process, which cannot answer, is stopped in the nightly runs of benchmarks/chaos."""
-    group = WorkerGroup(Placement.reserve(1, 2, "cpu"), worker_class).build("x", True)
+    group = WorkerGroup(Placement.reserve(1, [2], "cpu"), worker_class).build("x", True)
     group._hang_timeout_s = 3.0  # now that torch is there, whose import is one long call on a busy machine
     assert group.call("any", "work_slowly", 4.5) == [4.5] * 2, "a slow call is no hang"
     with pytest.raises(WorkerFailure) as raised:

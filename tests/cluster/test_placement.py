@@ -18,7 +18,7 @@ def test_a_run_takes_the_nodes_that_answer_but_not_too_few(wanted, least, taken)
 
 @IN_RAY
 def test_cpu_processes_may_outnumber_the_cores():
-    pool = Placement.reserve(1, 40, "cpu")
+    pool = Placement.reserve(1, [40], "cpu")
     assert pool.slots == tuple(Slot(0, local_rank) for local_rank in range(40))
     pool.release()
 
@@ -32,7 +32,7 @@ def test_too_little_room_says_what_is_asked_and_what_there_is(nnodes, device, as
     monkeypatch.setattr(placement, "_PATIENCE_S", 0.2)
     monkeypatch.setattr(placement, "_WAIT_S", 0.5)
     with pytest.raises(PlacementError) as caught:
-        Placement.reserve(nnodes, (1, 99) if device == "cuda" else 1, device)
+        Placement.reserve(nnodes, (1, 99) if device == "cuda" else [1], device)
     text = str(caught.value)
     assert asked in text and "1 node(s)" in text
     assert f"{ray.cluster_resources()['CPU']:g} CPUs" in text

@@ -67,7 +67,7 @@ def test_samples_are_scored_before_the_last_is_sampled_with_the_same_numbers(tra
     scored.mkdir()
     slow = slow_worker(scored)
     monkeypatch.setattr(
-        "rlx.trainer.launch.start_workers", lambda config: WorkerGroup(Placement.reserve(1, 1, "cpu"), slow)
+        "rlx.trainer.launch.start_workers", lambda config: WorkerGroup(Placement.reserve(1, [1], "cpu"), slow)
     )
     _, early = train(*options)
     assert {step: results(row) for step, row in early.items()} == {step: results(row) for step, row in usual.items()}

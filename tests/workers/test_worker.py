@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("ray_session")
 
 
 def start(config, processes: int, roles=ROLES) -> WorkerGroup:
-    return WorkerGroup(Placement.reserve(1, processes, "cpu"), Worker).build(config, roles)
+    return WorkerGroup(Placement.reserve(1, [processes], "cpu"), Worker).build(config, roles)
 
 
 @pytest.fixture(scope="module")
