@@ -1,7 +1,6 @@
 """The command `rlx eval`: the numbers of validation, from a run, its checkpoints or a Hugging Face folder."""
 
 import json
-import math
 
 import pytest
 import ray
@@ -111,7 +110,7 @@ def test_other_paths_are_rejected_with_what_is_there(tmp_path, capsys):
 
 
 def test_a_table_tells_runs_apart_and_has_no_interval_of_one_prompt():
-    own = finite(validation.Estimate("x", "avg@1", 1.0, math.nan, math.nan, 1)._asdict())
+    own = finite(validation.Estimate("x", "avg@1", 1.0, *[float("nan")] * 2, 1)._asdict())
     metrics = {"val/accuracy": 1.0, "val/reward": 1.0}
     found = [{"policy": f"/runs/{run}/global_step_2", "metrics": metrics, "rows": [own]} for run in "ab"]
     cells = [[*column.cells] for column in table(json.loads(json.dumps(found, allow_nan=False))).columns]

@@ -190,8 +190,8 @@ def test_the_oldest_prompts_run_to_their_end_and_later_ones_by_rounds(tmp_path):
 
 
 def test_an_environments_arguments_have_no_order():
-    first, second = ({"a": 1, "b": {"c": 2, "d": 3}}, {"b": {"d": 3, "c": 2}, "a": 1})
-    of = [PPOConfig(environment=EnvironmentConfig(name="guessing", kwargs=kwargs)) for kwargs in (first, second)]
+    given = ({"b": {"c": 2, "d": 3}}, {"b": {"d": 3, "c": 2}})
+    of = [PPOConfig(environment=EnvironmentConfig(name="guessing", kwargs=kwargs)) for kwargs in given]
     assert environment_digest(of[0]) == environment_digest(of[1]) != environment_digest(PPOConfig())
 
 

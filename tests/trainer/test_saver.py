@@ -12,8 +12,10 @@ from rlx.trainer.checkpoints import ResumeError, checkpoints_in
 
 
 def test_a_checkpoint_appears_when_all_is_written_and_is_whole(tmp_path):
+    (tmp_path / ".global_step_5.partial/actor").mkdir(parents=True)
     workers = Disk(busy=1)
     saver = saver_of(tmp_path, workers)
+    assert os.listdir(tmp_path) == [], "what a killed run left is removed"
     saver.begin(STATE)
     saver.settle()
     assert os.listdir(tmp_path) == [".global_step_3.partial"], "still being written"
@@ -46,12 +48,6 @@ def test_a_failed_save_leaves_nothing_and_the_older_ones_whole(fails, tmp_path):
         saver.finish()
     assert os.listdir(tmp_path) == ["global_step_3"]
     assert damage(tmp_path / "global_step_3") == []
-
-
-def test_what_a_killed_run_left_is_removed(tmp_path):
-    (tmp_path / ".global_step_5.partial/actor").mkdir(parents=True)
-    saver_of(tmp_path, Disk())
-    assert os.listdir(tmp_path) == []
 
 
 def test_saves_by_steps_and_by_minutes(tmp_path):

@@ -8,7 +8,6 @@ from rlx.trainer.learning import MOST_SKIPPED, SkippedUpdates, UpdatesSkipped
 
 SKIPPED = {"actor/grad_norm": math.nan, "actor/skipped": 2.0}
 TAKEN = {"actor/grad_norm": 0.5, "actor/skipped": 1.0}
-EMPTY = {"actor/skipped": 0.0}  # no mini-batch had a token in the loss
 
 
 def test_steps_in_a_row_without_an_update_end_the_run():
@@ -27,7 +26,7 @@ def test_steps_in_a_row_without_an_update_end_the_run():
 def test_a_run_whose_updates_were_all_skipped_is_no_success():
     skipped = SkippedUpdates()
     skipped.judge(1, SKIPPED | {"critic/grad_norm": 1.0})
-    skipped.judge(2, EMPTY)
+    skipped.judge(2, {"actor/skipped": 0.0})  # no mini-batch had a token in the loss
     with pytest.raises(UpdatesSkipped, match=r"actor: all updates of the run \(1 steps\) were skipped"):
         skipped.end()
     SkippedUpdates().end()

@@ -31,20 +31,14 @@ def test_jsonl_is_written_whatever_the_user_asked_for_and_is_valid_with_nan(tmp_
     assert (second["step"], second["a"]) == (2, 2.0)
 
 
-def test_a_resumed_run_appends_and_drops_a_line_torn_by_a_kill(tmp_path: Path):
-    with tracker(tmp_path) as tracking:
-        tracking.log({"a": 1.0}, 1)
-    with (tmp_path / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 2, "a": 0.')
-    with tracker(tmp_path, resume_step=1) as tracking:
-        tracking.log({"a": 2.0}, 2)
-    assert [(row["step"], row["a"]) for row in rows(tmp_path)] == [(1, 1.0), (2, 2.0)]
-
-
-def test_a_resume_from_an_earlier_step_neither_doubles_nor_loses_rows(tmp_path: Path):
+def test_a_resume_neither_doubles_nor_loses_rows_and_drops_a_line_torn_by_a_kill(tmp_path: Path):
     with tracker(tmp_path) as tracking:
         for step in range(5):
             tracking.log({"a": 1.0}, step)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 5, "a": 0.')
+    with tracker(tmp_path, resume_step=4):
+        assert [row["step"] for row in rows(tmp_path)] == [*range(5)]
     with tracker(tmp_path, resume_step=2) as tracking:
         tracking.log({"a": 2.0}, 3)
     assert [(row["step"], row["a"]) for row in rows(tmp_path)] == [(0, 1), (1, 1), (2, 1), (3, 2)]
@@ -54,11 +48,20 @@ def test_a_resume_from_an_earlier_step_neither_doubles_nor_loses_rows(tmp_path: 
     assert [json.loads(line)["step"] for line in later] == [3, 4, 0, 1, 2, 3]
 
 
-def test_a_damaged_line_is_named_before_anything_starts(tmp_path: Path):
+def test_a_damaged_line_is_named_before_anything_starts_and_one_without_numbers_where_it_is_read(tmp_path: Path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\nnonsense\n{"step": 3}\n')
     with pytest.raises(TrackingError, match=r"metrics\.jsonl, line 2: got 'nonsense', expected"):
         tracker(tmp_path, resume_step=1)
     assert (tmp_path / "metrics.jsonl").read_text().count("\n") == 3
+    lines = [{"step": 1, "note": "by hand"}, {"step": 2, "note": "by hand"}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with tracker(tmp_path, resume_step=1) as tracking:
+        tracking.rewind(1)
+        tracking.log({"reward/mean": 0.5}, 2)
+    kept = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert kept[0] == lines[0] and kept[-1]["step"] == 2 and kept[-1]["reward/mean"] == 0.5, "a note stays"
+    with pytest.raises(TrackingError, match=r"by hand.* expected numbers"):
+        read_metrics(tmp_path / "metrics.jsonl")
 
 
 def test_a_full_disk_stops_the_run_with_whole_rows(tiny_disk: Path):
@@ -86,18 +89,6 @@ def test_a_lost_folder_and_a_run_that_may_not_write_show_at_the_next_row(tmp_pat
             tracking.log({"a": 1.0}, 2)
     with Tracker((), tmp_path, "", "p", "e", may_write=refuse) as tracking, pytest.raises(StorageError, match="taken"):
         tracking.log({"a": 1.0}, 2)
-
-
-def test_a_resume_keeps_rows_with_a_note_that_no_curve_shows(tmp_path: Path):
-    lines = [{"step": 1, "note": "by hand"}, {"step": 2, "note": "by hand"}]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    with tracker(tmp_path, resume_step=1) as tracking:
-        tracking.rewind(1)
-        tracking.log({"reward/mean": 0.5}, 2)
-    kept = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert kept[0] == lines[0] and kept[-1]["step"] == 2 and kept[-1]["reward/mean"] == 0.5
-    with pytest.raises(TrackingError, match=r"by hand.* expected numbers"):
-        read_metrics(tmp_path / "metrics.jsonl")
 
 
 def scalars(folder: Path) -> tuple[list[tuple[int, float]], list[str]]:
@@ -146,19 +137,19 @@ def test_a_logger_that_fails_gives_one_notice_and_the_file_has_all_rows(
     assert notice.startswith("logger tensorboard has failed") and "(ConnectionError: no route to host)" in notice
 
 
-def test_a_logger_before_one_that_cannot_start_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_logger_that_cannot_start_is_named_with_the_cause_and_one_before_it_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     closed: list[TensorboardLogger] = []
     monkeypatch.setattr(TensorboardLogger, "close", lambda logger: closed.append(logger))
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(TrackingError, match=r"wandb.*not installed.*pip install wandb.*trainer\.logger"):
         tracker(tmp_path, "wandb", "tensorboard")
     assert len(closed) == 1
-
-
-def test_a_logger_that_cannot_start_is_named_with_the_cause(tmp_path: Path):
-    (tmp_path / "tensorboard").write_text("a file where the folder should be")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/tensorboard").write_text("a file where the folder should be")
     with pytest.raises(TrackingError, match=r"tensorboard cannot start \(FileExistsError.*remove tensorboard"):
-        tracker(tmp_path, "tensorboard")
+        tracker(tmp_path / "run", "tensorboard")
 
 
 def test_wandb_keeps_metrics_and_continues_its_run_after_a_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -73,6 +73,7 @@ def test_several_samples_by_hand():
         "val-aux/b/reward/std@4": math.sqrt(3) / 2,
     }
     assert validation.over_samples(*join(parts), 4) == pytest.approx(expected)
+    assert validation.over_samples(*join(parts), 1) == {}, "one sample of each prompt"
 
 
 def test_estimates_by_hand():
@@ -105,10 +106,6 @@ def test_finished_parts_of_an_evaluation_are_kept_even_if_a_kill_tore_the_last_l
     expected = samples.generations(*join(parts[::-1]))
     assert samples.generations(batch, scores) == samples.generations(again, scores_again) == expected
     assert validation.summarise(again, scores_again) == validation.summarise(*join(parts[::-1]))
-
-
-def test_one_sample_of_each_prompt_gives_no_further_metric():
-    assert validation.over_samples(*part(5, 2, "a", [1.0, 0.0], {}), 1) == {}
 
 
 @pytest.mark.parametrize(("samples", "sizes"), [(2, {2}), (3, {2, 3}), (8, {2, 4, 8}), (12, {2, 4, 8, 12})])
