@@ -152,6 +152,7 @@ class Part(NamedTuple):
         with _explained(self):
             if self.kind in (".parquet", SAVED):
                 rows: Rows = ArrowRows(self._table(most))
+                self._require_different(rows.columns)
             else:
                 found = list(islice(self._lines(), most))
                 rows = Rows([row for _, row in found], [line for line, _ in found if line is not None] or None)
@@ -164,6 +165,10 @@ class Part(NamedTuple):
                     faults.add(self.name, rows, index, row)
             faults.end()
         return rows
+
+    def _require_different(self, names: Sequence[str]) -> None:
+        if len({*names}) < len(names):
+            raise DataError(f"{self.name}: got the columns {[*names]}, expected different names; rename one")
 
     def count(self, most: int | None = None) -> int:
         """Return the number of rows, those of text counted to `most`. Raises DataError as `open`."""
@@ -206,8 +211,7 @@ class Part(NamedTuple):
         rows, count = csv.DictReader(text, delimiter=TABLES[self.kind], strict=True), 0
         try:
             named = [name for name in rows.fieldnames or () if name]
-            if len({*named}) < len(named):
-                raise DataError(f"{self.name}: got the columns {named}, expected different names; rename one")
+            self._require_different(named)
             for row in rows:
                 count += 1
                 yield RowFault("the row has more cells than the header") if None in row else row

@@ -104,7 +104,8 @@ FAULTS = {
     "Parquet without rows": of_parquet("has no rows", only={"prompt": pa.array([], pa.string())}),
     "Parquet without a column": of_parquet("expected also ['reward_model']", reward_model=...),
     "a column twice": of_parquet(
-        "Multiple matches for FieldRef.Name(prompt)", only=pa.Table.from_arrays([pa.array(["a"])] * 2, ["prompt"] * 2)
+        "['prompt', 'prompt'], expected different names",
+        only=pa.Table.from_arrays([pa.array(["a"])] * 2, ["prompt"] * 2),
     ),
     "a null in Parquet": of_parquet("row 2: prompt is None", prompt=["a", None]),
     "text that is no UTF-8": of_parquet(
