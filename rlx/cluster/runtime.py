@@ -132,9 +132,8 @@ def _join(address: str, options: dict[str, Any]) -> None:
     try:
         ray.init(address=address, **options)
     except (ConnectionError, ray.exceptions.AuthenticationError) as error:
-        if (
-            isinstance(error, ConnectionError) and ":" not in address
-        ):  # a word such as "auto", with which Ray looks for a head itself
+        # With a word such as "auto" Ray looks for a head itself.
+        if isinstance(error, ConnectionError) and ":" not in address:
             raise ClusterError(f"RAY_ADDRESS: got {address!r}, and Ray found no cluster; {_NO_HEAD}") from None
         raise ClusterError(
             f"the Ray head at {address} answers, but does not let this process in ({one_line(str(error))}); if the cluster "

@@ -64,7 +64,10 @@ def message_of(whole: dict[str, Any]) -> dict[str, Any]:
         content.append({"type": "tool_use", "id": call["id"], **own})
     head = {"id": whole["id"], "type": "message", "role": "assistant", "model": whole["model"], "content": content}
     counts = {"input_tokens": usage["prompt_tokens"], "output_tokens": usage["completion_tokens"]}
-    return {**head, "stop_reason": STOPS[choice["finish_reason"]], "stop_sequence": None, "usage": counts}
+    reason, sequence = STOPS[choice["finish_reason"]], choice["stop_reason"]
+    if reason == "end_turn" and sequence is not None:
+        reason = "stop_sequence"
+    return {**head, "stop_reason": reason, "stop_sequence": sequence, "usage": counts}
 
 
 def message_events(whole: dict[str, Any]) -> Iterator[dict[str, Any]]:

@@ -162,7 +162,9 @@ class AgentRun(Run):
             return self._chat.whole_text(ids[:count])
 
         count = bisect_left(range(len(ids)), True, key=lambda count: any(stop in begins(count) for stop in stops))
-        return Completion(ids[:count], log_probs and log_probs[:count], "stop"), begins(count)
+        left = begins(count)
+        own = next(stop for stop in stops if stop in left)
+        return Completion(ids[:count], log_probs and log_probs[:count], "stop", stop_string=own), left
 
     def _answer(self, call: Call) -> None:
         sample, content, choices = self._samples[call.key], call.content, []
@@ -173,6 +175,7 @@ class AgentRun(Run):
             ids, log_probs, reason = node.completion[:3]
             whole = "" if content["is_chat"] else self._chat.whole_text(ids)
             choice = {"text": node.text, "whole_text": whole, "finish_reason": reason, "count": len(ids)}
+            choice["stop_string"] = node.completion.stop_string
             if content["with_log_probs"] and log_probs:
                 shown = [max(x, LEAST_LOG_PROB) for x in log_probs]
                 choice |= {"log_probs": shown, "token_texts": self._chat.pieces(ids)}

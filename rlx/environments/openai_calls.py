@@ -279,6 +279,7 @@ def answer(call: Call, number: int, content: dict[str, Any], turns: Sequence[Sai
     written = []
     for index, (choice, turn) in enumerate(zip(content["choices"], turns, strict=True)):
         own = {"index": index, "finish_reason": choice["finish_reason"], "logprobs": _log_probs(call, choice)}
+        own["stop_reason"] = choice["stop_string"]  # vLLM's field
         if "tool_calls" in turn.message and choice["finish_reason"] == "stop":
             own["finish_reason"] = "tool_calls"
         own |= {"message": turn.message} if call.is_chat else {"text": choice["text"]}

@@ -50,12 +50,8 @@ def prepare(key: str, template: str, api_key_var: str | None, request: dict[str,
         raise UserCodeError(f"{key}.template: {template} has no {{response}}, so all responses get one score; add it")
     # Now: the import takes a second, which would count as the first call's
     chats = importlib.import_module("openai.resources.chat")
-    fields = inspect.signature(chats.AsyncCompletions.create).parameters.keys() - {
-        "self",
-        "model",
-        "messages",
-        "stream",
-    }
+    own = {"self", "model", "messages", "stream"}
+    fields = inspect.signature(chats.AsyncCompletions.create).parameters.keys() - own
     if wrong := sorted(request.keys() - fields):
         remedy = "put fields that only its server knows into extra_body"
         raise UserCodeError(

@@ -168,6 +168,8 @@ async def messages(client):
         async with own.messages.stream(messages=talk, **sent) as stream:
             again = await stream.get_final_message()
         assert again.content[1].input == {"expression": "3+4"} and again.usage.output_tokens > 9
+        cut = await own.messages.create(messages=[user("call")], stop_sequences=["+"], **sent)
+        assert (cut.stop_reason, cut.stop_sequence, again.stop_sequence) == ("stop_sequence", "+", None)
         try:
             await own.messages.create(messages=talk, thinking={"type": "enabled", "budget_tokens": 9}, **sent)
         except anthropic.BadRequestError as error:
@@ -249,7 +251,7 @@ def scenes(tmp_path_factory, tiny):
 
 @pytest.mark.parametrize(("name", "turns"), [
     ("parallel", [2, 1, 1]), ("choices", [1, 2]), ("sub_agent", [2, 1]), ("rewritten", [2]), ("texts", [2]), ("tokens", [2]),
-    ("tools", [2]), ("messages", [2]), ("stream", [1, 1]), ("left", [1]), ("special", [2]), ("greedy", [1]), ("none", [0]), ("forks", [1, 1]),
+    ("tools", [2]), ("messages", [2, 1]), ("stream", [1, 1]), ("left", [1]), ("special", [2]), ("greedy", [1]), ("none", [0]), ("forks", [1, 1]),
 ])  # fmt: skip
 def test_a_scene(scenes, tiny, name, turns):
     found, recording = scenes
