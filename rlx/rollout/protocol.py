@@ -70,7 +70,7 @@ class PrefixMemory:
 
     tokens: Sequence[int] = ()  # prompt and completion of the last request that had it
     block_hashes: Sequence[Any] = ()  # of their whole blocks
-    era: object = None  # the object that the sampler had then; its hashes hold as long as it has the same
+    era: object = None  # what the sampler had then; the hashes hold as long as it has the same
 
 
 @dataclass(frozen=True)

@@ -399,13 +399,14 @@ def experts_of(request: Request, output: Any) -> Tensor:
 
 
 class ContinuedHashes:
-    """vLLM's hasher of new requests: takes over what a `PrefixMemory` knows, and lets vLLM's own hasher do the rest.
+    """vLLM's hasher of new requests: takes over the hashes that are known, and lets vLLM's own hasher do the rest.
 
-    vLLM finds a prompt in its prefix cache by the hashes of its blocks, which it computes in Python for each request. The prompt of
-    a turn begins with prompt and completion of the turn before, whose blocks vLLM has hashed already.
+    vLLM finds a prompt in its prefix cache by the hashes of its blocks, which it computes in Python for each request. Known are those
+    of the turn before, with which the prompt of a turn begins, from its `PrefixMemory`; and those of the request before, which
+    has the same prompt in a group.
 
-    A hash depends on the tokens up to its block's end, and on the name of the adapters. So hashes are taken over if the prompt
-    begins with all tokens that they belong to, and if `forget` was not called since.
+    A hash depends on the tokens up to its block's end, on the salt, and on the name of the adapters. So hashes are taken over if the
+    prompt begins with all tokens that they belong to, the salt is the same, and `forget` was not called since.
 
     Args:
         core: vLLM's engine core, whose hasher this object replaces. If the core hashes none, or elsewhere, nothing calls it.
@@ -414,6 +415,7 @@ class ContinuedHashes:
     def __init__(self, core: Any) -> None:
         self._plain, self._era = getattr(core, "request_block_hasher", None), object()
         self._memory: PrefixMemory | None = None
+        self._last = PrefixMemory()  # the prompt of the request before
         if self._plain is not None:
             core.request_block_hasher = self
 
@@ -428,15 +430,17 @@ class ContinuedHashes:
     def __call__(self, request: Any) -> list[Any]:
         """Return the hashes of a new request's blocks that its `block_hashes` lacks; known ones are put there."""
         request._block_hasher = self._plain  # vLLM calls it for each token that it decodes
-        memory, self._memory = self._memory, None
-        if memory is not None:
-            tokens, hashes = request.all_token_ids, request.block_hashes
-            known = memory.tokens
-            if memory.era is self._era and tokens[: len(known)] == known[:]:
-                hashes.extend(memory.block_hashes)
-            # vLLM appends what it decodes to both of these.
-            memory.tokens, memory.block_hashes, memory.era = tokens, hashes, self._era
-        return self._plain(request)
+        memory, self._memory = self._memory or PrefixMemory(), None
+        tokens, hashes, era = request.all_token_ids, request.block_hashes, (self._era, request.cache_salt)
+        for known in (memory, self._last):
+            if known.era == era and tokens[: len(known.tokens)] == known.tokens[:]:
+                hashes.extend(known.block_hashes)
+                break
+        # vLLM appends what it decodes to both of these.
+        memory.tokens, memory.block_hashes, memory.era = tokens, hashes, era
+        missing: list[Any] = self._plain(request)
+        self._last = PrefixMemory(tokens[:], [*hashes, *missing], era)
+        return missing
 
 
 def tensors_of(value: Any) -> list[Tensor]:
