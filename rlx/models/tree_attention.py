@@ -18,6 +18,7 @@ Tensors of kernels are token-major, (N, H, D). The log-sum-exp is (H, N), in fp3
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import accumulate, pairwise
+from math import isqrt
 from typing import Any, NamedTuple
 
 import torch
@@ -30,9 +31,9 @@ from rlx.models.prefix_tree import Pair, Read, Span, Tree, joined
 ops = torch.ops.aten
 Places = slice | Tensor
 COPIED = 1024  # keys before a segment are copied up to this number; merging the results of two calls costs as much
-# cuDNN's kernel is faster than FlashAttention 2 on single pairs of at least LARGE x LARGE scores. It needs 0.1 s to plan for a
-# pair of lengths, so it gets multiples of ROUND only; FlashAttention computes the rest.
-LARGE, ROUND = 2048, 1024
+# cuDNN's kernel is faster than FlashAttention 2 on single pairs with at least so many products of elements in their scores, all
+# heads together. It needs 0.1 s to plan for a pair of lengths, so it gets multiples of ROUND only; FlashAttention computes the rest.
+LARGE, ROUND = 3 * 10**10, 1024
 MOST_BYTES = 16 << 20  # larger tensors are copied with a wait: torch keeps the page-locked memory of the others
 
 
@@ -234,8 +235,10 @@ def tree_attention(
     kernels = kernels_for(query, key, value) if dropout == 0 else []
     if not kernels:
         return _by_paths(query, key, value, tree, scaling, window, dropout)
+    side = isqrt(LARGE // (query.shape[1] * query.shape[3]))  # of the smallest square that is large
     steps = tree.made(
-        (query.device, window, scaling, len(kernels)), lambda: steps_of(tree, kernels, query.device, scaling, window)
+        (query.device, window, scaling, len(kernels), side),
+        lambda: steps_of(tree, kernels, query.device, scaling, window, side),
     )
     result: Tensor = _TreeAttention.apply(*(x[0].transpose(0, 1) for x in (query, key, value)), steps)
     return result[None]
@@ -250,20 +253,24 @@ def kernels_for(query: Tensor, key: Tensor, value: Tensor) -> list[Kernel]:
         return [CpuFlash()]
     if not has_flash(query.device, query.dtype, width, width):
         return []
-    is_faster = width == 128 and key.shape[1] < query.shape[1]  # not measured for other heads
-    has_cudnn = is_faster and torch.cuda.get_device_capability(query.device) >= (9, 0)
+    has_cudnn = width in (64, 128) and torch.cuda.get_device_capability(query.device) >= (
+        9,
+        0,
+    )  # others were not measured
     # FlashAttention adds up the gradients of queries in one order if torch is set to be deterministic; cuDNN cannot here.
     has_cudnn = has_cudnn and not torch.are_deterministic_algorithms_enabled()
     return [CudaFlash(), CudnnFlash()] if has_cudnn else [CudaFlash()]
 
 
-def steps_of(tree: Tree, kernels: list[Kernel], device: torch.device, scaling: float, window: int | None) -> list[Step]:
-    """Return the calls that compute the attention of a tree."""
+def steps_of(
+    tree: Tree, kernels: list[Kernel], device: torch.device, scaling: float, window: int | None, side: int
+) -> list[Step]:
+    """Return the calls that compute the attention of a tree; a second kernel gets pairs of at least `side` x `side` scores."""
     has_large = len(kernels) > 1 and window is None
-    tree = tree.cut(ROUND, LARGE) if has_large else tree
+    tree = tree.cut(ROUND, side) if has_large else tree
     steps = []
     for read in tree.reads(window, COPIED):
-        large, small = _by_size(read) if has_large else ([], read.pairs)
+        large, small = _by_size(read, side) if has_large else ([], read.pairs)
         parts = [*([(kernels[0], small)] if small else []), *((kernels[-1], [pair]) for pair in large)]
         for kernel, pairs in parts:
             both = [*zip(*pairs, strict=True)]  # the spans of queries, and those of keys, of each pair
@@ -274,7 +281,7 @@ def steps_of(tree: Tree, kernels: list[Kernel], device: torch.device, scaling: f
     return steps
 
 
-def _by_size(read: Read) -> tuple[list[Pair], list[Pair]]:
+def _by_size(read: Read, side: int) -> tuple[list[Pair], list[Pair]]:
     """Return the pairs for a kernel that takes large ones of round lengths, one in a call, and the rest of all pairs."""
     large, small = [], []
     for queries, keys in read.pairs:
@@ -283,7 +290,7 @@ def _by_size(read: Read) -> tuple[list[Pair], list[Pair]]:
             part = span.tokens - span.tokens % ROUND
             is_square = keys == (span,) and part == span.tokens
             is_round = is_square if read.is_causal else _tokens(keys) % ROUND == 0 and len(keys) == 1
-            if is_round and part * _tokens(keys) >= LARGE**2:
+            if is_round and part * _tokens(keys) >= side**2:
                 large.append(Pair((Span(span.first, span.first + part),), keys))
                 span = Span(span.first + part, span.stop)
             rest += [span] if span.tokens else []

@@ -74,7 +74,7 @@ def test_large_pairs_go_to_a_kernel_of_their_own(name, copied, monkeypatch):
 
     monkeypatch.setattr(attention, "COPIED", copied)
     monkeypatch.setattr(attention, "ROUND", 2)
-    monkeypatch.setattr(attention, "LARGE", 2)
+    monkeypatch.setattr(attention, "LARGE", 2 * 2 * 4 * 8)  # 2 x 2 scores of 4 heads of width 8
     monkeypatch.setattr(attention, "kernels_for", lambda query, key, value: [CpuFlash(), Large()])
     tree = Tree(*TREES[name])
     agree(tensors(tree.starts[-1]), tree)
@@ -95,12 +95,12 @@ def both_kernels(monkeypatch):
 @pytest.mark.parametrize(("width", "key_heads"), [(64, 8), (64, 2), (128, 8), (128, 2)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("window", [None, 64])
-@pytest.mark.parametrize(("large", "copied"), [(2**30, 0), (128, 0), (128, 100)])
+@pytest.mark.parametrize(("side", "copied"), [(2**15, 0), (128, 0), (128, 100)])
 def test_kernels_of_a_gpu_are_near_the_definition(
-    window, large, copied, width, key_heads, dtype, both_kernels, monkeypatch
+    window, side, copied, width, key_heads, dtype, both_kernels, monkeypatch
 ):
     monkeypatch.setattr(attention, "COPIED", copied)
-    monkeypatch.setattr(attention, "LARGE", large)
+    monkeypatch.setattr(attention, "LARGE", side**2 * 8 * width)
     monkeypatch.setattr(attention, "ROUND", 128)
     for lengths, parents in (([300, 200, 128, 64, 1, 33, 290], [ROOT, 0, 0, 1, 1, 3, 2]), ([256, 300], [ROOT, 0])):
         tree = Tree(lengths, parents)
@@ -133,7 +133,7 @@ def test_plans_of_a_gpu_are_for_one_layout(torch_is_first, width, key_heads, bot
     """torch and the tree use the same plans, which another layout of the output would make wrong for one of them."""
     if torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("cuDNN's kernel is used from compute capability 9.0 on")
-    monkeypatch.setattr(attention, "LARGE", 128)
+    monkeypatch.setattr(attention, "LARGE", 128**2 * 8 * width)
     monkeypatch.setattr(attention, "ROUND", 128)
     tokens = 384 + 128 * torch_is_first  # another plan in each case
     shape = {"heads": 8, "key_heads": key_heads, "width": width, "value_width": width, "dtype": torch.bfloat16}
