@@ -253,10 +253,7 @@ def kernels_for(query: Tensor, key: Tensor, value: Tensor) -> list[Kernel]:
         return [CpuFlash()]
     if not has_flash(query.device, query.dtype, width, width):
         return []
-    has_cudnn = width in (64, 128) and torch.cuda.get_device_capability(query.device) >= (
-        9,
-        0,
-    )  # others were not measured
+    has_cudnn = width in (64, 128) and torch.cuda.get_device_capability(query.device) >= (9, 0)
     # FlashAttention adds up the gradients of queries in one order if torch is set to be deterministic; cuDNN cannot here.
     has_cudnn = has_cudnn and not torch.are_deterministic_algorithms_enabled()
     return [CudaFlash(), CudnnFlash()] if has_cudnn else [CudaFlash()]
