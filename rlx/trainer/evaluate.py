@@ -104,11 +104,9 @@ def command_of(policy: Policy, given: Sequence[str]) -> tuple[Path, list[str]]:
     composed = compose(overrides)
     config = composed.config
     val = config.actor_rollout_ref.rollout.val_kwargs
-    added = [
-        "trainer.val_only=True",
-        "trainer.logger=[console]",
-        f"data.train_files={written(list(config.data.val_files))}",
-    ]
+    added = ["trainer.val_only=True", "trainer.logger=[console]"]
+    if "data.val_files" in composed.set_keys:  # else a check compares the default with the run's own rows
+        added.append(f"data.train_files={written(list(config.data.val_files))}")
     # The manager `batch` scores all together
     if config.data.val_batch_size is None and config.reward.reward_manager.name != "batch":
         added.append(f"{PARTS}={max(1, PART // (val.n if val.do_sample else 1))}")

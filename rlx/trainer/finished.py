@@ -15,7 +15,9 @@ from rlx.trainer import checkpoints
 from rlx.trainer.checkpoints import ResumeError, refusal_of, require_step
 from rlx.trainer.resume_config import FIRST, config_at, flat
 
-TRAINING = ("trainer.", "critic.", "data.train_files")
+FILES = "data.train_files"
+"""Needed by an evaluation only to tell whether the default of data.val_files has rows like those."""
+TRAINING = ("trainer.", "critic.", FILES)
 KEPT = ("trainer.seed", "trainer.device", "trainer.memory_check")
 """Of the keys of TRAINING those that matter outside it."""
 CHOSEN = (
@@ -97,9 +99,12 @@ def _of_run(checkpoint: Path) -> Policy:
             f"`{program('export')} {checkpoint} my-model` and name that folder"
         )
     default = flat(compose([f"{MODEL_KEY}=none"]).yaml, FIRST)
-    values = config_at(run, require_step(checkpoint)) | {"trainer.seed": checkpoints.read_driver_state(checkpoint).seed}
+    # Not the settings of a resume from this step, which begin after it.
+    values = config_at(run, require_step(checkpoint) - 1)
+    values["trainer.seed"] = checkpoints.read_driver_state(checkpoint).seed
     changed = {key: value for key, value in values.items() if value != default.get(key, ...) or key in CHOSEN}
-    own = {key: value for key, value in changed.items() if not key.startswith(TRAINING) or key in KEPT}
+    kept = KEPT if "data.val_files" in changed else (*KEPT, FILES)
+    own = {key: value for key, value in changed.items() if not key.startswith(TRAINING) or key in kept}
     hidden = tuple(key for key, value in own.items() if HIDDEN in str(value))
     return Policy(checkpoint, checkpoint, [f"{k}={written(v)}" for k, v in own.items() if k not in hidden], hidden)
 

@@ -75,6 +75,8 @@ def test_every_setting_of_a_run_becomes_an_override(tmp_path, capsys):
     run = tmp_path / "run"
     run.mkdir()
     run.joinpath("config.yaml").write_text(composed.yaml)
+    # A resume from step 3
+    run.joinpath("config_2_from_step_3.yaml").write_text("data.max_prompt_length: {before: 77, now: 5}")
     make(run, 3, "actor")
     make(run, 4, "actor").joinpath("driver.json").write_text("{}")
     (policy,) = policies_at(str(run))
@@ -90,6 +92,18 @@ def test_every_setting_of_a_run_becomes_an_override(tmp_path, capsys):
     folder, overrides = command_of(policy, [f"data.val_files={tmp_path}/r*/config.yaml", secret])
     told = (folder / "settings.json").read_text()
     assert "hidden-text" not in told and "/run/config.yaml" in told and secret in overrides
+
+
+def test_a_run_on_rows_of_its_own_is_not_evaluated_on_generated_problems(tmp_path, capfd):
+    (tmp_path / "mine.jsonl").write_text('{"prompt": "1", "answer": "1"}\n')
+    (tmp_path / "reward.py").write_text("def compute_score(**_):\n    return 1.0")
+    own = [f"data.train_files={tmp_path}/mine.jsonl", "data.answer_key=answer"]
+    own += [f"custom_reward_function.path={tmp_path}/reward.py", "actor_rollout_ref.rollout.name=hf"]
+    run = make(tmp_path / "run", 3, "actor").parent.parent
+    run.joinpath("config.yaml").write_text(compose([*own, "trainer.test_freq=-1"]).yaml)
+    assert main([str(run)]) == 2
+    told = " ".join(capfd.readouterr().err.split())
+    assert "validation is on generated problems" in told and "say, or trainer" not in told
 
 
 def test_other_paths_are_rejected_with_what_is_there(tmp_path, capsys):

@@ -109,7 +109,8 @@ def validation_can_run(s: CheckContext) -> Faults:
         yield s.fault("trainer.val_only has nothing to load", "a trained model", remedy, *keys)
     if validates_on_other_tasks(s) and own_function_scores_them(s):
         what, expected = f"{OTHER_TASKS}, scored by a function for your rows", "rows like those of data.train_files"
-        yield s.fault(what, expected, OTHER_TASKS_REMEDY, "data.val_files", "custom_reward_function.path")
+        remedy = OTHER_TASKS_REMEDY.partition(", or ")[0] if s.config.trainer.val_only else OTHER_TASKS_REMEDY
+        yield s.fault(what, expected, remedy, "data.val_files", "custom_reward_function.path")
 
 
 def validates_on_other_tasks(s: CheckContext) -> bool:
