@@ -64,6 +64,11 @@ class Prepared(NamedTuple):
                 "the chat template writes the present date into prompts (strftime_now), so they change at midnight: a run that is resumed "
                 "on another day differs from an unbroken one. A template with a fixed date in the model's folder prevents this"
             )
+        if _have_tools(self.train, self.val) and "tools" not in str(self.tokenizer.chat_template):
+            found.append(
+                "the chat template does not show the model the tools of the rows: describe them in the prompts, or take a model whose "
+                "template writes their schemas"
+            )
         added = added_system_prompt(self.tokenizer)
         if added and added in self.tokenizer.decode(self.train.batch(range(1))["prompt_ids"][0]):
             found.append(
@@ -225,7 +230,7 @@ def _prompts(
         train = val if is_evaluation(config) else trial(load_prompts, config.data, tokenizer, "train")
         if roles.has_environment(config):
             trial(require_usable_template, config, tokenizer)
-            if any(type(each) is PromptDataset and each.has_tools for each in (train, val)):
+            if _have_tools(train, val):
                 fault = (
                     "data.train_files or data.val_files: got rows with a column 'tools' in a run with an environment, expected the "
                     "environment's tools alone; remove the column, or give the tools in environment.path"
@@ -233,6 +238,10 @@ def _prompts(
                 trial.faults.append(DataError(fault))
         trial(_check_tokens, config, tokenizer, train, val)
     return tokenizer, train, val
+
+
+def _have_tools(*prompts: PromptDataset | None) -> bool:
+    return any(type(each) is PromptDataset and each.has_tools for each in prompts)
 
 
 def policy_tokenizer(config: PPOConfig) -> "PreTrainedTokenizerBase":

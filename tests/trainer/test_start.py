@@ -124,6 +124,18 @@ def test_a_template_that_writes_the_date_is_told_of(config):
     assert "the present date" in notice and "fixed date" in notice
 
 
+def test_tools_that_the_template_hides_are_told_of(config, tmp_path):
+    file = tmp_path / "tools.jsonl"
+    file.write_text(f"{json.dumps({**row('rlx/arithmetic'), 'tools': [{'name': 'add'}]})}\n" * 8)
+    own = config(f"data.train_files={file}")
+    prepared = prepare(own)
+    with prepared.rewards:
+        (notice,) = prepared.notices(own)
+        assert "does not show the model the tools of the rows" in notice
+        prepared.tokenizer.chat_template = "{{ tools }}"
+        assert prepared.notices(own) == []
+
+
 TURNS = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}"
 NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + TURNS
 
