@@ -7,6 +7,8 @@ from urllib.parse import urlparse
 COMPRESSED = (".gz", ".zst", ".bz2")
 SAVED = ".arrow folder"
 """The kind of a folder that `save_to_disk` of datasets wrote."""
+SPLITS = "dataset_dict.json"
+"""A file in a folder with several of them, which holds no rows."""
 DATA_KINDS = (".parquet", ".jsonl", ".json", ".csv", ".tsv")
 """Files of rows; all but Parquet may be compressed."""
 
@@ -28,7 +30,9 @@ def data_parts(file: str) -> list[str]:
     if "://" in file:
         return [file]
     if path.is_dir() and data_kind(str(path)) != SAVED:
-        return sorted(str(each) for each in path.iterdir() if data_kind(str(each)) in DATA_KINDS)
+        return sorted(
+            str(each) for each in path.iterdir() if data_kind(str(each)) in DATA_KINDS and each.name != SPLITS
+        )
     if not path.exists() and has_magic(str(path)):
         return sorted(each for each in glob(str(path), recursive=True) if Path(each).is_file())
     return [str(path)] if path.exists() else []

@@ -9,19 +9,8 @@ from rlx.config.schema.tree import LEAVES, section_in
 
 HIDDEN = "***"
 PASSWORD_WORDS = {
-    *(
-        "apikey",
-        "password",
-        "passwd",
-        "passphrase",
-        "passcode",
-        "pwd",
-        "secret",
-        "secrets",
-        "credential",
-        "credentials",
-    ),
-    *("authorization", "auth", "bearer", "cookie"),
+    *("apikey", "password", "passwd", "passphrase", "passcode", "pwd", "secret", "secrets", "credential"),
+    *("credentials", "authorization", "auth", "bearer", "cookie"),
 }
 SECRET_WORDS = PASSWORD_WORDS | {"key", "keys", "token"}
 HARMLESS_WORDS = {"prompt", "answer", "question", "image", "reward", "pad", "bos", "eos", "unk", "sep", "cls", "mask"}

@@ -9,6 +9,7 @@ import csv
 import io
 import json
 import math
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
@@ -212,6 +213,9 @@ class Part(NamedTuple):
         try:
             named = [name for name in rows.fieldnames or () if name]
             self._require_different(named)
+            if len(named) == 1 and (other := re.search(r"[,;|\t]", named[0])):
+                got = f"got columns with {other[0]!r} between them, expected {TABLES[self.kind]!r}"
+                raise DataError(f"{self.name}: {got}; write the file with that delimiter")
             for row in rows:
                 count += 1
                 yield RowFault("the row has more cells than the header") if None in row else row
@@ -295,7 +299,8 @@ def _explained(part: Part) -> Iterator[None]:
         raise
     except (OSError, ValueError, RecursionError, LookupError, NotImplementedError) as fault:
         why = fault.strerror if isinstance(fault, OSError) and fault.strerror and not kind else _first_line(fault)
-        raise DataError(f"{part.name}: cannot be read{kind} ({why})") from None
+        remedy = "; save the file as UTF-8" if isinstance(fault, UnicodeDecodeError) else ""
+        raise DataError(f"{part.name}: cannot be read{kind} ({why}){remedy}") from None
 
 
 def _first_line(fault: Exception) -> str:
@@ -304,14 +309,7 @@ def _first_line(fault: Exception) -> str:
 
 COMPLETION = "completion"
 ANSWERS = (
-    "answer",
-    "solution",
-    "ground_truth",
-    "target",
-    "label",
-    "final_answer",
-    "expected_answer",
-    "output",
+    *("answer", "solution", "ground_truth", "target", "label", "final_answer", "expected_answer", "output", "response"),
     COMPLETION,
 )
 PROMPTS = ("prompt", "question", "problem", "query", "instruction", "input")
@@ -381,13 +379,11 @@ def _require(name: str, columns: Sequence[str], needed: dict[str, str]) -> None:
     """Raise FormError, with the likeliest columns as remedy, if one of the columns that the keys name is missing."""
     missing = {key: column for key, column in needed.items() if column not in columns}
     if missing:
-        usual = {"data.prompt_key": PROMPTS, "data.answer_key": ANSWERS}
-        near = {key: _likeliest(columns, column, usual[key]) for key, column in missing.items()}
-        likely = [f"{key}={column}" for key, column in near.items() if column is not None]
-        keys = " and ".join(needed)
-        remedy = f"set {' '.join(likely)}, or name" if likely else "name"
-        got, expected = f"the columns {list(columns)}", f"also {list(missing.values())}"
-        raise FormError(name, got, expected, f"{remedy} the columns there are with {keys}")
+        likely = _likely_keys(columns, missing)
+        remedy = f"{f'set {likely}, or ' if likely else ''}name the columns there are with {' and '.join(needed)}"
+        if "reward_model" in columns and [*missing] == ["data.answer_key"]:
+            remedy = "remove data.answer_key: the answers of these rows are in reward_model"
+        raise FormError(name, f"the columns {list(columns)}", f"also {list(missing.values())}", remedy)
 
 
 def _remedy_of_verl(columns: Sequence[str], prompt: str) -> str:
@@ -396,10 +392,16 @@ def _remedy_of_verl(columns: Sequence[str], prompt: str) -> str:
     answer = _likeliest(columns, "answer", ANSWERS)
     if answer is None or "reward_model" in columns:
         return f"{of_verl}; for a column with the plain answer set data.answer_key"
-    keys = [f"data.answer_key={answer}"]
-    if prompt not in columns and (near := _likeliest(columns, prompt, PROMPTS)) is not None:
-        keys.insert(0, f"data.prompt_key={near}")
-    return f"the rows have a column {answer!r}: set {' '.join(keys)}. For rows of verl's form {of_verl}"
+    wanted = {} if prompt in columns else {"data.prompt_key": prompt}
+    likely = _likely_keys(columns, wanted | {"data.answer_key": answer})
+    return f"the rows have a column {answer!r}: set {likely}. For rows of verl's form {of_verl}"
+
+
+def _likely_keys(columns: Sequence[str], wanted: dict[str, str]) -> str:
+    """Return assignments of the columns that were probably meant by these."""
+    usual = {"data.prompt_key": PROMPTS, "data.answer_key": ANSWERS}
+    near = {key: _likeliest(columns, column, usual[key]) for key, column in wanted.items()}
+    return " ".join(f"{key}={column}" for key, column in near.items() if column is not None)
 
 
 def _likeliest(columns: Sequence[str], wanted: str, usual: Sequence[str]) -> str | None:

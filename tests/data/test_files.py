@@ -73,10 +73,15 @@ def test_cells_of_a_table_are_text(tmp_path):
 
 @pytest.mark.parametrize(
     ("text", "fault"),
-    [('a,b\n1,2\n3,"4\n5,6\n', r"row 2 cannot be read .*; put quotes"), ("a,b,b\n1,2,3\n", "expected different names")],
+    [
+        ('a,b\n1,2\n3,"4\n5,6\n', r"row 2 cannot be read .*; put quotes"),
+        ("a,b,b\n1,2,3\n", "expected different names"),
+        ("a;b\n1;2\n", r"columns with ';' between them, expected ','; write"),
+        ("a,b\n1,ä\n", "save the file as UTF-8"),
+    ],
 )
-def test_a_table_with_an_open_quote_or_a_column_twice_loses_no_text(tmp_path, text, fault):
-    (tmp_path / "rows.csv").write_text(text)
+def test_a_table_that_cannot_be_read_whole_is_rejected(tmp_path, text, fault):
+    (tmp_path / "rows.csv").write_text(text, encoding="latin-1")
     with pytest.raises(DataError, match=fault):
         open_rows(str(tmp_path / "rows.csv"))
 

@@ -56,6 +56,7 @@ def test_rows_in_a_form_are_no_fault(written, kind: str):
         (PLAIN, (), "remedy: the rows have a column 'answer': set data.answer_key=answer. For"),
         ({"problem": "?", "solution": 5}, (), "set data.prompt_key=problem data.answer_key=solution. For"),
         (PLAIN, ("data.answer_key=answr",), "remedy: set data.answer_key=answer, or name"),
+        (VERL, ("data.answer_key=answer",), "remedy: remove data.answer_key: the answers"),
         ({"question": "?", "label": 1}, ("data.answer_key=x",), "set data.prompt_key=question data.answer_key=label,"),
         ({"a": "?", "b": 1}, ("data.answer_key=x",), "remedy: name the columns there are with data.prompt_key and"),
         ({"prompt": "?", "data_source": "a"}, (), "reward_model holds {style, ground_truth}; for a column with the"),
@@ -118,12 +119,14 @@ def test_rows_without_a_source_that_no_function_scores_are_called_so(written):
     assert "add 'answer' (rows without a data source) to custom_reward_function.data_sources" in fault
 
 
-def test_a_file_of_an_unknown_kind_is_one_fault_of_the_configuration(written):
-    file = written(PLAIN, kind="txt")
-    composed = compose([f"data.train_files={file}", "data.answer_key=answer"])
-    assert check_data(composed.partial, composed.broken) == ()
-    faults = check(composed, Machine(gpus=0, cpus=1, packages=frozenset())).faults
-    assert [fault.what for fault in faults if file in fault.got] == ["a data file is of an unknown kind"]
+def test_files_without_rows_are_one_fault_of_the_configuration(written, tmp_path: Path):
+    (tmp_path / "dataset_dict.json").write_text('{"splits": ["train"]}')
+    splits, unknown = "a data set with several splits was named", "a data file is of an unknown kind"
+    for file, what in ((str(tmp_path), splits), (written(PLAIN, kind="txt"), unknown)):
+        composed = compose([f"data.train_files={file}", "data.answer_key=answer"])
+        assert check_data(composed.partial, composed.broken) == ()
+        faults = check(composed, Machine(gpus=0, cpus=1, packages=frozenset())).faults
+        assert [fault.what for fault in faults if file in fault.got] == [what]
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from rlx.config.check.declared import OWN, CheckContext, Faults
 from rlx.config.schema import ARITHMETIC
 from rlx.config.schema.roles import TINY, has_critic, is_tiny, sharded_roles, trained_roles
 from rlx.program import program
-from rlx.row_files import DATA_KINDS, SAVED, data_kind, data_parts
+from rlx.row_files import DATA_KINDS, SAVED, SPLITS, data_kind, data_parts
 from rlx.step_folders import step_of
 
 GPUS, SAMPLING = "trainer.n_gpus_per_node", "trainer.n_rollout_gpus"
@@ -118,7 +118,7 @@ def data_files_exist(s: CheckContext) -> Faults:
                 what, remedy, folder = "a data file does not exist", folders.correct_path(key), Path(file).parent
                 if folder.name == "gsm8k":
                     remedy = f"run `{program('gsm8k')} --out {folder}`, or {remedy}"
-                if (Path(file) / "dataset_dict.json").is_file():
+                if (Path(file).expanduser() / SPLITS).is_file():
                     what, remedy = "a data set with several splits was named", f"name a split: {key}={file}/train"
             elif not {*map(data_kind, parts)} <= {*DATA_KINDS, SAVED}:
                 what, remedy = "a data file is of an unknown kind", "convert it to Parquet or JSON lines (docs/data.md)"
