@@ -37,22 +37,25 @@ def is_secret(name: str) -> bool:
     return bool(words & SECRET_WORDS) and not any(get_close_matches(word, HARMLESS_WORDS, 1, ALIKE) for word in words)
 
 
-def without_secrets(value: Any) -> Any:
+def without_secrets(value: Any, name: str = "", is_hidden: bool = False) -> Any:
     """Return a copy of a tree of mappings and lists in which values that may be secret are HIDDEN.
 
     These are texts below a name that `is_secret`, numbers below one like `password`, all values of environment variables
     (`env_vars`) unless they only name a variable, as `${oc.env:NAME}` does, passwords in URLs, and keys of known services.
+    `name` is the value's own, and `is_hidden` says that it is below one that hides it.
     """
     if is_dataclass(value) and not isinstance(value, type):  # of a list of them: what differs from its defaults
         usual = type(value)()
         value = {name: found for name, found in vars(value).items() if found != getattr(usual, name)}
     if isinstance(value, dict):
-        hidden = {name: _hidden(child, str(name)) for name, child in value.items() if _hides(str(name))}
-        return {name: hidden[name] if name in hidden else without_secrets(child) for name, child in value.items()}
+        return {key: without_secrets(child, str(key), is_hidden or _hides(str(key))) for key, child in value.items()}
     if isinstance(value, list | tuple):
-        return [without_secrets(child) for child in value]
+        return [without_secrets(child, name, is_hidden) for child in value]
     if not isinstance(value, str):
-        return value
+        is_number = is_hidden and isinstance(value, int | float) and not isinstance(value, bool)
+        return HIDDEN if is_number and (name == ENVIRONMENT or _words(name) & PASSWORD_WORDS) else value
+    if is_hidden:
+        return value if not value or re.fullmatch(r"\$\{oc\.env:\w+\}", value) else HIDDEN
     text = _TOKEN.sub(HIDDEN, _PASSWORD_IN_URL.sub(f"{HIDDEN}@", value))
     return _QUERY.sub(lambda found: f"{found[1]}={HIDDEN}" if _hides(found[1]) else found[0], text)
 
@@ -80,14 +83,3 @@ def _cut(text: str) -> str:
 
 def _hides(name: str) -> bool:
     return name == ENVIRONMENT or is_secret(name)
-
-
-def _hidden(value: Any, name: str) -> Any:
-    if isinstance(value, dict):
-        return {below: _hidden(child, name) for below, child in value.items()}
-    if isinstance(value, list | tuple):
-        return [_hidden(child, name) for child in value]
-    if isinstance(value, str):
-        return value if not value or re.fullmatch(r"\$\{oc\.env:\w+\}", value) else HIDDEN
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return HIDDEN if is_number and (name == ENVIRONMENT or _words(name) & PASSWORD_WORDS) else value

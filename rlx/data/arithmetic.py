@@ -124,10 +124,8 @@ def _row(problem: Problem, split: str, index: int) -> dict[str, Any]:
 def _problem(rng: random.Random, difficulty: int) -> Problem:
     words = _words(rng)
     largest = LARGEST[difficulty]
-    if difficulty == 4:
-        return _sum(rng, largest)
-    if difficulty == 1 and rng.random() < 0.5:
-        return _pair(rng, words, largest)
+    if difficulty == 4 or (difficulty == 1 and rng.random() < 0.5):
+        return _pair(rng, words, largest, is_story=difficulty == 1)
     if difficulty == 3:
         sentences, steps, total = _boxes(rng, words)
     else:
@@ -152,15 +150,10 @@ def _words(rng: random.Random) -> dict[str, str]:
     return {"name": name, "friend": friend, "he": he, "him": him, "He": he.capitalize(), "things": rng.choice(THINGS)}
 
 
-def _pair(rng: random.Random, words: dict[str, str], largest: int) -> Problem:
+def _pair(rng: random.Random, words: dict[str, str], largest: int, is_story: bool) -> Problem:
     sign, high, low, answer = _calculation(rng, largest)
-    text = rng.choice(PAIRS[sign]).format(a=high, b=low, **words)
-    return Problem(text, (f"{high}{sign}{low}={answer}",), answer)
-
-
-def _sum(rng: random.Random, largest: int) -> Problem:
-    sign, high, low, answer = _calculation(rng, largest)
-    return Problem(f"What is {high}{sign}{low}?", (f"{high}{sign}{low}={answer}",), answer)
+    text = rng.choice(PAIRS[sign]) if is_story else f"What is {{a}}{sign}{{b}}?"
+    return Problem(text.format(a=high, b=low, **words), (f"{high}{sign}{low}={answer}",), answer)
 
 
 def _calculation(rng: random.Random, largest: int) -> tuple[str, int, int, int]:

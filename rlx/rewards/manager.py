@@ -142,6 +142,7 @@ class RewardManager:
         rule_weight: float | None = None,
     ):
         self._config, self._custom, self._conversations, self._rule_weight = reward, custom, judge, rule_weight
+        self._calls_functions = rule_weight != 0
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         size = reward.num_workers or min(MOST_WORKERS, cores)
         self._beside_sampler = reward.num_workers or max(1, min(size, cores - sampler_cores))
@@ -169,10 +170,6 @@ class RewardManager:
 
     def __exit__(self, *_: object) -> None:
         self._pool.close()
-
-    @property
-    def _calls_functions(self) -> bool:
-        return self._rule_weight != 0
 
     def check_sources(self, data_sources: Iterable[str]) -> None:
         """Raise RewardError that names all of these data sources without a reward function, before the first sample comes."""

@@ -5,21 +5,16 @@ from rlx.config.schema.tree import LEAVES
 from rlx.config.secrets import is_secret, override_without_secrets, without_secrets
 from rlx.driver import main
 
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("api_key", "HF_TOKEN", "openaiApiKey", "password", "db-password", "AWS_SECRET_ACCESS_KEY", "APIKey"),
-        *("master_key", "forward_key", "cast_key", "mast_key", "end_key", "key"),  # only somewhat like a harmless one
-    ],
+SECRET = (
+    *("api_key", "HF_TOKEN", "openaiApiKey", "password", "db-password", "AWS_SECRET_ACCESS_KEY", "APIKey"),
+    *("master_key", "forward_key", "cast_key", "mast_key", "end_key", "key"),  # only somewhat like a harmless one
 )
-def test_names_of_secrets(name: str):
-    assert is_secret(name)
+HARMLESS = ("prompt_key", "answer_key", "max_tokens", "pad_token", "monkey", "keyboard", "KL")
 
 
-@pytest.mark.parametrize("name", ["prompt_key", "answer_key", "max_tokens", "pad_token", "monkey", "keyboard", "KL"])
-def test_names_that_only_look_like_secrets(name: str):
-    assert not is_secret(name)
+@pytest.mark.parametrize("name", SECRET + HARMLESS)
+def test_names_of_secrets_and_those_that_only_look_like_them(name: str):
+    assert is_secret(name) == (name in SECRET)
 
 
 def test_no_key_of_the_schema_is_taken_for_a_secret():

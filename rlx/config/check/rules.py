@@ -77,16 +77,13 @@ def fsdp1_can_do_it(s: CheckContext) -> Faults:
         if role.strategy != "fsdp":
             continue
         remedy, rank, dtype = f"set {role.strategy_key}=fsdp2", f"{role.model_key}.lora_rank", f"{key}.model_dtype"
-        if role.trained and role.model.lora_rank > 0:
+        if role.trained and (adapters := role.model.lora_rank) > 0:
             if world == 1:
-                what, got = (
-                    "FSDP1 cannot train adapters in a single process",
-                    f"{rank}={role.model.lora_rank}, 1 process",
-                )
+                what, got = "FSDP1 cannot train adapters in a single process", f"{rank}={adapters}, 1 process"
                 yield s.fault(what, "FSDP2", f"{remedy}, or {rank}=0", rank, got=got)
             elif fsdp.model_dtype == "bf16":
                 what, either = "FSDP1 keeps a layer's parameters in one type", f"{remedy}, or {dtype}=fp32"
-                got = f"fp32 adapters ({rank}={role.model.lora_rank}), {dtype}=bf16"
+                got = f"fp32 adapters ({rank}={adapters}), {dtype}=bf16"
                 yield s.fault(what, "FSDP2", either, dtype, rank, got=got)
         if 0 < fsdp.fsdp_size < world and (fsdp.fsdp_size == 1 or not fsdp.reshards(world)):
             keys = (f"{key}.fsdp_size", f"{key}.reshard_after_forward")

@@ -1,11 +1,17 @@
 """Flatten the typed tree into dotted keys, and put a key's type into words."""
 
 from dataclasses import fields, is_dataclass, replace
+from functools import reduce
 from types import NoneType, UnionType
-from typing import Any, NamedTuple, get_args, get_origin
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, get_args, get_origin
 
 from rlx.config.schema import PPOConfig
 from rlx.config.schema.keys import KeyInfo
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+Section = TypeVar("Section", bound="DataclassInstance")
 
 
 class Leaf(NamedTuple):
@@ -41,21 +47,13 @@ def is_key(key: str) -> bool:
     return key in LEAVES or any(key.startswith(f"{leaf}.") for leaf in MAPPINGS)
 
 
-def value_at(config: PPOConfig, key: str) -> Any:
-    value: Any = config
-    for name in key.split("."):
-        value = getattr(value, name)
-    return value
+def value_at(section: Any, key: str) -> Any:
+    return reduce(getattr, key.split("."), section)
 
 
-def with_value(config: PPOConfig, key: str, value: Any) -> PPOConfig:
-    changed: PPOConfig = _with(config, key.split("."), value)
-    return changed
-
-
-def _with(section: Any, names: list[str], value: Any) -> Any:
-    below = value if len(names) == 1 else _with(getattr(section, names[0]), names[1:], value)
-    return replace(section, **{names[0]: below})
+def with_value(section: Section, key: str, value: Any) -> Section:
+    name, _, below = key.partition(".")
+    return replace(section, **{name: with_value(getattr(section, name), below, value) if below else value})
 
 
 def plain_type(hint: Any) -> tuple[Any, bool]:
