@@ -67,31 +67,18 @@ def test_a_graph_dropped_in_the_middle_of_backward(enable, toys, every_mode):
     expected.assert_equal(toys.grade(model, toys.read))
 
 
-@pytest.mark.parametrize("place", ["norm", "v", "mlp.down"])
-def test_an_exception_in_forward(enable, toys, every_mode, place):
-    model = toys.decoder(dropout=0.1)
+@pytest.mark.parametrize("place", ["norm", "v", "mlp.down", "backward of norm", "backward of o"])
+def test_an_exception_in_forward_or_backward(enable, toys, every_mode, place):
+    model, in_backward = toys.decoder(dropout=0.1), place.startswith("backward of ")
     expected = toys.grade(copy.deepcopy(model), toys.read)
     handle = enable(model, **every_mode)
-    hook = model.layers[1].get_submodule(place).register_forward_pre_hook(raises)
+    layer = model.layers[1].get_submodule(place.removeprefix("backward of "))
+    hook = (layer.register_full_backward_hook if in_backward else layer.register_forward_pre_hook)(raises)
     with pytest.raises(Interrupt):
-        toys.read(model)
+        toys.read(model).backward()
     hook.remove()
-    assert handle.stats().held_bytes == 0
-    expected.assert_equal(toys.grade(model, toys.read))
-
-
-@pytest.mark.parametrize("place", ["norm", "o"])
-def test_an_exception_in_backward(enable, toys, every_mode, place):
-    model = toys.decoder(dropout=0.1)
-    expected = toys.grade(copy.deepcopy(model), toys.read)
-    handle = enable(model, **every_mode)
-    hook = model.layers[1].get_submodule(place).register_full_backward_hook(raises)
-    loss = toys.read(model)
-    with pytest.raises(Interrupt):
-        loss.backward()
-    hook.remove()
-    del loss
-    gc.collect()
+    if in_backward:
+        gc.collect()
     assert handle.stats().held_bytes == 0
     expected.assert_equal(toys.grade(model, toys.read))
 

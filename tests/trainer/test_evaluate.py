@@ -26,13 +26,8 @@ def test_an_evaluation_has_the_numbers_of_the_run_s_own_validation(train, tmp_pa
         "def score(data_source, solution_str, **_):\n    return len(set(solution_str)) / 16"
     )
     own = [f"custom_reward_function=[{{path: {tmp_path}/reward.py, name: score, metric: mine}}]", "trainer.seed=3"]
-    steps = [
-        "trainer.total_training_steps=2",
-        "trainer.save_freq=1",
-        "trainer.test_freq=1",
-        "algorithm.adv_estimator=gae",
-    ]
-    run, metrics = train(*steps, *own, *SAMPLED)
+    steps = [f"trainer.{each}" for each in ("total_training_steps=2", "save_freq=1", "test_freq=1")]
+    run, metrics = train(*steps, "algorithm.adv_estimator=gae", *own, *SAMPLED)
     before = {file: file.stat().st_mtime_ns for file in run.rglob("*") if file.is_file()}
     monkeypatch.setenv("RAY_ADDRESS", ray.get_runtime_context().gcs_address)  # the drivers take this one
     with RunLock(run):  # as if it still trained

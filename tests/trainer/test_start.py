@@ -114,26 +114,19 @@ class Relabelled(PromptDataset):
 """
 
 
-def test_a_template_that_writes_the_date_is_told_of(config):
-    prepared = prepare(config())
+def test_a_template_that_writes_the_date_or_hides_tools_is_told_of(config, tmp_path):
+    file = tmp_path / "tools.jsonl"
+    file.write_text(f"{json.dumps({**row('rlx/arithmetic'), 'tools': [{'name': 'add'}]})}\n" * 8)
+    prepared = prepare(config(f"data.train_files={file}"))
     template = "{{ strftime_now('%d %b %Y') }}{% for m in messages %}{{ m.content }}{% endfor %}"
     prepared.tokenizer.chat_template = template
     (said,) = prepared.tokenizer.apply_chat_template([[{"role": "user", "content": "x"}]], tokenize=False)
     assert said[-5:-1].isdigit(), "the year"
-    (notice,) = prepared.notices(config())
-    assert "the present date" in notice and "fixed date" in notice
-
-
-def test_tools_that_the_template_hides_are_told_of(config, tmp_path):
-    file = tmp_path / "tools.jsonl"
-    file.write_text(f"{json.dumps({**row('rlx/arithmetic'), 'tools': [{'name': 'add'}]})}\n" * 8)
-    own = config(f"data.train_files={file}")
-    prepared = prepare(own)
-    with prepared.rewards:
-        (notice,) = prepared.notices(own)
-        assert "does not show the model the tools of the rows" in notice
-        prepared.tokenizer.chat_template = "{{ tools }}"
-        assert prepared.notices(own) == []
+    date, tools = prepared.notices(config())
+    assert "the present date" in date and "fixed date" in date
+    assert "does not show the model the tools of the rows" in tools
+    prepared.tokenizer.chat_template = "{{ tools }}"
+    assert prepared.notices(config()) == []
 
 
 TURNS = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}"
