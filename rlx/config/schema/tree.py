@@ -3,15 +3,12 @@
 from dataclasses import fields, is_dataclass, replace
 from functools import reduce
 from types import NoneType, UnionType
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, get_args, get_origin
+from typing import Any, NamedTuple, TypeVar, get_args, get_origin
 
 from rlx.config.schema import PPOConfig
 from rlx.config.schema.keys import KeyInfo
 
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
-Section = TypeVar("Section", bound="DataclassInstance")
+Section = TypeVar("Section")
 
 
 class Leaf(NamedTuple):
@@ -53,7 +50,8 @@ def value_at(section: Any, key: str) -> Any:
 
 def with_value(section: Section, key: str, value: Any) -> Section:
     name, _, below = key.partition(".")
-    return replace(section, **{name: with_value(getattr(section, name), below, value) if below else value})
+    changed = with_value(getattr(section, name), below, value) if below else value
+    return replace(section, **{name: changed})  # type: ignore[type-var]  # a section is a dataclass
 
 
 def plain_type(hint: Any) -> tuple[Any, bool]:
