@@ -174,7 +174,7 @@ class Keeper:
         family.adopt_orphans()
 
     def keep(self) -> int:
-        """Run to the end and return the exit code: DONE, FAILED, FAULTY, or 128 + N if signal N came before all processes ended."""
+        """Run to the end and return the exit code: DONE, FAILED, FAULTY, or 128 + N if signal N came before an end that is not DONE."""
         folder = None
         while True:
             driver = Driver(self._command, folder, [end.reason for end in self._ends])
@@ -199,7 +199,7 @@ class Keeper:
     def _end(self, facts: dict[str, Any], code: int | None, why: str | None) -> int:
         """Say how the run ended and return the exit code; `why` it is not started again, unless it is done."""
         signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # from here on none can change the exit code
-        number = self._signals[0] if self._signals else BY_SIGNAL.get(code)
+        number = self._signals[0] if self._signals and code != DONE else BY_SIGNAL.get(code)
         if number is None and why is not None:
             *before, last = self._ends
             for at, end in enumerate(before, start=1):

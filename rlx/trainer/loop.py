@@ -43,7 +43,7 @@ class Trainer:
         """Train to the last step; validate and save as configured.
 
         Args:
-            stopping: asked after each step whether the run is to save and end.
+            stopping: asked after each step but the last whether the run is to save and end.
 
         Raises Terminated: the run was to end. A checkpoint was written if there was time.
         """
@@ -66,7 +66,8 @@ class Trainer:
             run.timeline.end(run.finished_steps, run.progress.step_began, run.progress.spans, metrics | timings)
             self.skipped.judge(run.finished_steps, metrics)
             self.saver.settle()  # after the row, so that a whole checkpoint never lacks one
-            if stopping is not None and (left_s := stopping.left_s) is not None:
+            is_last = run.finished_steps >= run.last_step  # what is left to do ends sooner than a save
+            if stopping is not None and (left_s := stopping.left_s) is not None and not is_last:
                 self.end_early(left_s)
         self.skipped.end()
         run.timeline.write()

@@ -143,9 +143,9 @@ def _train(
         if checkpoint is not None:
             _resume(run, trainer.saver, yaml, prepared.changed, checkpoint)
         save_s = 0.0 if config.trainer.val_only else config.trainer.save_on_sigterm_s
-        with Stopping(save_s) as stopping:
-            link.tell(grace_s=save_s + ENDING_S)
-            trainer.fit(stopping)
+        stopping = prepared.held.enter_context(Stopping(save_s))  # until the picture is drawn
+        link.tell(grace_s=save_s + ENDING_S)
+        trainer.fit(stopping)
     return trainer
 
 

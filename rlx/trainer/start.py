@@ -53,7 +53,7 @@ class Prepared(NamedTuple):
     sampler: PromptSampler  # chooses the next prompts of `train`
     rewards: RewardManager
     passed_over: list[str]  # newer checkpoints that cannot be used, each with the reason
-    held: ExitStack  # ends `lock` and `rewards`
+    held: ExitStack  # ends `lock` and `rewards`, and later the handling of signals
 
     def notices(self, config: PPOConfig) -> list[str]:
         """Return notices about checkpoints passed over, dropped or cut prompts, dates in them, and reward functions that none uses."""

@@ -47,7 +47,8 @@ class Validation:
                     parts.add(first, batch, self._samples.scores_of(batch))
         batch, scores = parts.joined()
         records = generations(batch, scores)
-        dump(records, folder, str(step))
+        of_the_run = is_evaluation(config) or not (trainer.val_only and step)
+        dump(records, folder, str(step) if of_the_run else f"{step}.val_only")
         if shown := records[: trainer.log_val_generations]:
             run.progress.generations(shown)
             run.tracker.generations(shown, step)

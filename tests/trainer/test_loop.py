@@ -26,7 +26,6 @@ from rlx.data.batch import Batch
 from rlx.data.prompts import PromptSampler
 from rlx.data.seeding import seed_for
 from rlx.rewards.manager import Scores
-from rlx.supervisor.link import Terminated
 from rlx.trainer.loop import Trainer
 from rlx.trainer.progress import Progress
 from rlx.trainer.run import with_models, with_steps
@@ -152,28 +151,6 @@ def test_a_skipped_step_and_equal_rewards_are_counted_and_shown(tmp_path):
     assert (
         "advantages are zero, because all answers of a prompt got the same reward; raise data.train_batch_size" in said
     )
-
-
-@pytest.mark.parametrize(("left_s", "saves"), [(60.0, True), (-1.0, False)])
-def test_a_run_that_is_ended_saves_and_waits_for_the_copy_if_there_is_time(left_s, saves, tmp_path, monkeypatch):
-    prompts, sampler = SimpleNamespace(), PromptSampler(4, 2, shuffle=True, seed=0)
-    config = PPOConfig(data=DataConfig(train_batch_size=2))
-    trainer = Trainer(Run(config, None, None, prompts, sampler, prompts, None, tmp_path, Progress(4), None))
-    done: list[str] = []
-
-    def save(state, within_s):
-        done.append("saved")
-        return tmp_path / "global_step_0"
-
-    def wait(at_most_s):
-        done.append("copied")
-        assert 0 <= at_most_s <= left_s
-
-    monkeypatch.setattr(trainer.saver, "save_now", save)
-    monkeypatch.setattr(trainer.saver, "wait_for_copies", wait)
-    with pytest.raises(Terminated):
-        trainer.end_early(left_s)
-    assert done == ["saved", "copied"] * saves
 
 
 class Recording:

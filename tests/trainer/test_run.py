@@ -38,6 +38,14 @@ def policy_loss(log_probs, old_log_probs, advantages, mask, settings):
     ratio = (log_probs - old_log_probs).exp()
     return -advantages * ratio, {"own_ratio": ratio, "loss": ratio}
 
+def asks_to_end(data_source, solution_str, ground_truth, extra_info=None):
+    try:
+        Path(__file__).with_name("asked").touch(exist_ok=False)  # once
+        os.kill(psutil.Process().ppid(), signal.SIGTERM)  # the driver
+    except FileExistsError:
+        pass
+    return len(set(solution_str)) / 16
+
 def kills_a_worker(data_source, solution_str, ground_truth, extra_info=None):
     if not any(file.stat().st_size for file in Path(__file__).parent.glob("runs/*/metrics.jsonl")):
         return {"score": 0.5, "seen": 1.0}  # in the first step
@@ -249,6 +257,32 @@ def test_a_worker_that_dies_is_the_last_line_and_nothing_is_left(
     assert step["train/zero_advantage_share"] == 1.0 and step["reward/mean"] == 0.5 == step["reward/extra/seen"] / 2
     assert step["advantages/abs_mean"] == step["train/skipped_steps"] == 0
     assert torch.isfinite(torch.tensor([value for value in step.values() if isinstance(value, float)])).all()
+
+
+@pytest.mark.slow
+def test_sigterm_saves_in_time_but_ends_no_finished_run_which_a_later_validation_leaves_alone(
+    short_run, ray_session, custom, monkeypatch, capfd, tmp_path
+):
+    monkeypatch.chdir(tmp_path)
+    options = [*short_run, *custom("asks_to_end"), f"trainer.default_local_dir=file://{tmp_path}/bucket"]
+    options += ["trainer.test_freq=1", "trainer.resume_mode=auto", "trainer.logger=[console,jsonl]"]
+    options += ["trainer.total_training_steps=2", "trainer.save_on_sigterm_s"]
+    for seconds, code, saved in (
+        (0.001, 143, []),
+        (300, 143, ["global_step_1"]),
+        (300, 0, ["global_step_1", "global_step_2"]),
+    ):
+        (tmp_path / "asked").unlink(missing_ok=True)
+        assert main([*options[:-1], f"{options[-1]}={seconds}"]) == code and (tmp_path / "asked").exists()
+        assert ("summary" in capfd.readouterr().out) == (code == 0)
+        for place in (tmp_path / "outputs", tmp_path / "bucket"):
+            assert sorted(each.parent.name for each in place.rglob("global_step_*/manifest.json")) == saved
+    (folder,) = (each.parent for each in (tmp_path / "outputs").rglob("report.png"))
+    assert [*metrics_of(folder)] == [1, 2]
+    own = {file: file.read_bytes() for file in folder.rglob("*.jsonl")}
+    assert main([*options[:-1], "trainer.val_only=True", "data.val_max_samples=4"]) == 0
+    assert own == {file: file.read_bytes() for file in own}
+    assert len((folder / "validation/2.val_only.jsonl").read_text().splitlines()) == 4
 
 
 @pytest.fixture
