@@ -24,7 +24,7 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from rlx.environments.sandbox_child import USERS
+from rlx.environments.sandbox_child import STARTED, USERS
 from rlx.environments.system_calls import filter_program
 from rlx.scratch import scratch_folder
 from rlx.user_code import UserCodeError
@@ -121,7 +121,8 @@ def isolation_fault() -> str:
 def _try(limits: SandboxLimits) -> tuple[int, str]:
     options = {"capture_output": True, "env": SANDBOX_VARIABLES, "timeout": START_LIMIT_S}
     tried = subprocess.run(_command(limits), input=b"", **options)
-    return tried.returncode, (tried.stdout + tried.stderr).decode(errors="replace").strip()[-300:]
+    said = (tried.stdout + tried.stderr).replace(STARTED, b"")
+    return tried.returncode, said.decode(errors="replace").strip()[-300:]
 
 
 def _reason() -> str:
@@ -177,7 +178,7 @@ def _mount_point() -> "tempfile.TemporaryDirectory[str]":
 
 
 async def run_python(code: str, limits: SandboxLimits) -> RanCode:
-    """Run code to its end or to a limit. Call `check_isolation` once before."""
+    """Run code to its end or to a limit. Call `check_isolation` once before. Raises NotIsolated if the system isolates no more."""
     if fault := isolation_fault():
         raise NotIsolated(fault)
     process = await asyncio.create_subprocess_exec(
@@ -198,10 +199,13 @@ async def run_python(code: str, limits: SandboxLimits) -> RanCode:
         for ending in (process.wait(), process.stdout.read()):
             with contextlib.suppress(TimeoutError):  # something may hold its output open
                 await asyncio.wait_for(ending, PIPE_ENDING_S)
-    text = output.decode("utf-8", "replace")
+    said, mark, own = output.partition(STARTED)
+    if not mark and not fault:
+        why = said.decode("utf-8", "replace").strip()[-300:] or f"exit code {process.returncode}"
+        raise NotIsolated(f"a model's program could not be isolated, as earlier ones were: {why}; {_reason()}")
     if not fault and process.returncode != 0:
         fault = f"exit code {process.returncode}"
-    return RanCode(text, fault)
+    return RanCode(own.decode("utf-8", "replace"), fault)
 
 
 async def _output(
@@ -209,15 +213,15 @@ async def _output(
 ) -> tuple[str, bytes]:
     """Send the code, and return why its process has to be ended (empty: it ended by itself) and what it printed."""
     assert process.stdin is not None and process.stdout is not None
-    output = bytearray()
+    output, most = bytearray(), limits.output_bytes + len(STARTED)
     try:
         async with asyncio.timeout_at(asyncio.get_running_loop().time() + until - time.monotonic()):
             process.stdin.write(code)
             process.stdin.close()
             while chunk := await process.stdout.read(2**16):
                 output += chunk
-                if len(output) > limits.output_bytes:
-                    return f"printed more than {limits.output_bytes:,} bytes", bytes(output[: limits.output_bytes])
+                if len(output) > most:
+                    return f"printed more than {limits.output_bytes:,} bytes", bytes(output[:most])
             await process.wait()
     except TimeoutError:
         return f"took longer than {limits.time_s:g} s", bytes(output)

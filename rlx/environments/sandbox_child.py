@@ -1,7 +1,7 @@
 """The two ends of the sandbox, as programs that import nothing of rlx: `launch` outside it, `inside` within.
 
-`rlx.environments.sandbox` starts this file with its settings as JSON. It exits with NOT_ISOLATED, and says why, if the system
-refuses an isolation.
+`rlx.environments.sandbox` starts this file with its settings as JSON. It prints STARTED before the program begins, and without it
+why the system refuses an isolation.
 
 Note [two kinds of isolation]. Root starts bubblewrap as it is and gives its rights up inside, as a user that no other sandbox has: so
 the system counts the processes of each sandbox apart, and Python may lie in root's own folder. Anybody else makes a namespace of users
@@ -16,7 +16,7 @@ import struct
 import sys
 import traceback
 
-NOT_ISOLATED = 96
+STARTED = b"\0isolated\0"  # comes first, so the program cannot feign that it was not isolated
 NAME_SPACES = {"mount": 0x20000, "user": 0x10000000}  # CLONE_NEWNS, CLONE_NEWUSER
 MS_NOSUID, MS_NODEV, MS_REC, MS_PRIVATE = 2, 4, 0x4000, 0x40000
 MOST_FILES = 10_000
@@ -136,12 +136,13 @@ def main() -> None:
             launch(settings, settings["bubblewrap"], settings["paths"], own)
         except (OSError, AttributeError) as fault:  # AttributeError: no Linux
             print(fault, end="", flush=True)
-            os._exit(NOT_ISOLATED)
+            os._exit(1)
     sys.path += [path for path in settings["paths"] if path.endswith("-packages")]
     code = sys.stdin.read()
     os.closerange(3, 64)
     give_up_rights(FIRST_USER + int(settings["number"]) if os.geteuid() == 0 else 0)
     limit(settings)
+    os.write(1, STARTED)
     sys.argv, launcher = ["-c"], sys.modules["__main__"]
     # Where pickle looks for the program's functions and classes
     program = sys.modules["__main__"] = type(launcher)("__main__")

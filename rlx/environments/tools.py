@@ -73,7 +73,7 @@ class Tools:
         return {}, f"{where}{fault.message[:300]}"
 
     async def call(self, call: ToolCall) -> tuple[str, bool]:
-        """Make a call; return its result or its error as text for the model, and whether it is an error."""
+        """Make a call; return its result or its error as text for the model, and whether it is an error. UserCodeError ends the row."""
         arguments, fault = self.read(call)
         if fault:
             return f"error: {fault}", True
@@ -81,7 +81,7 @@ class Tools:
             value = self._tools[call.name].function(**arguments)
             value = await value if inspect.isawaitable(value) else value
             text = value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
-        except MemoryError:
+        except (MemoryError, UserCodeError):  # no fault of the model's
             raise
         except Exception as error:
             return _cut(f"error: {type(error).__name__}: {error}"), True

@@ -25,7 +25,7 @@ from rlx.driver import main
 from rlx.environments import sandbox
 from rlx.environments.built_in_tools import PythonTool, program_limits
 from rlx.environments.protocol import Turn
-from rlx.environments.sandbox import SandboxLimits, check_isolation, isolation_fault, run_python
+from rlx.environments.sandbox import SandboxLimits, bubblewrap, check_isolation, isolation_fault, run_python
 from rlx.environments.system_calls import DENIED, MACHINES
 from rlx.user_code import UserCodeError
 
@@ -256,6 +256,32 @@ def test_limits_too_small_for_an_empty_program_are_rejected():
 def test_it_has_none_of_the_variables_of_the_run(monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", "secret")
     assert run("import os; print(os.environ.get('WANDB_API_KEY'))").output == "None\n"
+
+
+FAILING = """#!/bin/sh
+[ -e {0}/full ] || exec {1} "$@"
+echo "bwrap: Creating new namespace failed: No space left on device" >&2; exit 1
+"""
+
+
+@isolated
+def test_isolation_that_fails_later_is_a_failure_for_the_user_and_no_answer_for_the_model(
+    make_pool, answers, monkeypatch, tmp_path
+):
+    (tmp_path / "bwrap").write_text(FAILING.format(tmp_path, bubblewrap()))
+    (tmp_path / "bwrap").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    pool = make_pool("python", kwargs={"time_s": 20.0})
+    pool.reset(0, {"prompt": [{"role": "user", "content": "?"}]})
+    answers(pool, [0])
+    feigned = "import os\nprint('bwrap: Creating new namespace failed', flush=True)\nos._exit(1)"
+    pool.step(0, Turn(f"<python>{feigned}</python>", 0))
+    assert "ProgramFailed: exit code 1\nbwrap: " in answers(pool, [0])[0].messages[0]["content"]
+    (tmp_path / "full").touch()
+    pool.step(0, Turn("<python>print(1)</python>", 1))
+    failure = answers(pool, [0])[0]
+    assert failure.kind == "error" and failure.reason.startswith("raised NotIsolated: ")
+    assert "as earlier ones were: bwrap: Creating new namespace failed: No space left" in failure.reason
 
 
 @isolated
