@@ -6,7 +6,7 @@ from typing import Any, get_args
 
 from rlx.environments.protocol import Failure, Message, Observation, Reset
 from rlx.processes.calls import in_short
-from rlx.processes.lines import BadAnswer
+from rlx.processes.lines import DEEPEST, BadAnswer, shallow
 
 LONGEST_ANSWER = 2**20  # bytes
 LARGEST_REWARD = 1e30
@@ -92,7 +92,7 @@ def encode(number: int, answer: Answer) -> bytes:
         case Failure(reason, kind, trace):
             record = [number, "failure", reason[:LONGEST_REASON], kind, trace]
     try:
-        text = json.dumps(record, ensure_ascii=False, allow_nan=False, default=as_json)
+        text = json.dumps(shallow(record, 2 * DEEPEST), ensure_ascii=False, allow_nan=False, default=as_json)
     except (TypeError, ValueError, RecursionError) as fault:
         raise Nonsense(f"returned what JSON does not have: {fault}") from None
     line = text.encode("utf-8", "replace") + b"\n"

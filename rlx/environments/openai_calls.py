@@ -14,6 +14,7 @@ from pydantic import BaseModel, Field, ValidationError
 from rlx.environments.protocol import CLOSE, Message, Turn
 from rlx.environments.tool_calls import parse
 from rlx.environments.tools import arguments_of, call_id, json_or_text, with_calls
+from rlx.processes.lines import shallow
 
 TOKEN = re.compile(r"rlx-\d+-[0-9a-f]{64}")
 MOST_CHOICES, MOST_MESSAGES, MOST_TOOLS, MOST_STOPS = 64, 4096, 256, 16
@@ -133,11 +134,11 @@ class Call(BaseModel, extra="forbid"):
 def read(is_chat: bool, data: bytes) -> Call:
     """Read the body of a request. Raises BadCall."""
     try:
-        body = json.loads(data)
+        body = shallow(json.loads(data))
         if b"\\ud" in data.lower():  # half a surrogate pair is no text
             json.dumps(body, ensure_ascii=False).encode()
     except (ValueError, RecursionError):
-        raise BadCall("the body is no JSON of whole characters") from None
+        raise BadCall("the body is no JSON of whole characters, or nested too deep") from None
     if not isinstance(body, dict):
         raise BadCall("the body is no JSON object")
     model = body.get("model")

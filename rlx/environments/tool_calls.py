@@ -13,6 +13,8 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from rlx.processes.lines import shallow
+
 MOST_CALLS = 32
 """Of one turn; further calls become one fault."""
 
@@ -94,6 +96,7 @@ def llama3_json(text: str, names: Sequence[str]) -> Parsed:
     while place < len(body):
         try:
             value, place = _DECODER.raw_decode(body, place)
+            shallow(value)
         except (ValueError, RecursionError) as fault:
             # A text that begins with a brace is no call unless it looks like one.
             looks = mark or '"name"' in body
@@ -146,7 +149,7 @@ _BETWEEN = re.compile(r"[\s;]*")
 
 def _json(text: str) -> Any:
     try:
-        return _DECODER.decode(text)
+        return shallow(_DECODER.decode(text))
     except (ValueError, RecursionError) as fault:
         return _faulty(_no_json(fault))
 

@@ -13,6 +13,7 @@ import jsonschema
 
 from rlx.environments.protocol import Message, Observation, Turn
 from rlx.environments.tool_calls import FORMATS, ToolCall, parse
+from rlx.processes.lines import shallow
 from rlx.user_code import UserCodeError
 
 LONGEST_RESULT = 2**17
@@ -171,9 +172,9 @@ def _standard(schema: Any) -> Any:
 
 
 def json_or_text(text: str) -> Any:
-    """Return the JSON value that a text is, else the text."""
+    """Return the JSON value that a text is, else the text, also of one that is nested too deep."""
     try:
-        return json.loads(text)
+        return shallow(json.loads(text))
     except (ValueError, RecursionError):
         return text
 

@@ -10,6 +10,7 @@ from typing import Any
 
 LONGEST_LINE = 2**26  # bytes
 READ_AT_ONCE = 2**20  # bytes
+DEEPEST = 64  # lists and objects in each other; with many calls open, Python reads and copies only a few hundred
 
 
 class BadAnswer(OSError):
@@ -19,6 +20,17 @@ class BadAnswer(OSError):
 def line_of(message: Any) -> bytes:
     """Return a message as a line; NaN is allowed."""
     return json.dumps(message).encode() + b"\n"
+
+
+def shallow(value: Any, deepest: int = DEEPEST) -> Any:
+    """Return a value of JSON that any process can read and copy. Raises RecursionError: it is nested deeper than this."""
+    inside = [value]
+    for _ in range(deepest + 1):
+        inside = [each for each in inside if isinstance(each, dict | list | tuple)]
+        if not inside:
+            return value
+        inside = [each for own in inside for each in (own.values() if isinstance(own, dict) else own)]
+    raise RecursionError(f"lists and objects are nested deeper than {deepest}")
 
 
 class Lines:

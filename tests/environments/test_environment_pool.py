@@ -119,6 +119,19 @@ def test_conversations_of_a_process_go_on_side_by_side(make_pool, answers, tmp_p
     assert step(pool, answers, "a").messages[0]["content"] == "a 1" and seen.read_text() == "closed"
 
 
+def test_calls_nested_too_deep_are_told_to_the_model_and_end_no_process(make_pool, answers):
+    pool = make_pool("calculator", tool_format="hermes", limit_s=30.0)
+    for key in range(4):
+        pool.reset(key, {"prompt": [{"role": "user", "content": "?"}]})
+    answers(pool, range(4))
+    for key, depth in enumerate((60, 70, 850, 940)):
+        call = f'{{"name": "calc", "arguments": {{"expression": {"[" * depth}{"]" * depth}}}}}'
+        pool.step(key, Turn(f"<tool_call>{call}</tool_call>", 0))
+    found = [answer.messages[0]["content"] for _, answer in sorted(answers(pool, range(4)).items())]
+    assert found[0].startswith("error: argument 'expression': [[[[")
+    assert found[1:] == ["error: the call cannot be read: it is no JSON (nested too deep)"] * 3
+
+
 def test_the_last_environment_of_a_process_is_closed_at_once(make_pool, answers, tmp_path):
     pool, seen = make_pool("Table", ENVIRONMENT), tmp_path / "closed"
     pool.reset(0, {**ROW, "extra_info": str(seen)})
