@@ -125,12 +125,10 @@ def _train(
     checkpoint = prepared.checkpoint
     lock = prepared.lock or prepared.held.enter_context(RunLock(folder))
     names = config.trainer.project_name, config.trainer.experiment_name
-    rows: tuple[int | None, str] = (require_step(checkpoint) if checkpoint else -1, METRICS_FILE)
-    if checkpoint is not None and config.trainer.val_only:
-        rows = (None, VAL_ONLY_FILE)  # the run's own rows stay
+    rows = VAL_ONLY_FILE if checkpoint is not None and config.trainer.val_only else METRICS_FILE
     with ExitStack() as until_the_end:
         until_the_end.enter_context(progress)
-        tracking = Tracker(config.trainer.logger, folder, yaml, *names, *rows, lock.check, progress.notice)
+        tracking = Tracker(config.trainer.logger, folder, yaml, *names, rows, lock.check, progress.notice)
         tracker = until_the_end.enter_context(tracking)
         # For batches; it takes two seconds, in which this process would wait for the workers.
         Thread(target=import_module, args=("tensordict",), daemon=True).start()
@@ -142,6 +140,8 @@ def _train(
         trainer = Trainer(run)
         if checkpoint is not None:
             _resume(run, trainer.saver, yaml, prepared.changed, checkpoint)
+        else:
+            tracker.rewind(-1)  # a restart may find rows
         save_s = 0.0 if config.trainer.val_only else config.trainer.save_on_sigterm_s
         stopping = prepared.held.enter_context(Stopping(save_s))  # until the picture is drawn
         link.tell(grace_s=save_s + ENDING_S)

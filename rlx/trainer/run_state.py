@@ -65,20 +65,20 @@ class Run:
         for line in passed_over:
             notice(line)
         step = require_step(whole) if whole else 0
-        self.tracker.rewind(step if whole else -1)
-        try:
-            self.timeline.rewind(step)
-        except TrackingError as fault:
-            notice(f"{fault}. It begins anew")
-        place = checkpoint.parent, step, trainer.default_local_dir
-        if not trainer.val_only and (later := checkpoints.set_aside_later(*place)):
-            notice(f"checkpoints of later steps are now in {checkpoint.parent / SUPERSEDED}: {', '.join(later)}")
+        for role in trained_roles(self.config) if whole else ():
+            self.workers.call(role.name, "load", str(whole / role.name), not trainer.val_only)
+        if not trainer.val_only:  # only now, so that a run that cannot start leaves them
+            if later := checkpoints.set_aside_later(checkpoint.parent, step, trainer.default_local_dir):
+                notice(f"checkpoints of later steps are now in {checkpoint.parent / SUPERSEDED}: {', '.join(later)}")
+            self.tracker.rewind(step if whole else -1)
+            try:
+                self.timeline.rewind(step)
+            except TrackingError as fault:
+                notice(f"{fault}. It begins anew")
         if whole is None:
             notice("all checkpoints of this run are damaged: it starts from scratch")
             return
         state = read_driver_state(whole)
-        for role in trained_roles(self.config):
-            self.workers.call(role.name, "load", str(whole / role.name), not trainer.val_only)
         if not trainer.val_only:  # it trains on nothing, and may have other rows
             self.sampler.load_state_dict(state.sampler)
             self.has_stale_tokens |= bool(state.queue)

@@ -6,9 +6,10 @@ import math
 import os
 import textwrap
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -27,31 +28,31 @@ class TrackingError(ExplainedError, ValueError):
 
 
 class TensorboardLogger:
-    """Writes event files in `tensorboard/`. After a resume it hides the former run's entries beyond `resume_step`."""
+    """Writes an event file in `tensorboard/`, in which entries of earlier files are hidden beyond the step of `rewind`."""
 
-    def __init__(self, run_dir: Path, resume_step: int | None) -> None:
+    def __init__(self, run_dir: Path) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._open = partial(SummaryWriter, str(run_dir / "tensorboard"))
-        self._writer = self._open(purge_step=None if resume_step is None else resume_step + 1)
+        (run_dir / "tensorboard").mkdir(exist_ok=True)
+        self._purge_step: int | None = None
+        self._open = cache(lambda: SummaryWriter(str(run_dir / "tensorboard"), purge_step=self._purge_step))
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         for name, value in metrics.items():
-            self._writer.add_scalar(name, value, step)
-        self._writer.flush()
+            self._open().add_scalar(name, value, step)
+        self._open().flush()
 
     def generations(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
         for index, row in enumerate(rows):
             # Indented, so that Markdown shows the text verbatim.
             texts = (f"**{name}**\n\n{textwrap.indent(str(value), '    ')}" for name, value in row.items())
-            self._writer.add_text(f"val/generation_{index}", "\n\n".join(texts), step)
+            self._open().add_text(f"val/generation_{index}", "\n\n".join(texts), step)
 
     def rewind(self, step: int) -> None:
-        self._writer.close()  # tensorboard drops later steps at the beginning of another event file
-        self._writer = self._open(purge_step=step + 1)
+        self._purge_step = step + 1
 
     def close(self) -> None:
-        self._writer.close()
+        self._open().close()
 
 
 class WandbLogger:
@@ -98,7 +99,7 @@ class Tracker:
     A logger that fails later, for example for want of a network, does not end the run: its first failure gives a notice. A
     failure of `metrics.jsonl` does. A context that closes the loggers.
 
-    Raises TrackingError if a logger cannot start, and StorageError, also later, if `metrics.jsonl` cannot be written.
+    Raises TrackingError if a logger cannot start or a row is damaged, and StorageError, also later, if `metrics.jsonl` cannot be written.
     """
 
     def __init__(
@@ -108,17 +109,16 @@ class Tracker:
         config_yaml: str,  # this and the next two for wandb
         project: str,
         experiment: str,
-        resume_step: int | None = None,  # after which the run continues, and later ones are replaced; None: none are
         metrics_file: str = METRICS_FILE,
         may_write: Callable[[], None] = lambda: None,  # is called before each row, and raises if the run must end
         notice: Callable[[str], None] = print,
     ) -> None:
-        self._file, self._resume_step = run_dir / metrics_file, resume_step
+        self._file = run_dir / metrics_file
         self._may_write, self._notice = may_write, notice
-        if resume_step is not None:
-            rewind(self._file, resume_step)
+        if metrics_file == METRICS_FILE and os.path.lexists(self._file):
+            deque(_rows(self._file), 0)  # so that damage shows before the workers start
         makers: dict[str, Callable[[], Logger]] = {
-            "tensorboard": lambda: TensorboardLogger(run_dir, resume_step),
+            "tensorboard": lambda: TensorboardLogger(run_dir),
             "wandb": lambda: WandbLogger(run_dir, config_yaml, project, experiment),
         }
         self._loggers: dict[str, Logger] = {}
@@ -138,11 +138,9 @@ class Tracker:
         self._let_all("close")
 
     def rewind(self, step: int) -> None:
-        """Let the run continue from an earlier step than `resume_step`."""
-        if self._resume_step not in (None, step):
-            self._resume_step = step
-            rewind(self._file, step)
-            self._let_all("rewind", step)
+        """Let the run continue from this step, before anything is logged; rows of later ones are replaced. -1: all are."""
+        rewind(self._file, step)
+        self._let_all("rewind", step)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         self._may_write()

@@ -20,6 +20,7 @@ from transformers import (
 from rlx.checkpoint import manifest
 from rlx.driver import main
 from rlx.export import main as export_main
+from rlx.trainer.checkpoints import ResumeError
 from rlx.trainer.timeline import read_timeline
 
 pytestmark = pytest.mark.e2e
@@ -121,6 +122,11 @@ def test_a_run_passes_over_damaged_checkpoints_resumes_on_other_processes_and_be
         data = bytearray(shard.read_bytes())
         data[-5] ^= 1
         shard.write_bytes(data)
+    rows = (folder / "metrics.jsonl").read_bytes()
+    with pytest.raises(ResumeError, match="global_step_2 cannot be used"):
+        train(*options, *resume_from(folder, 2))
+    assert rows == (folder / "metrics.jsonl").read_bytes(), "a run that cannot start takes none away"
+    assert not (saved / "superseded").exists()
     auto = [*options, "trainer.resume_mode=auto"]
     assert train(*auto, "trainer.n_gpus_per_node=2", "actor_rollout_ref.actor.strategy=fsdp")[0] == folder
     printed = capfd.readouterr()

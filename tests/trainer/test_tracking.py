@@ -11,7 +11,10 @@ from rlx.trainer.tracking import TensorboardLogger, Tracker, TrackingError, read
 
 
 def tracker(run_dir: Path, *loggers: str, resume_step: int | None = None) -> Tracker:
-    return Tracker(loggers, run_dir, "trainer:\n  seed: 1\n", "project", "experiment", resume_step=resume_step)
+    tracking = Tracker(loggers, run_dir, "trainer:\n  seed: 1\n", "project", "experiment")
+    if resume_step is not None:
+        tracking.rewind(resume_step)
+    return tracking
 
 
 def rows(run_dir: Path) -> list[dict]:
@@ -51,12 +54,11 @@ def test_a_resume_neither_doubles_nor_loses_rows_and_drops_a_line_torn_by_a_kill
 def test_a_damaged_line_is_named_before_anything_starts_and_one_without_numbers_where_it_is_read(tmp_path: Path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\nnonsense\n{"step": 3}\n')
     with pytest.raises(TrackingError, match=r"metrics\.jsonl, line 2: got 'nonsense', expected"):
-        tracker(tmp_path, resume_step=1)
+        tracker(tmp_path)
     assert (tmp_path / "metrics.jsonl").read_text().count("\n") == 3
     lines = [{"step": 1, "note": "by hand"}, {"step": 2, "note": "by hand"}]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     with tracker(tmp_path, resume_step=1) as tracking:
-        tracking.rewind(1)
         tracking.log({"reward/mean": 0.5}, 2)
     kept = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert kept[0] == lines[0] and kept[-1]["step"] == 2 and kept[-1]["reward/mean"] == 0.5, "a note stays"
@@ -104,9 +106,8 @@ def test_tensorboard_keeps_scalars_and_texts_and_hides_what_a_resume_replaces(tm
             tracking.log({"reward/mean": step / 10, "actor/grad_norm": float("inf")}, step)
         tracking.generations([{"prompt": "1+1?", "response": "#### 2", "score": 1.0}], 2)
     with tracker(tmp_path, "tensorboard", resume_step=3) as tracking:
-        tracking.rewind(3)
-        assert len(list((tmp_path / "tensorboard").iterdir())) == 2, "no file without need"
         tracking.log({"reward/mean": 0.8}, 4)
+    assert len(list((tmp_path / "tensorboard").iterdir())) == 2, "no file without need"
     shown = [(1, 0.1), (2, 0.2), (3, 0.3), (4, 0.8)]
     assert scalars(tmp_path) == (shown, ["val/generation_0/text_summary"])
     with tracker(tmp_path, "tensorboard", resume_step=4) as tracking:
