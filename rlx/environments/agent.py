@@ -89,7 +89,6 @@ class Agent:
         return row["prompt"]
 
     async def step(self, turn: Turn) -> Observation:
-        """See Environment."""
         result = await self._run(self._row, *self._access)
         info = dict(result) if isinstance(result, dict) else {"reward": result}
         return Observation([], info.pop("reward", None), done=True, info=info)

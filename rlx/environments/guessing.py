@@ -22,7 +22,6 @@ class Guessing:
         return [{"role": "user", "content": f"1-{self._largest}"}]
 
     def step(self, turn: Turn) -> Observation:
-        """See Environment."""
         self._made += 1
         found = re.search(r"-?\d{1,18}", turn.text)
         guess = None if found is None else int(found[0])

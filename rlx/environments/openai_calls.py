@@ -13,7 +13,7 @@ from pydantic import BaseModel, Field, ValidationError
 
 from rlx.environments.protocol import CLOSE, Message, Turn
 from rlx.environments.tool_calls import parse
-from rlx.environments.tools import arguments_of, call_id, json_or_text, with_calls
+from rlx.environments.tools import arguments_of, call_id, called, json_or_text, with_calls
 from rlx.processes.lines import shallow
 
 TOKEN = re.compile(r"rlx-\d+-[0-9a-f]{64}")
@@ -74,7 +74,7 @@ class _Message(BaseModel):
         found: Message = {"role": role, "content": content}
         found |= {name: value for name in ("name", "tool_call_id") if (value := getattr(self, name))}
         calls = [
-            _called(each.id, each.function.name, _object(each.function.arguments)) for each in self.tool_calls or ()
+            called(each.id, each.function.name, _object(each.function.arguments)) for each in self.tool_calls or ()
         ]
         return found | ({"tool_calls": calls} if calls else {})
 
@@ -171,10 +171,6 @@ def _told(fault: ValidationError) -> str:
     return f"{where}: {first['msg'][:300]}, got {ascii(first['input'])[:100]}"
 
 
-def _called(number: str, name: str, arguments: Any) -> dict[str, Any]:
-    return {"type": "function", "id": number, "function": {"name": name, "arguments": arguments}}
-
-
 def _object(text: str) -> Any:
     found = json_or_text(text or "{}")
     return found if isinstance(found, dict) else text
@@ -201,7 +197,7 @@ def said(text: str, call: Call, tool_format: str, index: int) -> Said:
         if each.fault or arguments is None:
             return plain
         number = call_id(Turn(text, index), place)
-        made.append(_called(number, each.name, json.dumps(arguments, ensure_ascii=False)))
+        made.append(called(number, each.name, json.dumps(arguments, ensure_ascii=False)))
     if not made:
         return plain
     is_plain = any(isinstance(each.arguments, str) for each in calls)  # as in ToolEnvironment

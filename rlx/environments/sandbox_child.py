@@ -69,19 +69,13 @@ def launch(settings: "dict[str, object]", bubblewrap: str, paths: "list[str]", o
     command += ["--bind", f"{settings['scratch']}/shm", "/dev/shm"]
     for device in DEVICES:
         command += ["--dev-bind", f"/dev/{device}", f"/dev/{device}"]
-    for folder in sorted({parent for path in paths for parent in parents(path)}):
+    for folder in settings["folders"]:
         command += ["--perms", "0755", "--dir", folder]
     for path in paths:
         command += ["--symlink", os.readlink(path), path] if os.path.islink(path) else ["--ro-bind", path, path]
     command += ["--remount-ro", "/", "--seccomp", str(filtered), "--", *own]
     os.set_inheritable(filtered, True)
     os.execv(bubblewrap, command)
-
-
-def parents(path: str) -> "list[str]":
-    """Return the folders above a path, but for the root."""
-    parts = path.strip("/").split("/")[:-1]
-    return ["/" + "/".join(parts[: count + 1]) for count in range(len(parts))]
 
 
 def may_become_others() -> bool:

@@ -67,7 +67,6 @@ class ServedAddress:
         return events
 
     def reply(self, _: int, kind: str, number: int, *content: Any) -> None:
-        """See AgentPool."""
         self._server.send([kind, number, *content])
 
 

@@ -108,7 +108,6 @@ class ToolEnvironment:
         return row["prompt"]  # type: ignore[no-any-return]
 
     async def step(self, turn: Turn) -> Observation:
-        """See Environment."""
         content, calls = parse(self._format, turn.text, self._tools.names)
         if not calls:
             return Observation([], done=True, info={"calls": [], "tool_calls": 0, "tool_errors": 0})
@@ -142,10 +141,13 @@ def call_id(turn: Turn, place: int) -> str:
     return f"call{turn.index % 1000:03d}{place:02d}"
 
 
+def called(number: str, name: str, arguments: Any) -> dict[str, Any]:
+    return {"type": "function", "id": number, "function": {"name": name, "arguments": arguments}}
+
+
 def with_calls(content: str, calls: Sequence[ToolCall], turn: Turn) -> Message:
     """Return the turn as chat templates want it."""
-    functions = [{"name": call.name, "arguments": call.arguments} for call in calls]
-    made = [{"type": "function", "id": call_id(turn, n), "function": each} for n, each in enumerate(functions)]
+    made = [called(call_id(turn, place), call.name, call.arguments) for place, call in enumerate(calls)]
     return {"role": "assistant", "content": content, "tool_calls": made}
 
 

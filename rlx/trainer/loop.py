@@ -66,8 +66,7 @@ class Trainer:
             run.timeline.end(run.finished_steps, run.progress.step_began, run.progress.spans, metrics | timings)
             self.skipped.judge(run.finished_steps, metrics)
             self.saver.settle()  # after the row, so that a whole checkpoint never lacks one
-            is_last = run.finished_steps >= run.last_step  # what is left to do ends sooner than a save
-            if stopping is not None and (left_s := stopping.left_s) is not None and not is_last:
+            if stopping and (left_s := stopping.left_s) is not None and run.finished_steps < run.last_step:
                 self.end_early(left_s)
         self.skipped.end()
         run.timeline.write()

@@ -159,12 +159,6 @@ def test_a_template_that_stops_every_conversation_ends_the_run(play):
         play("refused", "fine", turns=2, on_failure="end_run")
 
 
-def test_a_run_that_is_to_end_at_a_failure_names_the_users_lines(play):
-    with pytest.raises(EnvironmentFailed, match=rf"raised NameError \(mine.py:{line_of('randon')}\)") as stopped:
-        play("misspelt", "fine", on_failure="end_run")
-    assert 'randon.Random(row["seed"])' in shown(stopped.value.__cause__)
-
-
 @pytest.mark.parametrize(
     "hows", [("fine", "fine"), ("refused", "refused", "fine"), ("misspelt", "fine"), ("misspelt",)]
 )

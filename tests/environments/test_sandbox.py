@@ -23,7 +23,7 @@ from sandbox_attacks import ATTACKS, outcomes
 import rlx
 from rlx.driver import main
 from rlx.environments import sandbox
-from rlx.environments.built_in_tools import PythonTool, program_limits
+from rlx.environments.built_in_tools import PythonTool
 from rlx.environments.protocol import Turn
 from rlx.environments.sandbox import SandboxLimits, bubblewrap, check_isolation, isolation_fault, run_python
 from rlx.environments.system_calls import DENIED, MACHINES
@@ -153,7 +153,8 @@ def test_nothing_outlives_a_program():
     marked = "import os, sys, time\nif os.fork() == 0:\n    os.setsid()\n    time.sleep(1000)\n"
     assert run(marked + "print(1)", time_s=1.375) == ("1\n", "")
     assert run(marked + "time.sleep(1000)", time_s=1.375).fault.startswith("took longer")
-    left = [process for process in psutil.process_iter() if '"time_s": 1.375' in " ".join(command_of(process))]
+    started = psutil.process_iter(["cmdline"])
+    left = [each for each in started if '"time_s": 1.375' in " ".join(each.info["cmdline"] or ())]
     assert not psutil.wait_procs(left, timeout=60)[1]
 
 
@@ -215,12 +216,6 @@ def test_a_program_ends_before_its_time_with_its_first_process_or_too_much_outpu
     assert run("while True: print('y' * 1000)").fault == "printed more than 1,000 bytes"
 
 
-def command_of(process):
-    with contextlib.suppress(psutil.Error):
-        return process.cmdline()
-    return []
-
-
 @pytest.mark.parametrize(
     "values",
     [
@@ -239,23 +234,17 @@ def test_values_that_are_no_limits_are_rejected_all_at_once(values):
     assert all(f"environment.kwargs.{name}: got {value!r}" in str(raised.value) for name, value in values.items())
 
 
-def test_a_key_that_is_gone_is_named_with_its_remedy():
-    with pytest.raises(
-        UserCodeError, match=r"got require_isolation, expected of file_bytes.*: remove require_isolation"
-    ):
-        program_limits({"time_s": 1.0, "require_isolation": False})
+def test_a_key_that_is_gone_is_named_with_its_remedy(make_pool):
+    pool = make_pool("python", kwargs={"time_s": 1.0, "require_isolation": False})
+    pool.reset(0, {"prompt": []})
+    with pytest.raises(UserCodeError, match=r"require_isolation, expected of file_bytes.*: remove require_isolation"):
+        pool.poll(60.0)
 
 
 @isolated
 def test_limits_too_small_for_an_empty_program_are_rejected():
     with pytest.raises(UserCodeError, match="cannot run an empty program"):
         check_isolation(SandboxLimits(**{**vars(LIMITS), "memory_bytes": 10**6}))
-
-
-@isolated
-def test_it_has_none_of_the_variables_of_the_run(monkeypatch):
-    monkeypatch.setenv("WANDB_API_KEY", "secret")
-    assert run("import os; print(os.environ.get('WANDB_API_KEY'))").output == "None\n"
 
 
 FAILING = """#!/bin/sh
@@ -265,7 +254,7 @@ echo "bwrap: Creating new namespace failed: No space left on device" >&2; exit 1
 
 
 @isolated
-def test_isolation_that_fails_later_is_a_failure_for_the_user_and_no_answer_for_the_model(
+def test_the_tool_tells_the_model_of_its_programs_failures_and_the_user_of_isolation_that_fails_later(
     make_pool, answers, monkeypatch, tmp_path
 ):
     (tmp_path / "bwrap").write_text(FAILING.format(tmp_path, bubblewrap()))
@@ -275,26 +264,14 @@ def test_isolation_that_fails_later_is_a_failure_for_the_user_and_no_answer_for_
     pool.reset(0, {"prompt": [{"role": "user", "content": "?"}]})
     answers(pool, [0])
     feigned = "import os\nprint('bwrap: Creating new namespace failed', flush=True)\nos._exit(1)"
-    pool.step(0, Turn(f"<python>{feigned}</python>", 0))
-    assert "ProgramFailed: exit code 1\nbwrap: " in answers(pool, [0])[0].messages[0]["content"]
+    failed = "error: ProgramFailed: exit code 1\n"
+    said = {"print(6 * 7)": "42\n", "print(1)\n1/0": f"{failed}1\nTraceback", feigned: f"{failed}bwrap: "}
+    for index, (code, begin) in enumerate(said.items()):
+        pool.step(0, Turn(f"<python>{code}</python>", index))
+        found = answers(pool, [0])[0]
+        assert found.messages[0]["content"].startswith(begin) and found.info["tool_errors"] == (index > 0)
     (tmp_path / "full").touch()
-    pool.step(0, Turn("<python>print(1)</python>", 1))
+    pool.step(0, Turn("<python>print(1)</python>", len(said)))
     failure = answers(pool, [0])[0]
     assert failure.kind == "error" and failure.reason.startswith("raised NotIsolated: ")
     assert "as earlier ones were: bwrap: Creating new namespace failed: No space left" in failure.reason
-
-
-@isolated
-def test_the_tool(make_pool, answers):
-    text = "<python>print(6 * 7)</python>"
-    environment = PythonTool("tags", time_s=20.0)
-    assert asyncio.run(environment.step(Turn(text, 0))).messages[0]["content"] == "42\n"
-    found = asyncio.run(environment.step(Turn("<python>print(1)\n1/0</python>", 1)))
-    assert (
-        found.messages[0]["content"].startswith("error: ProgramFailed: exit code 1\n1\nTraceback")
-        and found.info["tool_errors"] == 1
-    )
-    pool = make_pool("python", kwargs={"seconds": 3})
-    pool.reset(0, {"prompt": []})
-    with pytest.raises(UserCodeError, match=r"environment.kwargs.*seconds"):
-        pool.poll(60.0)

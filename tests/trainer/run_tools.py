@@ -92,8 +92,8 @@ def make(run, step, *roles):
 class Disk:
     """Workers of one process with an actor: `busy` polls pass before the file is written, or the disk fails."""
 
-    def __init__(self, busy=0, fails=None, damaged=None):
-        self.busy, self.fails, self.damaged, self.calls = busy, fails, damaged or {}, []
+    def __init__(self, busy=0, fails=None):
+        self.busy, self.fails, self.calls = busy, fails, []
 
     def call(self, role, method, *arguments):
         self.calls.append(method)
@@ -105,8 +105,6 @@ class Disk:
             (self.folder / "weights").write_text("weights")
         if method == "finish_save":
             seal(self.folder, {})
-        if method == "damage":
-            return [self.damaged.get(arguments[0], [])]
         if method == "is_written":
             self.busy -= 1
             return [self.busy < 0]

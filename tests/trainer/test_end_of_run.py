@@ -44,17 +44,14 @@ def runs(tmp_path: Path) -> str:
         (("trainer.total_training_steps=null", "data.arithmetic.train_size=256", "trainer.total_epochs=2"), False),
     ],
 )
-def test_a_run_is_finished_if_no_step_is_left(runs: str, keys: tuple[str, ...], is_over: bool):
+def test_a_run_is_finished_if_no_step_is_left(runs: str, keys: tuple[str, ...], is_over: bool, monkeypatch):
     over = end_of_run(compose([runs, *ON, *keys]).config)
     assert (over is not None) == is_over
     if over:
         assert over[1].startswith("nothing to train: the checkpoint is of step 4 and the run ends at 4; raise ")
         assert over[1].endswith("checkpoints/global_step_4)")
-
-
-def test_a_driver_that_was_started_again_is_not_judged(runs: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv(link.FOLDER, "anything")
-    assert end_of_run(compose([runs, *ON, "trainer.total_training_steps=4"]).config) is None
+    assert end_of_run(compose([runs, *ON, *keys]).config) is None, "a driver that was started again is not judged"
 
 
 def test_the_driver_says_so_and_starts_nothing(runs: str, monkeypatch: pytest.MonkeyPatch, capsys):

@@ -44,12 +44,8 @@ def shortening(tmp_path, untrained):
 def own(tmp_path):
     path = tmp_path / "own.py"
     path.write_text(OWN)
-    return lambda name, *more: [
-        f"environment.path={path}",
-        f"environment.name={name}",
-        "environment.processes=1",
-        *more,
-    ]
+    found = f"environment.path={path}", "environment.processes=1"
+    return lambda name, *more: [*found, f"environment.name={name}", *more]
 
 
 @pytest.mark.slow
@@ -74,14 +70,9 @@ def test_one_turn_with_an_environment_changes_no_number(train, own, learning):
 @pytest.mark.slow
 def test_conversations_resume_exactly_and_are_kept(train, own):
     """In the middle of an epoch, with a critic over turns."""
-    settings = [
-        "data.max_response_length=48",
-        "trainer.save_freq=1",
-        "trainer.total_training_steps=2",
-        "algorithm.adv_estimator=gae",
-    ]
-    settings += ["algorithm.time_step=turn", "algorithm.lam=0.9", *own("Echo", "environment.rewards=replace")]
-    settings += ["actor_rollout_ref.rollout.temperature=0.7"]
+    settings = ["data.max_response_length=48", "trainer.save_freq=1", "trainer.total_training_steps=2"]
+    settings += ["algorithm.adv_estimator=gae", "algorithm.time_step=turn", "algorithm.lam=0.9"]
+    settings += ["actor_rollout_ref.rollout.temperature=0.7", *own("Echo", "environment.rewards=replace")]
     folder, whole = train(*settings)
     resumed, second = train(*settings, *resume_from(folder, 1))
     found, expected = ({n: x for n, x in results(m).items() if not n.endswith("_s")} for m in (second[2], whole[2]))
@@ -155,21 +146,12 @@ def test_processes_around_one_vllm_engine_have_the_same_conversations_and_train_
 @pytest.mark.slow
 def test_conversations_fork(train, own, shortening):
     """GRPO with dynamic sampling on two processes, which hold other numbers of rows."""
-    folder, whole = train(
-        "algorithm.adv_estimator=grpo",
-        "algorithm.norm_adv_by_std_in_grpo=False",
-        "algorithm.filter_groups.enable=True",
-        "algorithm.filter_groups.metric=seq_reward",
-        "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean",
-        "actor_rollout_ref.actor.use_kl_loss=True",
-        "actor_rollout_ref.rollout.temperature=0.7",
-        "data.max_response_length=48",
-        "trainer.n_gpus_per_node=2",
-        "trainer.test_freq=2",
-        "trainer.total_training_steps=2",
-        *own("Echo", "environment.rewards=replace"),
-        *shortening,
-    )
+    settings = ["algorithm.adv_estimator=grpo", "algorithm.norm_adv_by_std_in_grpo=False", "trainer.n_gpus_per_node=2"]
+    settings += ["algorithm.filter_groups.enable=True", "algorithm.filter_groups.metric=seq_reward"]
+    settings += ["actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean", "trainer.total_training_steps=2"]
+    settings += ["actor_rollout_ref.actor.use_kl_loss=True", "actor_rollout_ref.rollout.temperature=0.7"]
+    settings += ["data.max_response_length=48", "trainer.test_freq=2", *own("Echo", "environment.rewards=replace")]
+    folder, whole = train(*settings, *shortening)
     assert whole[2]["conversation/forks"] > 0 and whole[2]["conversation/turns_mean"] > 1
     assert 0 < whole[2]["mismatch/turn_2/max_abs_log_prob"] < 1e-4, "the sampler saw the row that is trained on"
     lines = transcript(folder, 1)

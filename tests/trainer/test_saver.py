@@ -4,11 +4,11 @@ import os
 from dataclasses import replace
 
 import pytest
-from run_tools import STATE, Disk, make, saver_of
+from run_tools import STATE, Disk, saver_of
 
 from rlx.checkpoint.manifest import damage
 from rlx.errors import StorageError
-from rlx.trainer.checkpoints import ResumeError, checkpoints_in
+from rlx.trainer.checkpoints import checkpoints_in
 
 
 def test_a_checkpoint_appears_when_all_is_written_and_is_whole(tmp_path):
@@ -85,13 +85,3 @@ def test_the_last_step_is_saved_if_no_save_was_due(tmp_path):
     assert workers.calls == ["begin_save", "finish_save"], "it is there"
     saver_of(tmp_path / "none", Disk(), save_last=False).close(STATE)
     assert not (tmp_path / "none").exists()
-
-
-def test_a_named_checkpoint_that_the_workers_find_damaged_is_refused(tmp_path):
-    for step in (3, 4):
-        make(tmp_path, step, "actor")
-    older, newer = checkpoints_in(tmp_path / "checkpoints")
-    saver = saver_of(tmp_path / "checkpoints", Disk(damaged={str(newer): ["bytes 0 to 9 have changed"]}))
-    with pytest.raises(ResumeError, match=f"global_step_4 cannot be used: bytes 0 to 9 have changed; name {older}"):
-        saver.undamaged(newer, falls_back=False)
-    assert saver.undamaged(older, falls_back=False) == (older, [])
