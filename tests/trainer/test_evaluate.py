@@ -53,7 +53,10 @@ def test_an_evaluation_has_the_numbers_of_the_run_s_own_validation(train, tmp_pa
     settings = [
         each for each in policies_at(str(run))[0].overrides if not each.startswith("actor_rollout_ref.model.path")
     ]
-    assert main([str(tmp_path / "model"), *settings, "--out", str(tmp_path / "of_model.json")]) == 0
+    assert main([str(tmp_path / "model"), *settings]) == 2
+    assert "expected rows that your reward function can score" in " ".join(capfd.readouterr().err.split())
+    settings += ["data.val_files=builtin:arithmetic", "--out", str(tmp_path / "of_model.json")]
+    assert main([str(tmp_path / "model"), *settings]) == 0
     (of_model,) = json.loads((tmp_path / "of_model.json").read_text())
     assert of_model["metrics"] == found[1]["metrics"]
 
