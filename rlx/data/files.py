@@ -425,7 +425,7 @@ def from_verl(row: dict[str, Any], prompt_key: str = "prompt", source_key: str =
 
 def _from_columns(row: dict[str, Any], prompt_key: str, answer_key: str, source_key: str, chats: bool) -> Prompt:
     """Convert a row of plain columns. `extra_info` holds its other columns; without a source it is of `PLAIN_SOURCE`."""
-    content, answer = row.get(prompt_key), row.get(answer_key)
+    answer = row.get(answer_key)
     if answer is None:
         raise RowFault(f"{answer_key} is missing, expected the right answer")
     if _is_chat(answer) and len(answer) == 1:  # a completion as TRL has it
@@ -433,10 +433,10 @@ def _from_columns(row: dict[str, Any], prompt_key: str, answer_key: str, source_
     source = _checked_source(row.get(source_key) or PLAIN_SOURCE, source_key)
     own = (prompt_key, answer_key, source_key)
     others = {name: value for name, value in row.items() if name not in (*own, TOOLS)}
-    if isinstance(content, str) and content and chats:
+    content = _checked_content(row.get(prompt_key), prompt_key)
+    if isinstance(content, str) and chats:
         content = [{"role": "user", "content": content}]
-    checked = _checked_content(content, prompt_key)
-    return Prompt(checked, source, _checked_answer(answer, answer_key), others, _tools_of(row, content, own))
+    return Prompt(content, source, _checked_answer(answer, answer_key), others, _tools_of(row, content, own))
 
 
 def _checked_source(source: Any, key: str) -> str:
@@ -508,6 +508,9 @@ def _is_chat(content: Any) -> bool:
 def _checked_content(content: Any, key: str) -> Content:
     if content == "":  # for which a tokenizer may have a token all the same, the beginning of a text
         raise RowFault("the prompt is empty, expected at least one token")
+    if isinstance(content, str) and re.match(r'\s*\[\s*\{\s*"(role|content)"\s*:', content):
+        got = f"{key} is a text with JSON, {content!r:.80}, expected the list of messages itself"
+        raise RowFault(got, "convert it, for example with json.loads, and save the rows as JSONL or Parquet")
     if isinstance(content, str):
         return str(_with_whole_characters(content, key))
     if not content or not _is_chat(content):

@@ -62,6 +62,7 @@ def test_rows_in_a_form_are_no_fault(written, kind: str):
         ({"prompt": "?", "data_source": "a"}, (), "reward_model holds {style, ground_truth}; for a column with the"),
         ({**VERL, "reward_model": {"style": "rule"}}, (), "1: reward_model is"),
         ({**PLAIN, "prompt": 3}, ("data.answer_key=answer",), "1: prompt is 3"),
+        ({**PLAIN, "prompt": '[{"role": 1}]'}, ("data.answer_key=answer",), "the list of messages itself"),
     ],
 )
 def test_a_first_row_in_no_form_is_one_fault_whose_likeliest_remedy_comes_first(written, kind, row, keys, remedy):

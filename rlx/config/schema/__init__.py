@@ -52,7 +52,6 @@ from rlx.config.schema.training import (
 ARITHMETIC = "builtin:arithmetic"
 PLAIN_SOURCE = "answer"
 """The data source of rows with `data.answer_key` that name none."""
-TRUNCATIONS = ("error", "left", "right", "middle")
 
 
 @dataclass(frozen=True)
@@ -112,7 +111,7 @@ class DataConfig:
         "error",
         "A longer prompt that is not dropped: error, or cut this side.",
         Unused("overlong prompts are dropped, not cut", "filter_overlong_prompts"),
-        choices=TRUNCATIONS,
+        choices=("error", "left", "right", "middle"),
     )
     custom_cls: CustomClassConfig = group(CustomClassConfig, "A dataset class of your own.")
     arithmetic: ArithmeticConfig = group(ArithmeticConfig, "The generated task.", in_state("no arithmetic"))
@@ -260,7 +259,6 @@ class RewardModelConfig:
 
 
 MEMORY_CHECKS = ("refuse", "warn", "off")
-RESUME = ("auto", "disable", "resume_path")
 LOGGERS = ("console", "tensorboard", "jsonl", "wandb")
 
 
@@ -304,7 +302,7 @@ class TrainerConfig:
             when=lambda mode: mode == "resume_path",
             expected="=.../global_step_N",
         ),
-        choices=RESUME,
+        choices=("auto", "disable", "resume_path"),
     )
     resume_from_path: str | None = key(
         None,
