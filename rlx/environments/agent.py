@@ -23,6 +23,7 @@ from rlx.user_code import UserCodeError, load_name, misfit
 
 PACKAGES = ("fastapi", "uvicorn", "openai")
 LONGEST_TAIL = 2000  # characters of a command's output that a failure shows
+LOOK_S, LAST_OUTPUT_S = 0.1, 1.0  # between looks whether a command has ended, and then for its last output
 MOST_THREADS = 1024
 """Calls of `asyncio.to_thread` at a time: an agent that waits in one must not hold up the others."""
 
@@ -132,25 +133,25 @@ async def _run_command(command: list[str], row: dict[str, Any], url: str, token:
         given.write_text(json.dumps(row))
         own = {"OPENAI_BASE_URL": url, "OPENAI_API_KEY": token, "RLX_ROW": str(given), "RLX_RESULT": str(result)}
         own |= past_proxies(url)
-        pipe, none = asyncio.subprocess.PIPE, asyncio.subprocess.DEVNULL
         process = await asyncio.create_subprocess_exec(
             *command,
             env=os.environ | own,
-            stdin=none,
-            stdout=pipe,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
             process_group=0,
             preexec_fn=partial(end_with, os.getpid()),
         )
-        assert process.stdout is not None
-        tail = b""
+        tail = bytearray()
+        reading = asyncio.ensure_future(_keep_end(process.stdout, tail))
         try:
-            while part := await process.stdout.read(2**16):
-                tail = (tail + part)[-LONGEST_TAIL:]
-            code = await process.wait()
+            while (code := process.returncode) is None:  # `wait` also waits for all that hold its output open
+                await asyncio.sleep(LOOK_S)
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # with all that it started
+            await asyncio.wait({reading}, timeout=LAST_OUTPUT_S)
+            reading.cancel()
         if code:
             raise CommandFailed(f"the command ended with {in_words(code)}: {tail.decode(errors='replace').strip()}")
         try:
@@ -159,3 +160,8 @@ async def _run_command(command: list[str], row: dict[str, Any], url: str, token:
             raise CommandFailed(
                 f"RLX_RESULT is no JSON ({fault}), expected a number or an object with `reward`"
             ) from None
+
+
+async def _keep_end(output: asyncio.StreamReader | None, tail: bytearray) -> None:
+    while output is not None and (part := await output.read(2**16)):
+        tail[:] = (tail + part)[-LONGEST_TAIL:]

@@ -76,14 +76,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     file=sys.stderr,
                 )
                 return code
-            found.append(
-                {
-                    "policy": str(policy.folder),
-                    "step": policy.step,
-                    "samples": str(folder),
-                    **json.loads(result.read_text()),
-                }
-            )
+            found.append({"policy": str(policy.folder), "step": policy.step, "samples": str(folder)})
+            found[-1] |= json.loads(result.read_text())
         with storing(out, "evaluate again"):
             out.write_text(json.dumps(found, indent=1) + "\n")
     except (ExplainedError, OSError, ValueError) as error:

@@ -354,7 +354,7 @@ head = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type
 url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
 assert row["extra_info"]["address"] in url
 text = json.load(urllib.request.urlopen(urllib.request.Request(url, body, head)))["choices"][0]["message"]["content"]
-subprocess.Popen(["sleep", "1017"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+subprocess.Popen(["sleep", "1017"])  # which holds its output open
 print("I said", row["ground_truth"])
 if row["ground_truth"] == "3":
     sys.exit(4)
