@@ -92,7 +92,7 @@ def part_of_gpu(overrides: Sequence[str], machine: Machine, parts: int) -> tuple
 
 
 class SideBySide:
-    """Runs jobs, at most `together` at a time, until a time of the clock."""
+    """Runs jobs, at most `together` at a time, until a time of the clock or SIGTERM. Then they save."""
 
     def __init__(self, jobs: Sequence[Job], together: int, machine: Machine, until: float, console: Console):
         self._jobs, self._machine, self._together = jobs, machine, together
@@ -106,6 +106,9 @@ class SideBySide:
 
     def run(self) -> bool:
         """Return whether all jobs have finished in time. If one fails, exit once those that run have ended."""
+        signal.signal(
+            signal.SIGTERM, lambda *_: setattr(self, "_until", 0.0)
+        )  # else the runs would outlive this process
         waiting = [job for job in self._jobs if not job.finished]
         commands = {job: self._command(job) for job in waiting}
         try:

@@ -1,6 +1,9 @@
 """Records of a real model, in small: their keys can run, runs go on, and intervals, table and verdict are right."""
 
 import json
+import os
+import signal
+import threading
 from pathlib import Path
 
 import pytest
@@ -101,7 +104,8 @@ def test_runs_go_side_by_side_stop_and_go_on(untrained, tmp_path, capsys):
     short = "trainer.total_training_steps=2 trainer.test_freq=2 data.max_response_length=4 data.val_max_samples=100"
     places = ["--model", untrained, "--out", str(tmp_path), f"{real_model.ROLLOUT}.n=2"]
     command = ["nightly", "--seeds=1,2", "--together=2", *places, *short.split()]
-    assert main([*command, "--minutes", "0"]) == 3
+    threading.Timer(3.0, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    assert main(command) == 3
     assert "stopped: GRPO-1 at step 0, GRPO-2 at step 0; call again" in capsys.readouterr().out
     assert main(command) == 1, "two steps teach nothing"
     shown = capsys.readouterr().out
