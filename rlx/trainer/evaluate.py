@@ -99,11 +99,11 @@ def command_of(policy: Policy, given: Sequence[str]) -> tuple[Path, list[str]]:
     config = composed.config
     val = config.actor_rollout_ref.rollout.val_kwargs
     added = ["trainer.val_only=True", "trainer.logger=[console]"]
-    if "data.val_files" not in composed.set_keys and policy.checkpoint is None and config.custom_reward_function.is_set:
-        remedy = "set data.val_files=held_out.jsonl, say, or to builtin:arithmetic, the generated problems"
-        raise ValueError(f"data.val_files: not set, expected rows that your reward function can score; {remedy}")
     if "data.val_files" in composed.set_keys:  # else a check compares the default with the run's own rows
         added.append(f"data.train_files={written(list(config.data.val_files))}")
+    elif policy.checkpoint is None and config.custom_reward_function.is_set:
+        remedy = "set data.val_files=held_out.jsonl, say, or to builtin:arithmetic, the generated problems"
+        raise ValueError(f"data.val_files: not set, expected rows that your reward function can score; {remedy}")
     # The manager `batch` scores all together
     if config.data.val_batch_size is None and config.reward.reward_manager.name != "batch":
         added.append(f"{PARTS}={max(1, PART // (val.n if val.do_sample else 1))}")

@@ -15,9 +15,7 @@ from rlx.trainer import checkpoints
 from rlx.trainer.checkpoints import ResumeError, refusal_of, require_step
 from rlx.trainer.resume_config import FIRST, config_at, flat
 
-FILES = "data.train_files"
-"""Needed by an evaluation only to tell whether the default of data.val_files has rows like those."""
-TRAINING = ("trainer.", "critic.", FILES)
+TRAINING = ("trainer.", "critic.", "data.train_files")
 KEPT = ("trainer.seed", "trainer.device", "trainer.memory_check")
 """Of the keys of TRAINING those that matter outside it."""
 CHOSEN = (
@@ -103,7 +101,8 @@ def _of_run(checkpoint: Path) -> Policy:
     values = config_at(run, require_step(checkpoint) - 1)
     values["trainer.seed"] = checkpoints.read_driver_state(checkpoint).seed
     changed = {key: value for key, value in values.items() if value != default.get(key, ...) or key in CHOSEN}
-    kept = KEPT if "data.val_files" in changed else (*KEPT, FILES)
+    # An evaluation compares training rows with the default of data.val_files.
+    kept = KEPT if "data.val_files" in changed else (*KEPT, "data.train_files")
     own = {key: value for key, value in changed.items() if not key.startswith(TRAINING) or key in kept}
     hidden = tuple(key for key, value in own.items() if HIDDEN in str(value))
     return Policy(checkpoint, checkpoint, [f"{k}={written(v)}" for k, v in own.items() if k not in hidden], hidden)

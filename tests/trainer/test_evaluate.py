@@ -93,10 +93,7 @@ def test_every_setting_of_a_run_becomes_an_override(tmp_path, capsys):
 
 
 def test_a_run_on_rows_of_its_own_is_not_evaluated_on_generated_problems(tmp_path, capfd):
-    (tmp_path / "mine.jsonl").write_text('{"prompt": "1", "answer": "1"}\n')
-    (tmp_path / "reward.py").write_text("def compute_score(**_):\n    return 1.0")
-    own = [f"data.train_files={tmp_path}/mine.jsonl", "data.answer_key=answer"]
-    own += [f"custom_reward_function.path={tmp_path}/reward.py", "actor_rollout_ref.rollout.name=hf"]
+    own = ["data.train_files=mine.jsonl", "data.answer_key=answer", "custom_reward_function.path=reward.py"]
     run = make(tmp_path / "run", 3, "actor").parent.parent
     run.joinpath("config.yaml").write_text(compose([*own, "trainer.test_freq=-1"]).yaml)
     assert main([str(run)]) == 2

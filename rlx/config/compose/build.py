@@ -27,12 +27,8 @@ SHOWN = 60  # letters of a text that is too long
 GENERIC = ("enable", "mode", "name", "path")
 """Last words that many groups share: alone they do not show which key is meant."""
 TORCH_DTYPES = {
-    "bfloat16": "bf16",
-    "float16": "fp16",
-    "float32": "fp32",
-    "float64": "fp64",
-    "half": "fp16",
-    "float": "fp32",
+    **{"bfloat16": "bf16", "half": "fp16", "float": "fp32"},
+    **{f"float{bits}": f"fp{bits}" for bits in (16, 32, 64)},
 }
 """Torch's name of a type, in which verl's commands are written -> the name here."""
 
