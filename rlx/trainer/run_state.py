@@ -65,6 +65,7 @@ class Run:
         for line in passed_over:
             notice(line)
         step = require_step(whole) if whole else 0
+        state = read_driver_state(whole) if whole else None
         for role in trained_roles(self.config) if whole else ():
             self.workers.call(role.name, "load", str(whole / role.name), not trainer.val_only)
         if not trainer.val_only:  # only now, so that a run that cannot start leaves them
@@ -75,10 +76,9 @@ class Run:
                 self.timeline.rewind(step)
             except TrackingError as fault:
                 notice(f"{fault}. It begins anew")
-        if whole is None:
+        if state is None:
             notice("all checkpoints of this run are damaged: it starts from scratch")
             return
-        state = read_driver_state(whole)
         if not trainer.val_only:  # it trains on nothing, and may have other rows
             self.sampler.load_state_dict(state.sampler)
             self.has_stale_tokens |= bool(state.queue)
