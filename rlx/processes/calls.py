@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import contextlib
 import inspect
 import os
 import pickle
@@ -10,7 +11,6 @@ import signal
 import traceback
 import types
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Generator, Iterator
-from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
@@ -58,7 +58,7 @@ def is_async(function: Any) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
-@contextmanager
+@contextlib.contextmanager
 def at_work(limit_s: float = 0.0, waiting_counts: bool = False) -> Iterator[None]:
     """Note whose code runs. Raise TooLong if it uses the processor, or with `waiting_counts` takes, longer; 0: never.
 
@@ -78,12 +78,15 @@ def at_work(limit_s: float = 0.0, waiting_counts: bool = False) -> Iterator[None
         _write(0)
 
 
-def _interrupt(*_: object) -> None:
+def _interrupt(_: int, frame: types.FrameType | None) -> None:
+    # Raised on the way into `at_work` or out of it, the error would leave the timer on: this comes again if the block goes on.
+    if frame and (frame.f_code is inspect.unwrap(at_work).__code__ or frame.f_code.co_filename == contextlib.__file__):
+        return
     raise TooLong
 
 
 def _write(number: int) -> None:
-    with suppress(OSError):  # a full disk, or no owner; without a note no call is to blame
+    with contextlib.suppress(OSError):  # a full disk, or no owner; without a note no call is to blame
         os.pwrite(note_descriptor, number.to_bytes(8, "little"), 0)
 
 

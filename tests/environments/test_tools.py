@@ -213,16 +213,8 @@ def test_a_turn_makes_a_bounded_number_of_calls():
 @pytest.mark.parametrize("tool_format", FORMATS)
 def test_hostile_texts_are_read_in_linear_time(tool_format):
     """A quadratic parser takes hours."""
-    parts = [
-        "<tool_call>",
-        "</tool_call>",
-        "<function=",
-        "</function>",
-        "<parameter=",
-        "</parameter>",
-        "[TOOL_CALLS]",
-        "[ARGS]",
-    ]
+    parts = ["<tool_call>", "</tool_call>", "<function=", "</function>", "<parameter=", "</parameter>"]
+    parts += ["[TOOL_CALLS]", "[ARGS]"]
     parts += [*["{", "}", "[", '"name"', ":", ";", "<calc>", "</calc>", "<|python_tag|>"], "\ud800", "\x00", "é", " "]
     rng = random.Random(0)
     for part in parts:

@@ -29,17 +29,8 @@ UTILIZATION = 0.15
 MIB = 1 << 20
 ROWS = MicroBatchRule(rows=16)
 GREEDY = Sampling(RESPONSE, 0.0)
-COMMON = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 512,
-    "intermediate_size": 1024,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "eos_token_id": 1,
-    "pad_token_id": 0,
-}
+COMMON = {"vocab_size": VOCABULARY, "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 4}
+COMMON |= {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64, "eos_token_id": 1, "pad_token_id": 0}
 
 
 class Pair(NamedTuple):
