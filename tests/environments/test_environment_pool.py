@@ -259,7 +259,7 @@ def test_a_reset_that_was_open_beside_another_is_tried_once_more(make_pool, answ
 @pytest.mark.slow
 def test_nothing_waits_for_a_process_that_does_not_read(make_pool, answers, monkeypatch):
     monkeypatch.setattr(rlx.environments.environment_pool, "SLACK_S", 1.0)
-    pool = make_pool("Table", ENVIRONMENT, limit_s=3)
+    pool = make_pool("Table", ENVIRONMENT, limit_s=8)  # in which another process starts, also on a busy machine
     begin(pool, answers, range(8))
     pool.step(0, Turn("hang in C", 0))
     pool.flush()
@@ -268,7 +268,8 @@ def test_nothing_waits_for_a_process_that_does_not_read(make_pool, answers, monk
     pool.reset(9, {**ROW, "prompt": "late"})
     # The code in C never ends, nor would a write that waits for it.
     found = answers(pool, [*range(8), 9])
-    assert found[0].kind == "timeout" and found[9].messages[0]["content"] == "late"
+    failed = {key: each.kind for key, each in found.items() if isinstance(each, Failure)}
+    assert failed == {0: "timeout"} and found[9].messages[0]["content"] == "late"
     assert all(found[key].messages[0]["content"] == f"{'z' * 10**6} 1" for key in range(1, 8)), "in another process"
 
 
