@@ -4,11 +4,12 @@ import time
 from typing import NoReturn
 
 from rlx.supervisor.link import Stopping, Terminated, tell
-from rlx.trainer import step_metrics, transcripts
+from rlx.trainer import step_metrics
 from rlx.trainer.learning import Learner, SkippedUpdates
 from rlx.trainer.run_state import Run
 from rlx.trainer.samples import SampleSource
 from rlx.trainer.saver import Saver, due
+from rlx.trainer.transcripts import Transcripts, keeps_transcripts
 from rlx.trainer.validation import Validation
 
 Metrics = dict[str, float]
@@ -24,7 +25,7 @@ class Trainer:
         self.learner = Learner(run)
         self.validation = Validation(run, self.samples)
         self.skipped = SkippedUpdates()
-        self.keeps_transcripts = transcripts.keeps_transcripts(run.config)
+        self.transcripts = Transcripts(run.tokenizer, run.folder / "transcripts")
 
     def step(self, step: int) -> Metrics:
         """Generate samples for a batch of prompts, take the optimizer steps on them, and return the step's metrics."""
@@ -34,8 +35,8 @@ class Trainer:
         batch, judged = self.learner.advantages(batch)
         batch, updated = self.learner.update(batch, step)
         self.samples.meet()
-        if self.keeps_transcripts:
-            transcripts.write(self.run, step, batch)
+        if keeps_transcripts(self.run.config):
+            self.transcripts.begin(step, batch)
         self.learner.sync(step)
         return judged | scored | updated | self.learner.account(step, batch, updated)
 
@@ -60,6 +61,7 @@ class Trainer:
                     metrics |= self.validation.run() | self.learner.memory_of("validate")
                 if self.saver.is_due(run.finished_steps, run.last_step):
                     with run.progress.phase("checkpoint"):
+                        self.transcripts.settle()  # a resume does not repeat the step
                         self.saver.begin(run.of_driver())
                     metrics |= self.learner.memory_of("checkpoint")
             self.report(metrics | timings | step_metrics.rates(metrics, timings))
@@ -70,12 +72,14 @@ class Trainer:
                 self.end_early(left_s)
         self.skipped.end()
         run.timeline.write()
+        self.transcripts.settle()
         self.saver.close(None if trainer.val_only else run.of_driver())
 
     def end_early(self, left_s: float) -> NoReturn:
         """Save and copy, if there is time, and raise Terminated; StorageError if the save or a copy failed."""
         end_s = time.monotonic() + left_s
         self.run.timeline.write()
+        self.transcripts.settle()
         if left_s > 0 and (saved := self.saver.save_now(self.run.of_driver(), left_s)):
             tell(saved=str(saved))
             self.saver.wait_for_copies(max(0.0, end_s - time.monotonic()))

@@ -2,7 +2,6 @@
 
 import json
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,8 +16,9 @@ from rlx.environments.role import batch_of, rows_of
 from rlx.environments.running import ConversationRow
 from rlx.models.tiny import make_tiny_tokenizer
 from rlx.rewards.manager import Scores
-from rlx.trainer import environment_rows, transcripts
+from rlx.trainer import environment_rows
 from rlx.trainer.learning import add_rewards
+from rlx.trainer.transcripts import Transcripts
 
 
 def a_conversation(*rewards, reason="done", failed=False, info=None):
@@ -138,15 +138,11 @@ def test_a_transcript_has_an_entry_for_each_token(batch, tmp_path):
     old = batch["rollout_log_probs"] + 0.25
     columns = {"advantages": advantages, "old_log_probs": old, "scores": torch.tensor([1.5, -1.0])}
     whole = batch.with_({"numbers": [{"f1": 0.5}, {"f1": None}]}, **columns).rows([1, 0])
-    transcripts.write(SimpleNamespace(folder=tmp_path, tokenizer=make_tiny_tokenizer()), 3, whole)
-    first, second = map(json.loads, (tmp_path / "transcripts" / "step_000003.jsonl").read_text().splitlines())
-    assert (first["step"], first["group"], first["sample"], first["data_source"], first["reward"]) == (
-        3,
-        0,
-        0,
-        "a",
-        1.5,
-    )
+    written = Transcripts(make_tiny_tokenizer(), tmp_path)
+    written.begin(3, whole)
+    written.settle()
+    first, second = map(json.loads, (tmp_path / "step_000003.jsonl").read_text().splitlines())
+    assert [first[name] for name in ("step", "group", "sample", "data_source", "reward")] == [3, 0, 0, "a", 1.5]
     assert (first["numbers"], second["numbers"]) == ({"f1": 0.5}, {"f1": None})
     assert first["token_ids"] == [60, 61, 70, 71, 80, 70, 71] and first["tokens"] == [*"9:CDMCD"]
     assert first["loss_mask"] == [0, 0, 1, 1, 0, 1, 1]

@@ -1,7 +1,6 @@
 """Conversations of one, two and three rows: what is counted once for each, against numbers worked out by hand."""
 
 import json
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,9 +15,10 @@ from rlx.environments.role import batch_of
 from rlx.environments.running import ConversationRow
 from rlx.models.tiny import make_tiny_tokenizer
 from rlx.rewards.manager import Scores
-from rlx.trainer import environment_rows, learning, samples, step_metrics, transcripts, validation
+from rlx.trainer import environment_rows, learning, samples, step_metrics, validation
 from rlx.trainer.environment_rows import all_rows, joined
 from rlx.trainer.learning import balanced
+from rlx.trainer.transcripts import Transcripts
 
 # Turns of each conversation: the branch, the tokens and the reward. Sums of rewards are 1, 2 and 3, tokens 2, 3 and 5.
 ONE = [(0, [70, 71], 1.0)]
@@ -263,9 +263,10 @@ def test_balanced_shares_and_mini_batches_hold_every_row_once():
 def test_a_transcript_has_a_line_for_each_row_with_its_own_turns(tmp_path):
     batch = all_rows(a_batch(ONE, THREE)).rows([3, 1, 0, 2])
     batch = with_advantages(batch, AlgorithmConfig(adv_estimator="grpo", norm_adv_by_std_in_grpo=False))
-    run = SimpleNamespace(folder=tmp_path, tokenizer=make_tiny_tokenizer())
-    transcripts.write(run, 1, batch.with_({"numbers": [{}] * 4}, old_log_probs=batch["rollout_log_probs"]))
-    lines = [json.loads(line) for line in (tmp_path / "transcripts/step_000001.jsonl").read_text().splitlines()]
+    written = Transcripts(make_tiny_tokenizer(), tmp_path)
+    written.begin(1, batch.with_({"numbers": [{}] * 4}, old_log_probs=batch["rollout_log_probs"]))
+    written.settle()
+    lines = [json.loads(line) for line in (tmp_path / "step_000001.jsonl").read_text().splitlines()]
     assert [(line["sample"], line["branch"]) for line in lines] == [(0, 0), (1, 0), (1, 1), (1, 2)]
     assert lines[3]["token_ids"] == [60, 90, 91, 73, 74] and lines[3]["loss_mask"] == [0, 0, 0, 1, 1]
     assert [[(turn["role"], turn["start"], turn["end"]) for turn in line["turns"]] for line in lines[1:]] == [
