@@ -80,6 +80,7 @@ class Trainer:
         end_s = time.monotonic() + left_s
         self.run.timeline.write()
         self.transcripts.settle()
+        left_s = end_s - time.monotonic()
         if left_s > 0 and (saved := self.saver.save_now(self.run.of_driver(), left_s)):
             tell(saved=str(saved))
             self.saver.wait_for_copies(max(0.0, end_s - time.monotonic()))
