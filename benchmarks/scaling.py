@@ -84,7 +84,8 @@ class Job(NamedTuple):
         work = Namespace(**{**vars(given), "prompts": prompts or given.prompts})
         large = OF_LARGE if read_decoder(SHAPES[given.shape]).parameters > LARGE else ()
         own = ("trainer.logger=[console,jsonl]", f"trainer.default_local_dir={self.folder / 'runs'}")
-        rate = (f"{POLICY}.actor.optim.lr=1e-9",) * bool(given.mean_response)  # at 1e-6 one update doubled the lengths
+        # At the usual 1e-6 one update doubled the lengths.
+        rate = (f"{POLICY}.actor.optim.lr=1e-9",) if given.mean_response else ()
         base = [*settings(work, gpus or given.gpus), *self.inputs, *own, *rate]
         if not any(key.startswith(MODEL) for key in keys):
             base += large
